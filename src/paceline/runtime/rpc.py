@@ -98,7 +98,8 @@ class RpcFailure(msgspec.Struct, array_like=True, tag=True):
         return UserCodeError(self.message, self.frames, self.trace) if self.frames else TrainerError(self.message)
 
 
-FromTrainer = RpcHello | Alive | RpcResult | RpcFailure
+RpcAnswer = RpcResult | RpcFailure
+FromTrainer = RpcHello | Alive | RpcAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 decode_call = msgspec.msgpack.Decoder(RpcCall).decode
@@ -118,7 +119,7 @@ class TrainerRpcHandler:
         self.trainer, self._tokenizer, self._log = trainer, tokenizer, log
         self._fed: list[Sample] = []
 
-    async def answer(self, call: RpcCall) -> RpcResult | RpcFailure:
+    async def answer(self, call: RpcCall) -> RpcAnswer:
         return await answered(call, self._do(call), self._log)
 
     async def _do(self, call: RpcCall) -> RpcResult:
@@ -148,7 +149,7 @@ class TrainerRpcHandler:
         raise NotImplementedError
 
 
-async def answered(call: RpcCall, doing: Awaitable[RpcResult], log: Path | None = None) -> RpcResult | RpcFailure:
+async def answered(call: RpcCall, doing: Awaitable[RpcResult], log: Path | None = None) -> RpcAnswer:
     """The call's result or failure. The traceback of a bug is printed on this side too, or written to `log`."""
     try:
         return await doing  # bounded: by the call itself
@@ -221,7 +222,7 @@ class RankGroup(ABC):
     # -- what depends on how ranks are reached ------------------------------------------------------------------------
 
     @abstractmethod
-    def _ask(self, rank: Any, call: RpcCall) -> Awaitable[RpcResult | RpcFailure]: ...
+    def _ask(self, rank: Any, call: RpcCall) -> Awaitable[RpcAnswer]: ...
 
     @abstractmethod
     def _there(self) -> None:
@@ -283,7 +284,7 @@ class RankGroup(ABC):
         return next(iter(errors.values()))
 
 
-async def _done(answer: Awaitable[RpcResult | RpcFailure]) -> RpcResult:
+async def _done(answer: Awaitable[RpcAnswer]) -> RpcResult:
     said = await answer  # bounded: by the rank's life
     if isinstance(said, RpcFailure):
         raise said.error()

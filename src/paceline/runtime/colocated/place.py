@@ -22,15 +22,8 @@ from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.model import end_tokens, quick_handover, small_products
 from paceline.observe.monitor import Monitor, RunDirectory, RunOutcome
-from paceline.runtime.colocated.ranks import (
-    TOKEN_BYTES,
-    RankInfo,
-    RankSockets,
-    accept_ranks,
-    again,
-    find_rank,
-    listening,
-)
+from paceline.runtime import rpc
+from paceline.runtime.colocated import ranks
 from paceline.runtime.colocated.worker import (
     END,
     ColocatedLink,
@@ -44,7 +37,6 @@ from paceline.runtime.colocated.worker import (
 )
 from paceline.runtime.local import Placed, prepare
 from paceline.runtime.processes.supervisor import start_child
-from paceline.runtime.rpc import RankGroup, RpcCall, RpcFailure, RpcResult, decode_answer, framed
 from paceline.runtime.session import Given, RunResult, run_session
 from paceline.runtime.signals import Signals
 from paceline.trainer import TrainerError
@@ -65,7 +57,7 @@ class RankProcesses:
     logs: dict[int, Path] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, config: RunConfig, info: RankInfo, live: Path) -> "RankProcesses":
+    def start(cls, config: RunConfig, info: ranks.RankInfo, live: Path) -> "RankProcesses":
         started = cls()
         try:
             for rank in range(1, info.world):
@@ -120,13 +112,13 @@ class RankLink:
         self._sock = sock
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def answer(self, call: RpcCall) -> RpcResult | RpcFailure:
+    async def answer(self, call: rpc.RpcCall) -> rpc.RpcAnswer:
         self._streams = reader, writer = self._streams or await opened(self._sock)
-        writer.write(framed(call))
+        writer.write(rpc.framed(call))
         if (body := await read_frame(reader)) is None:
             raise ConnectionError  # the rank is gone
-        answer = decode_answer(body)
-        assert isinstance(answer, RpcResult | RpcFailure)
+        answer = rpc.decode_answer(body)
+        assert isinstance(answer, rpc.RpcAnswer)
         return answer
 
     def close(self) -> None:
@@ -135,7 +127,7 @@ class RankLink:
         self._sock.close()
 
 
-class ColocatedTrainer(RankGroup):
+class ColocatedTrainer(rpc.RankGroup):
     """The rank of this process and all others as one trainer. They share this process's fate, so a lost one ends the
     run."""
 
@@ -165,7 +157,7 @@ class ColocatedTrainer(RankGroup):
         for link in self._others:
             link.close()
 
-    def _ask(self, rank: ColocatedRpcHandler | RankLink, call: RpcCall) -> Awaitable[RpcResult | RpcFailure]:
+    def _ask(self, rank: ColocatedRpcHandler | RankLink, call: rpc.RpcCall) -> Awaitable[rpc.RpcAnswer]:
         return rank.answer(call)
 
     def _there(self) -> None:
@@ -180,7 +172,7 @@ class ColocatedTrainer(RankGroup):
 
 @asynccontextmanager
 async def in_place(
-    info: RankInfo, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any
+    info: ranks.RankInfo, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any
 ) -> AsyncGenerator[Placed]:
     """Meet the other ranks, load the model on all of them, and end them with the run."""
     async with AsyncExitStack() as stack:
@@ -210,15 +202,15 @@ async def in_place(
             yield driver.placed(pool, trainer, ends, worker.device, worker.parameters)
 
 
-def _gather(info: RankInfo, config: RunConfig, dumps: Path) -> tuple[ColocatedWorker, list[RankSockets]]:
+def _gather(info: ranks.RankInfo, config: RunConfig, dumps: Path) -> tuple[ColocatedWorker, list[ranks.RankSockets]]:
     """All of it on one thread, for a thread is what a GPU is chosen for."""
-    sockets: list[RankSockets] = []
+    sockets: list[ranks.RankSockets] = []
     group = meet(info, config)
     try:
         if group is not None:
-            with listening(info.host if info.neighbours == info.world else "") as sock:
-                _, token = share_address(group, sock.getsockname()[1], secrets.token_bytes(TOKEN_BYTES))
-                sockets = accept_ranks(sock, info.world, token)
+            with ranks.listening(info.host if info.neighbours == info.world else "") as sock:
+                _, token = share_address(group, sock.getsockname()[1], secrets.token_bytes(ranks.TOKEN_BYTES))
+                sockets = ranks.accept_ranks(sock, info.world, token)
         text = config.model_dump_json().encode()
         for other in sockets:
             other.trainer.sendall(HEAD.pack(len(text)) + text)
@@ -253,7 +245,7 @@ async def _unless_dead(processes: RankProcesses, work: Callable[[], T]) -> T:
         waiting.cancel()
 
 
-def _part(trainer: ColocatedTrainer, worker: ColocatedWorker, sockets: Sequence[RankSockets]) -> None:
+def _part(trainer: ColocatedTrainer, worker: ColocatedWorker, sockets: Sequence[ranks.RankSockets]) -> None:
     """A run that ends in good order says so, and the others end too; after a failure they are gone, or are left to end
     by themselves, and what this rank still waits for from them is called off."""
     broken = trainer.broken
@@ -278,8 +270,8 @@ def colocated(
     signals: Signals | None = None,
 ) -> RunResult:
     """Rank 0 leads the run and answers with all of it; every other rank answers, when it is over, with nothing."""
-    config, info = find_rank(config)
+    config, info = ranks.find_rank(config)
     if info.rank == 0:
-        return run_session(again(config), partial(in_place, info), environments, overwrite, screen, signals)
+        return run_session(ranks.again(config), partial(in_place, info), environments, overwrite, screen, signals)
     follow(config, info)
     return RunResult(RunOutcome("finished", 0, ""), Path(config.runs) / config.name, [], [])

@@ -14,19 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paceline.clients.rpc import HEAD, read_frame
 from paceline.data import Sample, encode
-from paceline.runtime.rpc import (
-    Alive,
-    RpcCall,
-    RpcFailure,
-    RpcHello,
-    RpcResult,
-    SentWeights,
-    TrainerRpcHandler,
-    What,
-    decode_answer,
-    decode_call,
-    framed,
-)
+from paceline.runtime import rpc
 from paceline.trainer import StepReport, Trainer, TrainerLost
 from paceline.util.deadlines import beat, waiting
 from paceline.weights.transports import WeightPath
@@ -67,7 +55,7 @@ class RemoteTrainer:
         self._fed: dict[int, tuple[int, Sample]] = {}
         """Samples the other side has, by identity: where in its list, and the sample itself, so that it stays."""
 
-    async def meet(self) -> RpcHello:
+    async def meet(self) -> rpc.RpcHello:
         """Wait until it is up."""
         await self._connect()
         return self._hello
@@ -111,10 +99,10 @@ class RemoteTrainer:
     # -- the wire -----------------------------------------------------------------------------------------------------
 
     async def _call(
-        self, what: What, *, path: Path | None = None, data: bytes = b"", order: Sequence[int] = ()
-    ) -> RpcResult:
+        self, what: rpc.What, *, path: Path | None = None, data: bytes = b"", order: Sequence[int] = ()
+    ) -> rpc.RpcResult:
         where = "" if path is None else str(path.resolve())
-        call = RpcCall(self._name, next(self._numbers), what, where, data, list(order))
+        call = rpc.RpcCall(self._name, next(self._numbers), what, where, data, list(order))
         while True:
             try:
                 answer = await self._ask(call)
@@ -125,31 +113,31 @@ class RemoteTrainer:
             except BaseException:
                 self._hang_up()  # cancelled or failed in the middle: its answer must not meet the next question
                 raise
-        if isinstance(answer, RpcResult):
+        if isinstance(answer, rpc.RpcResult):
             self.version = answer.version
             return answer
         raise answer.error()
 
-    async def _ask(self, call: RpcCall) -> RpcResult | RpcFailure:
+    async def _ask(self, call: rpc.RpcCall) -> rpc.RpcAnswer:
         reader, writer = self._speaking or await self._connect()
-        writer.write(framed(call))
+        writer.write(rpc.framed(call))
         async with asyncio.timeout(self._silent * 10):
             await writer.drain()
         while True:
             answer = await self._word(reader)
             beat()  # a trainer at work is progress of the run
-            if isinstance(answer, RpcResult | RpcFailure) and answer.number == call.number:
+            if isinstance(answer, rpc.RpcAnswer) and answer.number == call.number:
                 return answer
-            if not isinstance(answer, Alive):
+            if not isinstance(answer, rpc.Alive):
                 raise Garbled(f"{type(answer).__name__} came for an answer")
 
-    async def _word(self, reader: asyncio.StreamReader) -> RpcHello | Alive | RpcResult | RpcFailure:
+    async def _word(self, reader: asyncio.StreamReader) -> rpc.RpcHello | rpc.Alive | rpc.RpcAnswer:
         try:
             async with asyncio.timeout(self._silent):
                 (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
                 if length > LARGEST:
                     raise Garbled(f"a frame of {length} bytes was announced")
-                return decode_answer(await reader.readexactly(length))
+                return rpc.decode_answer(await reader.readexactly(length))
         except TimeoutError:
             raise TrainerLost(
                 f"the trainer has not said a word for {self._silent:g} s: look at its log, then add --resume latest"
@@ -166,7 +154,7 @@ class RemoteTrainer:
                     reader, writer = await asyncio.open_unix_connection(str(self._address))
                 self._speaking = reader, writer
                 hello = await self._word(reader)
-                if not isinstance(hello, RpcHello):
+                if not isinstance(hello, rpc.RpcHello):
                     raise Garbled(f"{type(hello).__name__} came for a greeting")
                 break
             except (OSError, asyncio.IncompleteReadError) as error:
@@ -197,7 +185,7 @@ KEPT_WEIGHTS = 3
 """Files of weights that stay: an engine that comes back may ask for the last published."""
 
 
-class TrainerHost(TrainerRpcHandler):
+class TrainerHost(rpc.TrainerRpcHandler):
     """Executes each call once.
 
     A connection may break at any moment, so a caller may repeat a call: the call of the same caller and number is not
@@ -210,7 +198,7 @@ class TrainerHost(TrainerRpcHandler):
         trainer: Trainer,
         tokenizer: PreTrainedTokenizerBase,
         weights: Path,
-        hello: RpcHello,
+        hello: rpc.RpcHello,
         path: WeightPath = "auto",
     ) -> None:
         super().__init__(trainer, tokenizer)
@@ -219,7 +207,7 @@ class TrainerHost(TrainerRpcHandler):
         self._store.adopt()
         self._callers: set[asyncio.StreamWriter] = set()
         self._last = ("", 0)
-        self._answer: asyncio.Future[RpcResult | RpcFailure] | None = None
+        self._answer: asyncio.Future[rpc.RpcAnswer] | None = None
 
     async def serve(self, address: Path) -> None:
         """Answer until the process ends."""
@@ -231,19 +219,19 @@ class TrainerHost(TrainerRpcHandler):
                 caller.close()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(framed(self._hello))
+        writer.write(rpc.framed(self._hello))
         self._callers.add(writer)
         with contextlib.suppress(ConnectionError, TimeoutError):
             while (body := await read_frame(reader)) is not None:
-                answer = self._once(decode_call(body))
+                answer = self._once(rpc.decode_call(body))
                 while not (await asyncio.wait({answer}, timeout=PULSE_SECONDS))[0]:
-                    writer.write(framed(Alive()))
+                    writer.write(rpc.framed(rpc.Alive()))
                     await asyncio.wait_for(writer.drain(), PULSE_SECONDS)
-                writer.write(framed(answer.result()))  # bounded: it is done
+                writer.write(rpc.framed(answer.result()))  # bounded: it is done
         self._callers.discard(writer)
         writer.close()
 
-    def _once(self, call: RpcCall) -> asyncio.Future[RpcResult | RpcFailure]:
+    def _once(self, call: rpc.RpcCall) -> asyncio.Future[rpc.RpcAnswer]:
         caller, number = self._last
         if self._answer is None or caller != call.caller or call.number > number:
             self._last = (call.caller, call.number)
@@ -251,20 +239,20 @@ class TrainerHost(TrainerRpcHandler):
         # An older call, from a connection that broke, gets an answer that its caller does not wait for.
         return self._answer
 
-    async def _run(
-        self, call: RpcCall, before: asyncio.Future[RpcResult | RpcFailure] | None
-    ) -> RpcResult | RpcFailure:
+    async def _run(self, call: rpc.RpcCall, before: asyncio.Future[rpc.RpcAnswer] | None) -> rpc.RpcAnswer:
         if before is not None and not before.done():
             # What a lost caller asked for is finished first: not all of it is done by the trainer's one thread.
             await asyncio.wait({before})  # bounded: as the call itself was
         with waiting(f"to {call.what}, as the orchestrator asked"):
             return await self.answer(call)
 
-    async def _weights(self) -> SentWeights:
+    async def _weights(self) -> rpc.SentWeights:
         update = await self.trainer.weights()
         stored_update = await self._store.keep(update)
         expected = stored_update.expected or await asyncio.to_thread(update.fingerprint)
         stored = stored_update.tensors
         assert isinstance(stored, StoredTensors)
         deltas, delta = [str(file) for file in stored.deltas], str(self._store.link or "")
-        return SentWeights(update.version, str(stored.files[0]), update.adapter, expected, update.canary, deltas, delta)
+        return rpc.SentWeights(
+            update.version, str(stored.files[0]), update.adapter, expected, update.canary, deltas, delta
+        )

@@ -17,23 +17,9 @@ from numpy.typing import NDArray
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 from torch import Tensor
 
+from paceline.clients import rpc
 from paceline.clients.link import FramedEngine
 from paceline.clients.remote import in_one_piece
-from paceline.clients.rpc import (
-    Answer,
-    Ask,
-    CompletionFrame,
-    EngineMessage,
-    EngineRpcHandler,
-    FailureFrame,
-    FromEngine,
-    Generate,
-    Load,
-    ToEngine,
-    decode_from_engine,
-    decode_to_engine,
-    unpacked,
-)
 from paceline.config import RunConfig
 from paceline.engine.base import Completion, GenerateRequest, Listener
 from paceline.engine.engine import DecodingEngine
@@ -132,10 +118,10 @@ class EngineActor(RayActor):
         self._engine, _ = self._stack.enter_context(type(self).serves(self.config))
         self._receiver: Receiver | None = None
         watch(self._engine, leave)
-        self._handler = EngineRpcHandler(self._engine)
+        self._handler = rpc.EngineRpcHandler(self._engine)
 
     async def answer(self, question: bytes) -> bytes:
-        (message,) = decode_to_engine(question).messages
+        (message,) = rpc.decode_to_engine(question).messages
         return self._framed(await self._handler.answer(message))
 
     @ray.method(concurrency_group=CONTROL)
@@ -158,14 +144,14 @@ class EngineActor(RayActor):
         return await self._apply(head, rows[ROW])
 
     async def _apply(self, head: bytes, row: Tensor) -> bytes:
-        (message,) = decode_to_engine(head).messages
-        assert isinstance(message, Load)
+        (message,) = rpc.decode_to_engine(head).messages
+        assert isinstance(message, rpc.Load)
         try:
             tensors = tensors_in(row)
             update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary)
-            answer: EngineMessage = Answer(message.id, seconds=await self._engine.load_weights(update))
+            answer: rpc.EngineMessage = rpc.Answer(message.id, seconds=await self._engine.load_weights(update))
         except Exception as error:
-            answer = FailureFrame.of(message.id, error)
+            answer = rpc.FailureFrame.of(message.id, error)
         return self._framed(answer)
 
     @ray.method(concurrency_group=CONTROL)
@@ -179,7 +165,7 @@ class EngineActor(RayActor):
         self._receiver = receiver
 
     def _framed(self, answer: Any) -> bytes:
-        return _encode(FromEngine([answer], self._engine.busy_seconds))
+        return _encode(rpc.FromEngine([answer], self._engine.busy_seconds))
 
 
 class ScorerActor(EngineActor):
@@ -197,19 +183,19 @@ class RayEngine(FramedEngine):
         self.actor, self.name, self._group = actor, name, group
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
-        done: CompletionFrame = await self._send(Generate(next(self._numbers), request, False))
+        done: rpc.CompletionFrame = await self._send(rpc.Generate(next(self._numbers), request, False))
         return in_one_piece(done.completion, listener)
 
     async def load_weights(self, update: WeightUpdate) -> float:
         tensors = (await self.keep(update)).tensors
         assert isinstance(tensors, ObjectTensors)
-        framed = _encode(ToEngine([self._load_message(update, b"")]))
+        framed = _encode(rpc.ToEngine([self._load_message(update, b"")]))
         if self._group is not None and update.adapter is None:
             data = await self._group.deliver(self, framed, tensors)
             if data is not None:
                 return self._decode(data).seconds
         await PACE.turn()
-        answer: Answer = await self._result(self.actor.load.remote(framed, tensors.reference))
+        answer: rpc.Answer = await self._result(self.actor.load.remote(framed, tensors.reference))
         return answer.seconds
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
@@ -229,8 +215,8 @@ class RayEngine(FramedEngine):
 
     async def _send(self, message: Any) -> Any:
         await PACE.turn()
-        method = self.actor.order if isinstance(message, Ask) else self.actor.answer
-        return await self._result(method.remote(_encode(ToEngine([message]))))
+        method = self.actor.order if isinstance(message, rpc.Ask) else self.actor.answer
+        return await self._result(method.remote(_encode(rpc.ToEngine([message]))))
 
     async def _result(self, reference: Any) -> Any:
         try:
@@ -249,10 +235,10 @@ class RayEngine(FramedEngine):
         return self._decode(data)
 
     def _decode(self, data: bytes) -> Any:
-        batch = decode_from_engine(data)
+        batch = rpc.decode_from_engine(data)
         self._busy = batch.busy_seconds
         (answer,) = batch.messages
-        if isinstance(answer, FailureFrame):
+        if isinstance(answer, rpc.FailureFrame):
             raise answer.error()
         return answer
 
@@ -281,7 +267,7 @@ class ObjectTensors(Mapping[str, Tensor]):
 
     def _read(self) -> dict[str, Tensor]:
         if self._tensors is None:
-            self._tensors = unpacked(ray.get(self.reference, timeout=FETCH_SECONDS).tobytes())
+            self._tensors = rpc.unpacked(ray.get(self.reference, timeout=FETCH_SECONDS).tobytes())
         return self._tensors
 
 

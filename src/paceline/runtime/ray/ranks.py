@@ -17,19 +17,9 @@ from paceline.config import RunConfig
 from paceline.data.balance import Cost
 from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed, WorkerLimits, Workers
 from paceline.model import end_tokens, load_tokenizer
+from paceline.runtime import rpc
 from paceline.runtime.ray.cluster import RayActor, first_line, last_line
 from paceline.runtime.ray.engines import ROW, ObjectTensors, packed, row_of
-from paceline.runtime.rpc import (
-    RankGroup,
-    RpcCall,
-    RpcFailure,
-    RpcHello,
-    RpcResult,
-    SentWeights,
-    TrainerRpcHandler,
-    decode_answer,
-    decode_call,
-)
 from paceline.runtime.torch_backend import build_trainer, pick_device
 from paceline.trainer import TrainerError, TrainerLost
 from paceline.trainer.batch import cost_of
@@ -41,7 +31,7 @@ from paceline.weights.update import WeightUpdate
 START_SECONDS = 1800.0
 """For all ranks to be placed, to load the model and to meet."""
 _encode = msgspec.msgpack.Encoder().encode
-_sent = msgspec.msgpack.Decoder(SentWeights).decode
+_sent = msgspec.msgpack.Decoder(rpc.SentWeights).decode
 
 
 class RankActor(RayActor):
@@ -63,21 +53,21 @@ class RankActor(RayActor):
         group = join(rank, world, address, backend) if world > 1 else None
         built = build_trainer(self.config, group)
         tokenizer = load_tokenizer(self.config.model)
-        self._handler = TrainerRpcHandler(built.trainer, tokenizer)
+        self._handler = rpc.TrainerRpcHandler(built.trainer, tokenizer)
         cost = cost_of(built.model.config)
-        hello = RpcHello(built.parameters, built.device, end_tokens(tokenizer, built.model))
+        hello = rpc.RpcHello(built.parameters, built.device, end_tokens(tokenizer, built.model))
         return _encode(hello), (cost.linear, cost.attention)
 
     async def do(self, call: bytes) -> bytes:
         """Step, save, load or export, with all the others."""
-        return _encode(await self._handler.answer(decode_call(call)))
+        return _encode(await self._handler.answer(rpc.decode_call(call)))
 
     async def weights(self) -> tuple[bytes, NDArray]:
         """The weights' metadata and the weights themselves, on the first rank; the others help to gather them."""
         update = await self._handler.trainer.weights()
         expected = await asyncio.to_thread(update.fingerprint)
         data = await asyncio.to_thread(packed, update.tensors)
-        return _encode(SentWeights(update.version, "", update.adapter, expected, update.canary)), data
+        return _encode(rpc.SentWeights(update.version, "", update.adapter, expected, update.canary)), data
 
     async def open_group(self, members: int, device: str, seconds: float) -> list[dict[str, Any]]:
         """Listen for so many engines; answers with their invitations."""
@@ -101,14 +91,14 @@ class RankActor(RayActor):
         await asyncio.to_thread(self._sender.send, {ROW: row})
 
 
-class RayTrainer(RankGroup):
+class RayTrainer(rpc.RankGroup):
     """All ranks as one trainer. What a lost rank knew is gone, and `load` starts new ones."""
 
     def __init__(self, config: RunConfig, start: Callable[[], Sequence[Any]]) -> None:
         super().__init__(config)
         self._start = start
 
-    async def meet(self) -> RpcHello:
+    async def meet(self) -> rpc.RpcHello:
         """Start the ranks and wait until they have met."""
         self._ranks = self._start()
         try:
@@ -122,8 +112,8 @@ class RayTrainer(RankGroup):
                 f"the trainer's ranks were not up within {START_SECONDS:g} s: is there still room for them? See "
                 "`paceline status`, then add --resume latest"
             ) from None
-        hello, self._cost = decode_answer(greeting), Cost(*cost)
-        assert isinstance(hello, RpcHello)
+        hello, self._cost = rpc.decode_answer(greeting), Cost(*cost)
+        assert isinstance(hello, rpc.RpcHello)
         self.version = 0
         return hello
 
@@ -151,9 +141,9 @@ class RayTrainer(RankGroup):
             with contextlib.suppress(RayError):
                 ray.kill(rank)
 
-    async def _ask(self, rank: Any, call: RpcCall) -> RpcResult | RpcFailure:
-        answer = decode_answer(await rank.do.remote(_encode(call)))
-        assert isinstance(answer, RpcResult | RpcFailure)
+    async def _ask(self, rank: Any, call: rpc.RpcCall) -> rpc.RpcAnswer:
+        answer = rpc.decode_answer(await rank.do.remote(_encode(call)))
+        assert isinstance(answer, rpc.RpcAnswer)
         return answer
 
     def _there(self) -> None:
