@@ -18,7 +18,7 @@ from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.errors import EngineError, Mismatch
 from paceline.model import LMHead, ServedPolicy, WeightUpdate, fingerprint, load_model, twin
 from paceline.model.canary import make_canary
-from paceline.runtime.processes.remote_trainer import RemoteTrainer, TrainerHost
+from paceline.runtime.processes.child import RemoteTrainer, TrainerHost
 from paceline.runtime.rpc import RpcHello
 from paceline.server import build_app
 from paceline.trainer import TorchTrainer

@@ -14,7 +14,7 @@ from conftest import tiny_model
 from paceline.config import trainer as config
 from paceline.data import encode
 from paceline.model import WeightUpdate
-from paceline.runtime.processes.remote_trainer import RemoteTrainer, TrainerHost
+from paceline.runtime.processes.child import RemoteTrainer, TrainerHost
 from paceline.runtime.rpc import RpcHello
 from paceline.trainer import TorchTrainer, TrainerError, TrainerLost
 from paceline.util.private_folder import socket_parent

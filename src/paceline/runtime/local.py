@@ -35,8 +35,8 @@ class Placed:
     pool: Pool
     trainer: Trainer
     tokenizer: PreTrainedTokenizerBase
-    courses: dict[str, TrainEnv]
-    voice: Callable[[SamplingConfig], SamplingClient]
+    envs: dict[str, TrainEnv]
+    make_client: Callable[[SamplingConfig], SamplingClient]
     device: str
     parameters: int
     attach: Callable[[ModelRef], Awaitable[FrozenPool]] | None = None
@@ -54,7 +54,7 @@ class DriverParts:
 
     config: RunConfig
     tokenizer: PreTrainedTokenizerBase
-    courses: dict[str, TrainEnv]
+    envs: dict[str, TrainEnv]
     past: int = 0
     """Versions that the leagues of the run keep beside the policy."""
 
@@ -66,8 +66,8 @@ class DriverParts:
     def placed(self, pool: Pool, trainer: Trainer, ends: Sequence[int], device: str, parameters: int) -> Placed:
         """All parts, with clients that render and record as the run file says."""
         renderer = renderer_of(self.tokenizer, ends, self.config.model)
-        voice = sampling_clients(pool, renderer, ends, recording_server(self.config))
-        return Placed(pool, trainer, self.tokenizer, self.courses, voice, device, parameters)
+        make_client = sampling_clients(pool, renderer, ends, recording_server(self.config))
+        return Placed(pool, trainer, self.tokenizer, self.envs, make_client, device, parameters)
 
 
 def prepare(
@@ -75,11 +75,11 @@ def prepare(
 ) -> DriverParts:
     """Lay out the environments and load the tokenizer, which is in the phase `then` where one is given."""
     phase("preparing environments")
-    courses = lay_out(config, environments)
+    envs = lay_out(config, environments)
     if then:
         phase(then)
-    past = sum(member.league.size for member in members(courses))
-    return DriverParts(make_room_for_adapters(config, past), load_tokenizer(config.model), courses, past)
+    past = sum(member.league.size for member in members(envs))
+    return DriverParts(make_room_for_adapters(config, past), load_tokenizer(config.model), envs, past)
 
 
 def league_engine(config: RunConfig) -> Engine:

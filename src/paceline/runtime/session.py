@@ -204,9 +204,9 @@ class RunSession:
         try:
             with _warnings_as_notes(self.monitor):
                 async with self.placement(config, root / "dumps", self.monitor.phase, environments) as parts:
-                    voice = parts.voice(config.sampling)
-                    async with opened(parts.courses, voice, parts.attach):
-                        return await self._orchestrate(parts, voice, signals), None
+                    client = parts.make_client(config.sampling)
+                    async with opened(parts.envs, client, parts.attach):
+                        return await self._orchestrate(parts, client, signals), None
         except PacelineError as failure:
             error: PacelineError = failure
         except Exception as failure:
@@ -235,14 +235,14 @@ class RunSession:
             self.monitor.end(outcome)
         return _result(outcome, self.directory.root, metrics, error)
 
-    async def _orchestrate(self, parts: Placed, voice: SamplingClient, signals: Signals) -> RunOutcome:
+    async def _orchestrate(self, parts: Placed, client: SamplingClient, signals: Signals) -> RunOutcome:
         config, directory, monitor = self.config, self.directory, self.monitor
         given = OrchestratorParts(
             pool=parts.pool,
             trainer=parts.trainer,
-            voice=voice,
-            eval_voice=parts.voice(config.eval.sampling or config.sampling),
-            courses=parts.courses,
+            voice=client,
+            eval_voice=parts.make_client(config.eval.sampling or config.sampling),
+            courses=parts.envs,
             monitor=monitor,
             checkpoints=Checkpoints(directory.checkpoints, config.checkpoint.keep),
             clock=RealClock(),
@@ -264,7 +264,7 @@ class RunSession:
                                 total_steps=config.steps,
                                 start_step=orchestrator.step,
                                 config=config.model_dump(mode="json", exclude_none=True),
-                                envs=tuple(parts.courses),
+                                envs=tuple(parts.envs),
                                 device=parts.device,
                                 parameters=parts.parameters,
                             )
