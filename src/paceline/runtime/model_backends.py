@@ -115,7 +115,8 @@ def with_settled_dtype(config: RunConfig, checkpoint: Path | None = None) -> Run
     model on this machine. Engine, trainer and record must agree on it, on whichever machines they run."""
     if config.model.dtype != "auto":
         return config
-    checkpoint = checkpoint or _resumed(config)
+    if checkpoint is None and (resumed := resumed_checkpoint(config)) is not None:
+        checkpoint, _ = resumed
     if checkpoint is not None:
         return with_dtype(config, checkpoint_compute_dtype(checkpoint))
     device = device_of(config)
@@ -140,13 +141,13 @@ def checkpoint_compute_dtype(checkpoint: Path) -> Dtype:
     return DTYPES.get(str(written), "float32")
 
 
-def _resumed(config: RunConfig) -> Path | None:
-    """The checkpoint a run goes on from, where it can be found."""
+def resumed_checkpoint(config: RunConfig) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint a run goes on from and its state, where it can be found; restoring the run says why not."""
     if not config.resume:
         return None
     saved = Checkpoints(RunDirectory(Path(config.runs) / config.name).checkpoints, config.checkpoint.keep)
     try:
-        return saved.find(config.resume)[0]
+        return saved.find(config.resume)
     except CheckpointError:
         return None
 

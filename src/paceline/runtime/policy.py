@@ -74,7 +74,9 @@ class Policy:
 
     def __init__(self, source: str | Path, **settings: Any) -> None:
         self.source = str(source)
-        self._config, weights = _find(self.source, settings)
+        config, weights = _find(self.source, settings)
+        # Without the room that a batch of training needs.
+        self._config = with_sections(config, engine={"max_running": min(config.engine.max_running, AT_ONCE)})
         self._worker = _EngineThread(self._config, weights)
         self._finalizer = weakref.finalize(self, self._worker.close)
 
@@ -195,15 +197,22 @@ def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights 
     if RunDirectory(folder).config_file.is_file():
         folder = _newest(RunDirectory(folder))
     if is_checkpoint(folder):
-        return _checkpoint(folder.resolve(), settings)
+        checkpoint = folder.resolve()
+        run = RunDirectory(checkpoint.parent.parent)
+        if not run.config_file.is_file():
+            raise PacelineError(
+                f"checkpoint {checkpoint} lies in no run directory: there is no {run.config_file} to read"
+            )
+        config = _configured(run, settings)
+        return config, lambda: saved_weights(checkpoint, config.model, on_mlx(config.backend))
     if (folder / ADAPTER).is_file():
         return _adapter(folder, settings)
     run = RunDirectory(folder.resolve().parent)
     if folder.is_dir() and run.export == folder.resolve() and run.config_file.is_file():
         config = _configured(run, settings)
         whole = {"name": str(folder), "tokenizer": None, "chat_template": None, "lora": None}
-        return _small(with_sections(config, model=whole)), None
-    return _small(load(None, settings={**settings, "model": _model(source, settings)}).config), None
+        return with_sections(config, model=whole), None
+    return load(None, settings={**settings, "model": _model(source, settings)}).config, None
 
 
 def _newest(run: RunDirectory) -> Path:
@@ -215,14 +224,6 @@ def _newest(run: RunDirectory) -> Path:
         assert checkpoint is not None
         return checkpoint
     return export
-
-
-def _checkpoint(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights]:
-    run = RunDirectory(folder.parent.parent)
-    if not run.config_file.is_file():
-        raise PacelineError(f"checkpoint {folder} lies in no run directory: there is no {run.config_file} to read")
-    config = _small(_configured(run, settings))
-    return config, lambda: saved_weights(folder, config.model, on_mlx(config.backend))
 
 
 def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights]:
@@ -246,7 +247,7 @@ def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weig
         tensors, scale = read_adapter(folder)
         return WeightUpdate(1, tensors, Adapter("", scale))
 
-    return _small(with_sections(config, model={"lora": lora})), weights
+    return with_sections(config, model={"lora": lora}), weights
 
 
 def _configured(run: RunDirectory, settings: Mapping[str, Any]) -> RunConfig:
@@ -261,11 +262,6 @@ def _model(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The [model] section of the settings, where a text is its name."""
     section = settings.get("model", {})
     return {"name": section} if isinstance(section, str) else {"name": name, **section}
-
-
-def _small(config: RunConfig) -> RunConfig:
-    """Without the room that a batch of training needs."""
-    return with_sections(config, engine={"max_running": min(config.engine.max_running, AT_ONCE)})
 
 
 PICTURE_DPI = 90
@@ -289,7 +285,8 @@ class RunResult:
         return Policy(self.outcome.export or self.outcome.checkpoint or self.directory)
 
     def __repr__(self) -> str:
-        rewards = [f"{key}: {_course(curve)}" for key, curve in self._rewards().items() if curve]
+        curves = {key: curve for key, curve in self._rewards().items() if curve}
+        rewards = [f"{key}: {score(curve[0][1])} → {score(curve[-1][1])}" for key, curve in curves.items()]
         parts = [f"{self.directory.name}: {self.outcome.status} after {amount(self.outcome.step, 'step')}"]
         parts += [f"reward {rewards[0].partition(': ')[2]}"] if len(rewards) == 1 else rewards
         parts += [one_line(self.outcome.message)] if self.outcome.status == "failed" else []
@@ -313,7 +310,3 @@ class RunFailed(PacelineError):
     def __init__(self, result: RunResult) -> None:
         super().__init__(result.outcome.message)
         self.result = result
-
-
-def _course(curve: Curve) -> str:
-    return f"{score(curve[0][1])} → {score(curve[-1][1])}"

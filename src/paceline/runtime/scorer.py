@@ -81,7 +81,13 @@ class Scorer:
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
     ) -> list[list[float]]:
         """Log probability of every token given those before it; 0.0 for the first."""
-        self._check(sequences, temperature)
+        if temperature <= 0:
+            raise RequestError(f"temperature = {temperature:g} has no distribution to score by: it must be above 0")
+        for ids in sequences:
+            if not 0 < len(ids) <= self._context:
+                raise RequestError(f"a sequence of {len(ids)} tokens cannot be scored: from 1 to {self._context} fit")
+            if min(ids) < 0 or max(ids) >= self._vocabulary:
+                raise RequestError(f"a token is outside the vocabulary of {self._vocabulary}")
         question = Question(sequences, temperature)
         with self._news:
             if self._closed or self._failure is not None:
@@ -94,15 +100,6 @@ class Scorer:
         if not sequences:
             return []
         return await asyncio.wrap_future(question.answer)  # bounded: by the asker's deadline
-
-    def _check(self, sequences: Sequence[Sequence[int]], temperature: float) -> None:
-        if temperature <= 0:
-            raise RequestError(f"temperature = {temperature:g} has no distribution to score by: it must be above 0")
-        for ids in sequences:
-            if not 0 < len(ids) <= self._context:
-                raise RequestError(f"a sequence of {len(ids)} tokens cannot be scored: from 1 to {self._context} fit")
-            if min(ids) < 0 or max(ids) >= self._vocabulary:
-                raise RequestError(f"a token is outside the vocabulary of {self._vocabulary}")
 
     # -- on the scorer's thread ---------------------------------------------------------------------------------------
 

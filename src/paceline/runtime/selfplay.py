@@ -43,7 +43,7 @@ from paceline.orchestrator import Breaker, RealClock, TrainEnv
 from paceline.orchestrator.dispatcher import without_signal
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.gate import fresh_enough
-from paceline.rollout import Group, Renderer, Rollout, SamplingClient, assemble
+from paceline.rollout import Group, Renderer, Rollout, SamplingClient
 from paceline.runtime.model_backends import trainer_of
 from paceline.selfplay import Arena, ArenaEnvironment, ArenaError, EpisodeRequest
 from paceline.trainer import StepReport
@@ -313,13 +313,7 @@ class Stage:
                 return await self._player.episode(self._course, row, ticket, member, number)
 
         episodes = await together([one(member, request) for member, request in enumerate(requests)])
-        rollouts = [rollout for episode in episodes for rollout in episode]
-        alive = [rollout for rollout in rollouts if rollout.error is None]
-        for rollout in alive:
-            rollout.samples = assemble(rollout)
-            self._course.algorithm.observe(rollout)
-        failed = [rollout for rollout in rollouts if rollout.error is not None]
-        return Group(ticket=ticket, rollouts=alive, places=len(requests), failed=failed)
+        return self._player.collect(self._course, ticket, episodes, len(requests))
 
 
 async def training_loop(

@@ -47,7 +47,7 @@ from paceline.rollout import SamplingClient
 from paceline.runtime.colocated.ranks import refuse_torchrun
 from paceline.runtime.league import standings
 from paceline.runtime.local import Placed, local
-from paceline.runtime.model_backends import with_settled_dtype
+from paceline.runtime.model_backends import resumed_checkpoint, with_settled_dtype
 from paceline.runtime.policy import RunResult
 from paceline.runtime.preflight import refuse_unready
 from paceline.runtime.signals import USER, ForcedEnd, Signals, run_to_the_end
@@ -107,18 +107,15 @@ def train(
 
 def _refuse_fewer_steps(config: RunConfig) -> None:
     """Say at once that `steps` counts from the run's beginning, instead of a run that ends before it starts."""
-    if config.resume is None or config.steps is None:
+    if config.steps is None or (resumed := resumed_checkpoint(config)) is None:
         return
-    checkpoints = Checkpoints(RunDirectory(Path(config.runs) / config.name).checkpoints, 1)
-    try:
-        path, state = checkpoints.find(config.resume)
-    except CheckpointError:
-        return  # said when the run is restored
+    path, state = resumed
     if state["step"] > config.steps:
+        offer = Checkpoints(RunDirectory(Path(config.runs) / config.name).checkpoints, 1).offer()
         raise PacelineError(
             f"the run is already at step {state['step']} ({path.name}), and steps = {config.steps} is the total since "
             f"its beginning: write --steps {state['step'] + config.steps} to train {config.steps} more, or --resume "
-            f"with an earlier checkpoint; {checkpoints.offer()}"
+            f"with an earlier checkpoint; {offer}"
         )
 
 

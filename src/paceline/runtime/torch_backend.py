@@ -61,7 +61,12 @@ def external_engine(
         return LaunchedVllm(_process(config, source, model, root), **shared)
     assert engine.base_url is not None
     kind = VllmEngine if engine.backend == "vllm" else SglangEngine
-    return kind(engine.base_url, api_key=_key(engine.api_key_env), **shared)
+    key = os.environ.get(engine.api_key_env or "")
+    if engine.api_key_env is not None and not key:
+        raise PacelineError(
+            f"engine.api_key_env: the environment variable {engine.api_key_env} is not set: put the key there"
+        )
+    return kind(engine.base_url, api_key=key, **shared)
 
 
 def _process(config: RunConfig, source: str, model: PreTrainedModel, root: Path) -> VllmProcess:
@@ -124,14 +129,6 @@ def _untied(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: 
     head = {"lm_head.weight": model.get_output_embeddings().weight.detach().cpu().clone()}
     write_tensors(state | head, folder / "model.safetensors", {"format": "pt"})
     return str(folder.resolve())
-
-
-def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if not (key := os.environ.get(variable)):
-        raise PacelineError(f"engine.api_key_env: the environment variable {variable} is not set: put the key there")
-    return key
 
 
 class TorchBackend:

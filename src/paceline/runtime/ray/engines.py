@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -25,13 +25,15 @@ from paceline.engine.base import Completion, GenerateRequest, Listener
 from paceline.engine.engine import DecodingEngine
 from paceline.errors import EngineError, RequestError, Unreachable, UpdateLost
 from paceline.runtime.ray.cluster import CONTROL, RayActor, first_line
-from paceline.runtime.ray.collective import Round, WeightsGroup
 from paceline.runtime.scorer import Scorer
 from paceline.runtime.serving import Ends, embedded, leave, scoring, watch
 from paceline.trainer import TrainerLost
 from paceline.weights import tensors as libraries
 from paceline.weights.broadcast import Receiver
 from paceline.weights.update import WeightUpdate
+
+if TYPE_CHECKING:
+    from paceline.runtime.ray.ranks import Round, WeightsGroup
 
 KINDS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -178,7 +180,7 @@ class RayEngine(FramedEngine):
     """Speaks the `Engine` protocol to an actor. Ray restarts a dead actor; meanwhile requests fail as unreachable, and
     the pool sends them elsewhere."""
 
-    def __init__(self, actor: Any, name: str, group: WeightsGroup | None = None) -> None:
+    def __init__(self, actor: Any, name: str, group: "WeightsGroup | None" = None) -> None:
         super().__init__()
         self.actor, self.name, self._group = actor, name, group
 

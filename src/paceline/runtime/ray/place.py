@@ -25,9 +25,8 @@ from paceline.model import load_tokenizer
 from paceline.observe.monitor import RunDirectory
 from paceline.runtime.local import Placed, prepare, with_sections
 from paceline.runtime.ray.cluster import Needs, Room, joined, last_line
-from paceline.runtime.ray.collective import WeightsGroup
 from paceline.runtime.ray.engines import EngineActor, RayEngine, ScorerActor
-from paceline.runtime.ray.ranks import RankActor, RayTrainer, RayWorkers, WorkerActor
+from paceline.runtime.ray.ranks import RankActor, RayTrainer, RayWorkers, WeightsGroup, WorkerActor
 
 CLOSE_SECONDS = 5.0
 START_SECONDS = 1800.0
