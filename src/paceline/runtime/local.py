@@ -152,16 +152,14 @@ def recording_server(config: RunConfig) -> RecordingServer:
 def renderer_of(
     tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], model: ModelConfig, dropped_tools: Dropped = "refuse"
 ) -> Renderer:
-    """The renderer of conversations into the model's tokens, and what it does where the template drops an
-    environment's tools."""
+    """The renderer of conversations; `dropped_tools` says what it does where the template drops tools."""
     renderer = make_renderer(tokenizer, ends, model.renderer, model.known_as, model.keep_thoughts)
     renderer.on_dropped_tools = "allow" if model.allow_dropped_tools else dropped_tools
     return renderer
 
 
 def make_room_for_adapters(config: RunConfig, past: int) -> RunConfig:
-    """Under LoRA the policy is an adapter: the engine needs a slot for it and for each past version, beside whatever
-    else the user wants served."""
+    """Under LoRA the policy is an adapter: add engine slots for it and for each past version to those asked for."""
     lora, engine = config.model.lora, config.engine
     if lora is None:
         return config

@@ -285,8 +285,7 @@ def refuse_unready(config: RunConfig, given: Collection[str] = ()) -> None:
 
 
 def preflight(config: RunConfig, given: Collection[str] = (), *, elsewhere: bool = False) -> Preflight:
-    """Everything that can be found out before weights are loaded. `elsewhere`: the run is planned for another machine,
-    so that what this one lacks is only noted."""
+    """All checks before weights are loaded. For a run `elsewhere`, what this machine lacks is only noted."""
     found, machine = Preflight(), Preflight()
     _check_machine(config, machine)
     if elsewhere:

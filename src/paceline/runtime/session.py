@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -44,7 +45,7 @@ from paceline.orchestrator import (
 )
 from paceline.planner import keep_plan
 from paceline.rollout import SamplingClient
-from paceline.runtime.colocated.ranks import refuse_torchrun
+from paceline.runtime.colocated.ranks import again, find_rank, refuse_torchrun
 from paceline.runtime.league import standings
 from paceline.runtime.local import Placed, local
 from paceline.runtime.model_backends import resumed_checkpoint, with_settled_dtype
@@ -81,28 +82,34 @@ def train(
     if config.placement != "colocated":
         refuse_torchrun(config)
     _refuse_fewer_steps(config)
-    if config.placement == "colocated":
-        from paceline.runtime.colocated.place import colocated
+    if config.placement == "processes":
+        if environments:
+            raise PacelineError(
+                f"environments {sorted(environments)} were given as objects, which cannot go to another process: name "
+                'them in the run file, or set placement = "local"'
+            )
+        from paceline.runtime.processes.supervisor import Supervisor
 
-        return colocated(config, environments, overwrite, screen, signals)
-    if config.placement == "local":
-        return run_session(config, here, environments, overwrite, screen, signals)
+        # Another process shows progress: a monitor of this one has nothing to show, the lines go to standard output.
+        supervisor = Supervisor(config, overwrite, sys.stdout if isinstance(screen, Monitor) else screen)
+        if signals is not None:
+            signals.on_interrupt(supervisor.interrupt)
+        return supervisor.run()
+    place: Placement = here
     if config.placement == "ray":
         from paceline.runtime.ray.place import on_ray
 
-        return run_session(config, on_ray, environments, overwrite, screen, signals)
-    if environments:
-        raise PacelineError(
-            f"environments {sorted(environments)} were given as objects, which cannot go to another process: name them "
-            'in the run file, or set placement = "local"'
-        )
-    from paceline.runtime.processes.supervisor import Supervisor
+        place = on_ray
+    elif config.placement == "colocated":
+        from paceline.runtime.colocated.place import in_place
+        from paceline.runtime.colocated.worker import follow
 
-    # Another process shows progress: a monitor of this one has nothing to show, and the lines go to standard output.
-    supervisor = Supervisor(config, overwrite, sys.stdout if isinstance(screen, Monitor) else screen)
-    if signals is not None:
-        signals.on_interrupt(supervisor.interrupt)
-    return supervisor.run()
+        config, info = find_rank(config)
+        if info.rank != 0:  # rank 0 leads the run and answers with all of it
+            follow(config, info)
+            return RunResult(RunOutcome("finished", 0, ""), Path(config.runs) / config.name, [], [])
+        config, place = again(config), partial(in_place, info)
+    return run_session(config, place, environments, overwrite, screen, signals)
 
 
 def _refuse_fewer_steps(config: RunConfig) -> None:
@@ -176,8 +183,7 @@ def run_sessions(
 
 @dataclass(slots=True)
 class RunSession:
-    """A run to lead: its config, its placement, and the monitors that show it. `open` adds its directory and all its
-    monitors."""
+    """A run: its config, its placement, and the monitors that show it. `open` adds its directory and all monitors."""
 
     config: RunConfig
     placement: Placement
@@ -314,8 +320,7 @@ class Returns:
     _first: str = ""
 
     def back(self, config: RunConfig, newest: Path | None, cause: PacelineError, monitor: Monitor) -> RunConfig:
-        """The config to go on with, from the newest checkpoint, or as the run was to begin; raises when going back once
-        more would not help."""
+        """The config that restarts the run from the newest checkpoint; raises after `MOST_RETURNS` times in a row."""
         if newest != self._at:
             self._at, self._times, self._first = newest, 0, str(cause)
         self._times += 1

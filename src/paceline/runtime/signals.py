@@ -209,8 +209,7 @@ class StoppedAtOnce(KeyboardInterrupt):
 
 
 def run_to_the_end(main: Coroutine[Any, Any, T], farewell: float = FAREWELL_SECONDS) -> T:
-    """`asyncio.run`, which waits for ever for a task that swallows its cancellation: an environment's, say. Here it is
-    left behind."""
+    """As `asyncio.run`, but leaves tasks behind that swallow their cancellation: an environment's, say."""
     loop = asyncio.new_event_loop()
     try:
         asyncio.set_event_loop(loop)

@@ -118,8 +118,7 @@ def _tied(model: PreTrainedModel) -> str | None:
 
 
 def _untied(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
-    """The model with an output layer of its own: vLLM 0.32 on a CPU keeps a packed copy of a tied one, which a reload
-    leaves as it was."""
+    """Write the model with an untied output layer: vLLM 0.32 on a CPU packs a tied one, and no reload updates that."""
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(model.config)
     config.tie_word_embeddings = False

@@ -13,15 +13,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from paceline.clients.rpc import HEAD, opened, read_frame
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.model import end_tokens, quick_handover, small_products
-from paceline.observe.monitor import Monitor, RunDirectory, RunOutcome
+from paceline.observe.monitor import RunDirectory
 from paceline.runtime import rpc
 from paceline.runtime.colocated import ranks
 from paceline.runtime.colocated.worker import (
@@ -31,14 +30,11 @@ from paceline.runtime.colocated.worker import (
     ColocatedWorker,
     HeldTensors,
     build_worker,
-    follow,
     meet,
     share_address,
 )
 from paceline.runtime.local import Placed, prepare
 from paceline.runtime.processes.supervisor import start_child
-from paceline.runtime.session import Given, RunResult, run_session
-from paceline.runtime.signals import Signals
 from paceline.trainer import TrainerError
 from paceline.trainer.batch import cost_of
 from paceline.trainer.torch.world import call_off, leave
@@ -128,8 +124,7 @@ class RankLink:
 
 
 class ColocatedTrainer(rpc.RankGroup):
-    """The rank of this process and all others as one trainer. They share this process's fate, so a lost one ends the
-    run."""
+    """All ranks, this process's included, as one trainer. A lost rank ends the run."""
 
     def __init__(
         self, config: RunConfig, handler: ColocatedRpcHandler, others: Sequence[RankLink], why: Callable[[int], str]
@@ -222,8 +217,7 @@ def _gather(info: ranks.RankInfo, config: RunConfig, dumps: Path) -> tuple[Coloc
 
 
 async def _unless_dead(processes: RankProcesses, work: Callable[[], T]) -> T:
-    """Do something that waits for other ranks, unless one of them dies first. Then the thread that does it is left
-    behind: it would wait as long as a slow rank may take."""
+    """Run `work`, which waits for other ranks, in a thread that is left behind if one of them dies first."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
 
@@ -260,18 +254,3 @@ def _part(trainer: ColocatedTrainer, worker: ColocatedWorker, sockets: Sequence[
         call_off()
     worker.close()
     leave()
-
-
-def colocated(
-    config: RunConfig,
-    environments: Given,
-    overwrite: bool,
-    screen: TextIO | Monitor | None,
-    signals: Signals | None = None,
-) -> RunResult:
-    """Rank 0 leads the run and answers with all of it; every other rank answers, when it is over, with nothing."""
-    config, info = ranks.find_rank(config)
-    if info.rank == 0:
-        return run_session(ranks.again(config), partial(in_place, info), environments, overwrite, screen, signals)
-    follow(config, info)
-    return RunResult(RunOutcome("finished", 0, ""), Path(config.runs) / config.name, [], [])

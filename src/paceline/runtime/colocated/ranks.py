@@ -90,8 +90,7 @@ def find_rank(config: RunConfig) -> tuple[RunConfig, RankInfo]:
 
 
 def again(config: RunConfig) -> RunConfig:
-    """`--resume latest` under a torchrun that restarts lost ranks is said once for all lives: the first, which finds no
-    checkpoint, begins."""
+    """Drop `--resume latest` from the first start under a torchrun that restarts lost ranks: there is no checkpoint."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     directory = RunDirectory(Path(config.runs) / config.name)
     if config.resume != "latest" or restarts == "0" or Checkpoints(directory.checkpoints, 1).all():

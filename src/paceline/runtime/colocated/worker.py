@@ -80,8 +80,7 @@ class ColocatedWorker:
 
 
 class ColocatedRpcHandler(TrainerRpcHandler):
-    """A rank's answers, of which its weights are only a name: they stay where they are. All ranks must get the same
-    calls in the same order."""
+    """Answers for one rank, whose weights stay where they are. All ranks must get the same calls in the same order."""
 
     def __init__(self, worker: ColocatedWorker, tokenizer: PreTrainedTokenizerBase, log: Path | None = None) -> None:
         super().__init__(worker.trainer, tokenizer, log)

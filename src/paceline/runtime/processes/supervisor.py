@@ -96,8 +96,7 @@ def start_child(
     env: dict[str, str] | None = None,
     pass_fds: Collection[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Run a module in a session of its own: a Ctrl-C is for this process to hear. `line` comes first on its standard
-    input, which stays open."""
+    """Run a module in a session of its own, away from Ctrl-C. It reads `line` from standard input, which stays open."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module, *arguments],
         stdin=subprocess.PIPE,

@@ -152,8 +152,7 @@ class Room:
 
     @classmethod
     async def when_free(cls, bundles: Sequence[Resources]) -> "Room":
-        """Room as soon as there is any, each bundle on one machine. A caller that stops waiting leaves nothing
-        behind."""
+        """Wait for room, each bundle on one machine. A caller that stops waiting leaves nothing behind."""
         group = placement_group([_bundle(one) for one in bundles], strategy="PACK")
         try:
             await group.ready()  # unbounded: the caller decides how long

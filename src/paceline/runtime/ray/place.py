@@ -187,8 +187,7 @@ async def growing(parts: RayParts, pool: Pool, most: int) -> AsyncGenerator[None
 async def attach_scorers(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, teachers: Mapping[str, Sequence[RayEngine]], ref: ModelRef
 ) -> FrozenPool:
-    """The scorers of a reference: the run's own actors, which share requests by least load, or an endpoint that the run
-    did not start."""
+    """The scorers of a reference: the run's own actors, which share requests by least load, or an endpoint."""
     if ref.base_url is not None:
         return await attach(ref, tokenizer)
     theirs = await asyncio.to_thread(load_tokenizer, of_teacher(config, ref.name).model)

@@ -56,8 +56,7 @@ class RankActor(RayActor):
         return get_node_ip_address(), free_port("")
 
     async def join(self, host: str, port: int, rank: int, world: int) -> tuple[bytes, tuple[float, float]]:
-        """Meet the others and load the model; answers with a greeting, and with what a token and a pair of tokens cost
-        to train."""
+        """Meet the others and load the model; returns a greeting, and what a token and a pair of tokens cost."""
         return await asyncio.to_thread(self._join, f"{host}:{port}", rank, world)
 
     def _join(self, address: str, rank: int, world: int) -> tuple[bytes, tuple[float, float]]:
