@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from paceline.config.model import ModelConfig
 from paceline.config.secret import in_address
 from paceline.engine import Engine
 from paceline.errors import EngineError, PacelineError
-from paceline.model import load_tokenizer
+from paceline.model import end_tokens, load_tokenizer
 from paceline.model.source import resolve
 from paceline.rollout import RecordingServer, SamplingClient, SessionMap
 from paceline.rollout.endpoint import Endpoint, EndpointTable
@@ -86,7 +87,12 @@ def open_house(
     elif serves(address, config.model.name):
         engine, tokenizer = HttpEngine(address.url, api_key=address.api_key), load_tokenizer(config.model)
         engine.start()
-        yield _exact(engine, tokenizer, _ends(tokenizer, config), config.model, sampling, recorder)
+        try:  # the model itself is not loaded for the tokens that end a turn
+            generation = GenerationConfig.from_pretrained(resolve(config.model.name))
+        except OSError:  # a model without generation settings of its own
+            generation = None
+        ends = end_tokens(tokenizer, SimpleNamespace(generation_config=generation))
+        yield _exact(engine, tokenizer, ends, config.model, sampling, recorder)
     else:
         endpoint = Endpoint(address.url, sampling, model=address.model, api_key=address.api_key, lodge=recorder)
 
@@ -161,14 +167,3 @@ def _exact(
         return SessionMap(voice, noise, 0, actors, guests)
 
     return EpisodeRuntime(table, recorder, close, spell, voice)
-
-
-def _ends(tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> list[int]:
-    """Tokens that end a turn, without loading the model for them."""
-    try:
-        configured = GenerationConfig.from_pretrained(resolve(config.model.name)).eos_token_id
-    except OSError:  # a model without generation settings of its own
-        configured = None
-    extra = [configured] if isinstance(configured, int) else configured or []
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return list(dict.fromkeys((*own, *extra)))

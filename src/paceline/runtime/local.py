@@ -17,7 +17,7 @@ from paceline.config.inference import NAMES, SamplingConfig
 from paceline.config.model import ModelConfig, ModelRef
 from paceline.engine.base import Engine
 from paceline.envs import Environment
-from paceline.model import load_tokenizer, quick_handover
+from paceline.model import end_tokens, load_tokenizer, quick_handover
 from paceline.orchestrator import TrainEnv, lay_out
 from paceline.orchestrator.league_checkpoints import members
 from paceline.planner.hardware import split_threads, usable_cores
@@ -126,7 +126,7 @@ def with_trainer(
     before it is closed: its last step may take long, and no episode samples for it any more."""
     trainer = backend.trainer(driver.config, dumps)
     try:
-        ends = backend.ends(driver.tokenizer)
+        ends = end_tokens(driver.tokenizer, backend.model)
         placed = driver.placed(pool, trainer, ends, backend.device, backend.parameters)
         ready()
         yield placed

@@ -18,7 +18,6 @@ from paceline.config.trainer import TrainerConfig as Section
 from paceline.engine.base import Engine, Grammar
 from paceline.engine.sequence import Guide
 from paceline.errors import PacelineError
-from paceline.model import end_tokens
 from paceline.model.dtypes import compute_dtype
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
@@ -53,9 +52,6 @@ class MlxBackend:
         self.device = mlx_device()
         self.model = load_model(config.model)
         self.parameters = self.model.size
-
-    def ends(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-        return end_tokens(tokenizer, self.model)
 
     def engine(
         self, config: RunConfig, grammars: Callable[[Grammar], Guide] | None = None, alone: bool = False

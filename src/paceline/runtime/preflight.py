@@ -227,8 +227,11 @@ def _try_environment(env: BaseEnvConfig, found: Preflight) -> None:
     if not rows and not away and known:
         raise EnvError(f"environment `{env.name}` has no training rows")
     if not isinstance(env, CustomEnvConfig):  # a user's function may read the rows' images itself
-        _check_messages(env, "training", rows)
-        _check_messages(env, "held-out", held_out)
+        for split, some in (("training", rows), ("held-out", held_out)):
+            for number, row in enumerate(some[:ROWS]):
+                for place, message in enumerate(row.get("messages") or ()):
+                    if problem := part_problem(message.get("content")):  # it shows the policy what is no text
+                        raise EnvError(f"environment `{env.name}`, {split} row {number}: messages[{place}]: {problem}")
 
 
 def _examples(env: BaseEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:
@@ -250,14 +253,6 @@ def _examples(env: BaseEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:
     if not any(hooks(env.algo, env.seats)):
         environment = credit_for(env, environment.actors).stage(environment)
     return environment.examples("train"), environment.examples("eval")
-
-
-def _check_messages(env: BaseEnvConfig, split: str, rows: Sequence[Row]) -> None:
-    """Raise a sentence if rows show the policy something that is no text."""
-    for number, row in enumerate(rows[:ROWS]):
-        for place, message in enumerate(row.get("messages") or ()):
-            if problem := part_problem(message.get("content")):
-                raise EnvError(f"environment `{env.name}`, {split} row {number}: messages[{place}]: {problem}")
 
 
 def _here(source: Any, found: Preflight) -> Any:

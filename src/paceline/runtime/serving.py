@@ -126,7 +126,7 @@ def embedded(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
     find_tokenizer(config.model)  # a missing one is found before weights are read
     backend = load_backend(config)
     tokenizer = load_tokenizer(config.model)
-    ends = backend.ends(tokenizer)
+    ends = end_tokens(tokenizer, backend.model)
     lora = config.model.lora
     changes: dict[str, int] = {"threads": config.engine.threads or _threads(backend.parameters)}
     if lora is not None and not config.engine.adapters:

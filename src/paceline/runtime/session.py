@@ -101,8 +101,7 @@ def train(
 
         place = on_ray
     elif config.placement == "colocated":
-        from paceline.runtime.colocated.place import in_place
-        from paceline.runtime.colocated.worker import follow
+        from paceline.runtime.colocated.place import follow, in_place
 
         config, info = find_rank(config)
         if info.rank != 0:  # rank 0 leads the run and answers with all of it
@@ -150,7 +149,7 @@ def run_sessions(
     runs: Sequence["RunSession"], *, environments: Given = None, overwrite: bool = False, signals: Signals | None = None
 ) -> list[RunResult]:
     """Lead runs side by side in one event loop. What stops one stops all."""
-    signals = signals or Signals()
+    stops = signals or Signals()
 
     def end(status: Literal["interrupted", "failed"], message: str) -> None:
         for run in runs:
@@ -161,18 +160,18 @@ def run_sessions(
             run.monitor.note(text)
 
     async def lead_all() -> list[tuple[RunOutcome, Exception | None]]:
-        signals.attach()
+        stops.attach()
         if len(runs) == 1:
-            return [await runs[0].lead(environments, signals)]
+            return [await runs[0].lead(environments, stops)]
         async with asyncio.TaskGroup() as group:  # bounded: by what the runs do
-            tasks = [group.create_task(run.lead(environments, signals)) for run in runs]
+            tasks = [group.create_task(run.lead(environments, stops)) for run in runs]
         return [task.result() for task in tasks]  # bounded: all are done
 
     with ExitStack() as stack:
         for run in runs:
             run.open(stack, overwrite)
-        signals.forced = ForcedEnd(end, note, min(run.config.breaker.blocked_seconds for run in runs))
-        with signals.forced.watching(), rarely_collected():
+        stops.forced = ForcedEnd(end, note, min(run.config.breaker.blocked_seconds for run in runs))
+        with stops.forced.watching(), rarely_collected():
             try:
                 ends = run_to_the_end(lead_all())
             except (KeyboardInterrupt, asyncio.CancelledError):

@@ -25,7 +25,7 @@ from paceline.engine import EmbeddedEngine
 from paceline.engine.base import Engine, Grammar
 from paceline.engine.sequence import Guide
 from paceline.errors import PacelineError
-from paceline.model import attach_lora, end_tokens, engine_twin, load_model, small_products
+from paceline.model import attach_lora, engine_twin, load_model, small_products
 from paceline.model.background_compile import BackgroundCompile, has_cached_code
 from paceline.model.dtypes import dtype_name
 from paceline.model.source import resolve
@@ -139,10 +139,6 @@ class TorchBackend:
             threading.Thread(target=_prepare_kernels, daemon=True).start()
         self.model = load_model(config.model, self.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
-
-    def ends(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-        """The tokens that end a turn."""
-        return end_tokens(tokenizer, self.model)
 
     def engine(
         self, config: RunConfig, grammars: Callable[[Grammar], Guide] | None = None, alone: bool = False

@@ -1,17 +1,19 @@
-"""Finds the rank of this process and the world size, and connects rank 0 to every other rank.
+"""Finds the rank of this process and the world size, and starts and connects the other ranks.
 
 A connection is opened with a token that only the ranks know.
 """
 
 import hmac
 import os
+import signal
 import socket
 import struct
+import subprocess
 import time
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints
-from paceline.util.process_exit import free_port
+from paceline.util.process_exit import end_child, free_port, start_child
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
@@ -64,6 +66,62 @@ class RankInfo:
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
         }
+
+
+CLOSE_SECONDS = 20.0
+WORD_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class RankProcesses:
+    """The processes of ranks 1 and up, by rank; none where torchrun started them."""
+
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    logs: dict[int, Path] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, config: RunConfig, info: RankInfo, live: Path) -> "RankProcesses":
+        started = cls()
+        try:
+            for rank in range(1, info.world):
+                path = started.logs[rank] = live / f"rank-{rank}.log"
+                with path.open("wb") as log:
+                    started.processes[rank] = start_child(
+                        "paceline.runtime.colocated.place",
+                        line=config.model_dump_json().encode() + b"\n",
+                        env={**os.environ, **info.variables(rank)},
+                        stdout=log,
+                        stderr=log,
+                    )
+        except BaseException:
+            started.end(0.0)
+            raise
+        return started
+
+    def dead(self) -> int | None:
+        """A rank whose process has ended."""
+        return next((rank for rank, process in self.processes.items() if process.poll() is not None), None)
+
+    def cause(self, rank: int) -> str:
+        """Why a rank is gone, as the end of a sentence."""
+        process = self.processes.get(rank)
+        if process is None:
+            return "its connection was closed"
+        try:
+            code = process.wait(WORD_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"its connection was closed (see {self.logs[rank]})"
+        if code < 0:
+            return f"it was killed by {signal.Signals(-code).name}"
+        lines = [line for line in self.logs[rank].read_text(errors="replace").splitlines() if line.strip()]
+        words = lines[-1].strip().removeprefix("paceline: ") if lines else "it said nothing"
+        return f"it ended with code {code}: {words} (all of it is in {self.logs[rank]})"
+
+    def end(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Give them time to end by themselves, then end them."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes.values():  # killed, for it leaves signals to rank 0, which is what says so here
+            end_child(process, max(0.0, deadline - time.monotonic()), CLOSE_SECONDS)
 
 
 def find_rank(config: RunConfig) -> tuple[RunConfig, RankInfo]:

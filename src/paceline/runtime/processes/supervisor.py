@@ -13,11 +13,10 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,7 @@ from paceline.observe.monitor.watchdog import waits_file
 from paceline.orchestrator import Checkpoints
 from paceline.runtime.session import RunResult, result_of
 from paceline.util.private_folder import PREFIX, PrivateFolder, socket_parent
-from paceline.util.process_exit import end_child, free_port
+from paceline.util.process_exit import end_child, free_port, start_child
 
 MOST_DEATHS = 10
 """Deaths of one process in a row, without a trained step between them, before the run stops."""
@@ -85,37 +84,6 @@ class LaunchSpec(msgspec.Struct):
 
     def __repr__(self) -> str:
         return f"LaunchSpec({self.url}, {self.trainer})"  # the key stays secret
-
-
-def start_child(
-    module: str,
-    *arguments: str,
-    line: bytes,
-    stdout: TextIO | IO[bytes] | int,
-    stderr: IO[bytes],
-    env: dict[str, str] | None = None,
-    pass_fds: Collection[int] = (),
-) -> subprocess.Popen[bytes]:
-    """Run a module in a session of its own, away from Ctrl-C. It reads `line` from standard input, which stays open."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=stdout,
-        stderr=stderr,
-        env=env,
-        pass_fds=pass_fds,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    try:
-        process.stdin.write(line)
-        process.stdin.flush()
-    except BrokenPipeError:
-        pass  # dead already: the next poll will see it
-    except BaseException:
-        process.kill()
-        raise
-    return process
 
 
 @dataclass(slots=True)

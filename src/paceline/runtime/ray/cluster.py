@@ -197,7 +197,8 @@ def actor(
     if strategy is not None:
         options["scheduling_strategy"] = strategy
     try:
-        made: Any = ray.remote(concurrency_groups={CONTROL: CONTROLS})(kind)
+        groups: dict[str, Any] = {"concurrency_groups": {CONTROL: CONTROLS}}
+        made: Any = ray.remote(**groups)(kind)
         return made.options(**options).remote(*arguments)
     except ValueError as error:
         if "already" not in str(error):
