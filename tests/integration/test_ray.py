@@ -18,9 +18,8 @@ from paceline.model import load_model, load_tokenizer
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
-from paceline.runtime.ray.cluster import NAMESPACE, Needs, Room, actor  # noqa: E402
 from paceline.runtime.ray.engines import EngineActor, RayEngine  # noqa: E402
-from paceline.runtime.ray.place import RayParts, attach_scorers  # noqa: E402
+from paceline.runtime.ray.place import NAMESPACE, Needs, RayParts, Room, actor, attach_scorers  # noqa: E402
 from paceline.util.private_folder import shorten_ray_sockets  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")

@@ -17,8 +17,7 @@ ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util import placement_group_table  # noqa: E402
 
-from paceline.runtime.ray.cluster import NAMESPACE, Needs, Room  # noqa: E402
-from paceline.runtime.ray.place import RayParts, growing  # noqa: E402
+from paceline.runtime.ray.place import NAMESPACE, Needs, RayParts, Room, growing  # noqa: E402
 from paceline.runtime.torch_backend import build_trainer  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")

@@ -12,8 +12,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util import list_named_actors
 
 from paceline.errors import EngineError, PacelineError
-from paceline.runtime.ray.cluster import NAMESPACE
 from paceline.runtime.ray.engines import RayEngine
+from paceline.runtime.ray.place import NAMESPACE
 from paceline.util.private_folder import shorten_ray_sockets
 
 ANSWER_SECONDS = 10.0

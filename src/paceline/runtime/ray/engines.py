@@ -4,9 +4,13 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
+import socket
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -24,7 +28,6 @@ from paceline.config import RunConfig
 from paceline.engine.base import Completion, GenerateRequest, Listener
 from paceline.engine.engine import DecodingEngine
 from paceline.errors import EngineError, RequestError, Unreachable, UpdateLost
-from paceline.runtime.ray.cluster import CONTROL, RayActor, first_line
 from paceline.runtime.scorer import Scorer
 from paceline.runtime.serving import Ends, embedded, leave, scoring, watch
 from paceline.trainer import TrainerLost
@@ -34,6 +37,39 @@ from paceline.weights.update import WeightUpdate
 
 if TYPE_CHECKING:
     from paceline.runtime.ray.ranks import Round, WeightsGroup
+
+CONTROL = "control"
+"""The group of calls that are answered however many requests there are; it has an event loop of its own."""
+
+
+class RayActor:
+    """A part of a run in a process of Ray's. What it prints goes into the run directory, which every machine of the
+    cluster must see under the same path, as checkpoints do."""
+
+    def __init__(self, config: str, name: str, live: str) -> None:
+        self.config = RunConfig.model_validate_json(config)
+        self.name = name
+        if Path(live).is_dir():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            with (Path(live) / f"{name}.log").open("ab", buffering=0) as log:  # for libraries written in C too
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+
+    @ray.method(concurrency_group=CONTROL)
+    async def whereabouts(self) -> tuple[str, int]:
+        """This machine and process."""
+        return socket.gethostname(), os.getpid()
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def last_line(error: BaseException) -> str:
+    """The cause, where the error's text is a remote traceback."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+
 
 KINDS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -29,8 +29,7 @@ from paceline.data.balance import Cost
 from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed, WorkerLimits, Workers
 from paceline.model import end_tokens, load_tokenizer
 from paceline.runtime import rpc
-from paceline.runtime.ray.cluster import RayActor, first_line, last_line
-from paceline.runtime.ray.engines import ROW, ObjectTensors, RayEngine, packed, row_of
+from paceline.runtime.ray.engines import ROW, ObjectTensors, RayActor, RayEngine, first_line, last_line, packed, row_of
 from paceline.runtime.torch_backend import build_trainer, pick_device
 from paceline.trainer import TrainerError, TrainerLost
 from paceline.trainer.batch import cost_of
