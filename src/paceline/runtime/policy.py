@@ -192,6 +192,8 @@ def _sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> SamplingC
 
 def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights | None]:
     """The config that loads a model, and the weights to put on top of it, if these lie in a file of their own."""
+    if isinstance(name := settings.get("model"), str):
+        settings = {**settings, "model": {"name": name}}
     folder = Path(source).expanduser()
     if RunDirectory(folder).config_file.is_file():
         folder = _newest(RunDirectory(folder))
@@ -202,16 +204,16 @@ def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights 
             raise PacelineError(
                 f"checkpoint {checkpoint} lies in no run directory: there is no {run.config_file} to read"
             )
-        config = _configured(run, settings)
+        config = load(run.config_file, settings=settings).config
         return config, lambda: saved_weights(checkpoint, config.model, on_mlx(config.backend))
     if (folder / ADAPTER).is_file():
         return _adapter(folder, settings)
     run = RunDirectory(folder.resolve().parent)
     if folder.is_dir() and run.export == folder.resolve() and run.config_file.is_file():
-        config = _configured(run, settings)
+        config = load(run.config_file, settings=settings).config
         whole = {"name": str(folder), "tokenizer": None, "chat_template": None, "lora": None}
         return with_sections(config, model=whole), None
-    return load(None, settings={**settings, "model": _model(source, settings)}).config, None
+    return load(None, settings={**settings, "model": {"name": source, **settings.get("model", {})}}).config, None
 
 
 def _newest(run: RunDirectory) -> Path:
@@ -231,8 +233,8 @@ def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weig
     adapter = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
     adapter_scale(adapter)  # or say what is wrong with it
     run = RunDirectory(folder.resolve().parent.parent)
-    section = _model("", settings)
-    base = section["name"] or adapter.get("base_model_name_or_path")
+    section = settings.get("model", {})
+    base = section.get("name") or adapter.get("base_model_name_or_path")
     if not base and run.config_file.is_file():
         base = load(run.config_file).config.model.name
     if not base:
@@ -247,20 +249,6 @@ def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weig
         return WeightUpdate(1, tensors, Adapter("", scale))
 
     return with_sections(config, model={"lora": lora}), weights
-
-
-def _configured(run: RunDirectory, settings: Mapping[str, Any]) -> RunConfig:
-    """A run's own config, with the caller's changes."""
-    changes = dict(settings)
-    if isinstance(changes.get("model"), str):
-        changes["model"] = {"name": changes["model"]}
-    return load(run.config_file, settings=changes).config
-
-
-def _model(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] section of the settings, where a text is its name."""
-    section = settings.get("model", {})
-    return {"name": section} if isinstance(section, str) else {"name": name, **section}
 
 
 PICTURE_DPI = 90

@@ -120,25 +120,22 @@ class Scorer:
         """The oldest sequences that fit into one micro-batch; nothing once closed."""
         with self._news:
             while not self._closed:
-                if pack := self._take():
+                pack, room = [], self._budget
+                while self._waiting:
+                    question, at = self._waiting[0]
+                    length = len(question.sequences[at])
+                    gone = question.answer.done()  # cancelled, or failed with another part of it
+                    if pack and length > room and not gone:
+                        break  # carried over
+                    self._waiting.popleft()
+                    self._tokens -= length
+                    if not gone:
+                        room -= length
+                        pack.append((question, at))
+                if pack:
                     return pack
                 self._news.wait()  # unbounded: being asked is its job
         return []
-
-    def _take(self) -> list[tuple[Question, int]]:
-        pack, room = [], self._budget
-        while self._waiting:
-            question, at = self._waiting[0]
-            length = len(question.sequences[at])
-            gone = question.answer.done()  # cancelled, or failed with another part of it
-            if pack and length > room and not gone:
-                break  # carried over
-            self._waiting.popleft()
-            self._tokens -= length
-            if not gone:
-                room -= length
-                pack.append((question, at))
-        return pack
 
     def _score(self, pack: Sequence[tuple[Question, int]]) -> None:
         samples = [_sample(question.sequences[at], question.temperature) for question, at in pack]

@@ -16,8 +16,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -138,7 +138,11 @@ class Supervisor:
             return self._failed(str(error))
         with ExitStack() as stack:
             spec = self._launch_spec(stack)
-            stack.enter_context(self._listening())
+            if threading.current_thread() is threading.main_thread():
+                # Signals are handed on to the orchestrator, which ends the run in good order; the others end with it.
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    before = signal.signal(number, lambda number, _: self.interrupt(number))
+                    stack.callback(signal.signal, number, before)
             stack.callback(self._end_all)
             if self.screen is not None:  # it takes them a while to say something themselves
                 print("... starting server, trainer and orchestrator", file=self.screen, flush=True)
@@ -169,6 +173,14 @@ class Supervisor:
     # -- lives and deaths ---------------------------------------------------------------------------------------------
 
     def _start(self, role: str, spec: LaunchSpec) -> subprocess.Popen[bytes]:
+        screen = self.screen
+
+        def copy(pipe: IO[bytes]) -> None:
+            assert screen is not None
+            for line in pipe:
+                with contextlib.suppress(OSError, ValueError):  # a screen that is gone must not hold up the run
+                    screen.write(line.decode(errors="replace"))
+
         spoken = role == "orchestrator"
         reader, writer = os.pipe() if spoken else (-1, -1)
         if spoken:
@@ -188,7 +200,7 @@ class Supervisor:
         if spoken:
             os.close(writer)
         if process.stdout is not None:
-            threading.Thread(target=self._copy, args=(process.stdout,), daemon=True).start()
+            threading.Thread(target=copy, args=(process.stdout,), daemon=True).start()
         return process
 
     def _hopeless(self, child: ManagedProcess, code: int) -> str:
@@ -203,7 +215,11 @@ class Supervisor:
         if child.deaths >= MOST_DEATHS:
             last = f": {words}" if words else ""
             return f"the {child.role} {how}, the {child.deaths}th time without a step in between{last}"
-        self._tell(f"the {child.role} {how}; starting it again" + (f" (it said: {words})" if code > 0 else ""))
+        text = f"the {child.role} {how}; starting it again" + (f" (it said: {words})" if code > 0 else "")
+        if self.screen is not None:
+            print(f"note: {text}", file=self.screen, flush=True)
+        with contextlib.suppress(OSError), (self.directory.live / "supervisor.log").open("a") as log:
+            print(time.strftime("%H:%M:%S"), text, file=log)
         return ""
 
     def _after_a_death(self, child: ManagedProcess, spec: LaunchSpec) -> LaunchSpec:
@@ -281,20 +297,6 @@ class Supervisor:
             screen=self.screen is not None,
         )
 
-    @contextmanager
-    def _listening(self) -> Generator[None]:
-        """Signals are handed on to the orchestrator, which ends the run in good order; the others end with it."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, lambda number, _: self.interrupt(number)) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def interrupt(self, number: int = signal.SIGINT) -> None:
         """Hand a signal on to the orchestrator."""
         self.signals.append(number)
@@ -313,18 +315,6 @@ class Supervisor:
         except (OSError, ValueError, AttributeError):
             return subprocess.PIPE
         return self.screen
-
-    def _copy(self, pipe: Any) -> None:
-        assert self.screen is not None
-        for line in pipe:
-            with contextlib.suppress(OSError, ValueError):  # a screen that is gone must not hold up the run
-                self.screen.write(line.decode(errors="replace"))
-
-    def _tell(self, text: str) -> None:
-        if self.screen is not None:
-            print(f"note: {text}", file=self.screen, flush=True)
-        with contextlib.suppress(OSError), (self.directory.live / "supervisor.log").open("a") as log:
-            print(time.strftime("%H:%M:%S"), text, file=log)
 
     def _step(self) -> int:
         lines, _ = read_sound(self.directory.metrics_file, {"step": int})
