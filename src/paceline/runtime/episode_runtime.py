@@ -60,9 +60,9 @@ class OpenAIServer:
 
     def __post_init__(self) -> None:
         """The address is in every sentence about the server; a secret must not be."""
-        if told := in_address(self.url):
+        if secret := in_address(self.url):
             raise PacelineError(
-                f"the address has {told}, where others may read it: give the key with --api-key instead"
+                f"the address has {secret}, where others may read it: give the key with --api-key instead"
             )
 
 

@@ -42,17 +42,7 @@ from paceline.envs.module import ModuleEnvironment
 from paceline.envs.questions import TokenIn
 from paceline.envs.search.index import load_corpus
 from paceline.errors import PacelineError
-from paceline.model.source import (
-    ModelError,
-    config_problems,
-    folder_problem,
-    has_code,
-    read_config,
-    resolve,
-    tokenizer_problem,
-    unloadable,
-    weight_problems,
-)
+from paceline.model import source as model_files
 from paceline.model.tokenizer import load_tokenizer
 from paceline.observe.monitor import exporter
 from paceline.runtime.local import renderer_of
@@ -96,11 +86,11 @@ def check_policy(config: RunConfig, found: Preflight) -> None:
     """The model that is trained, its tokenizer, and how conversations become tokens."""
     model = config.model
     check_model(model, found, mlx=on_mlx(config.backend))
-    source = found.attempt(lambda: resolve(model.tokenizer or model.name))
+    source = found.attempt(lambda: model_files.resolve(model.tokenizer or model.name))
     folder = None if source is None else _folder(source)
-    if folder is None or (not Path(source).is_dir() and tokenizer_problem(folder)):
+    if folder is None or (not Path(source).is_dir() and model_files.tokenizer_problem(folder)):
         return  # it will be fetched from the hub
-    if model.trust_remote_code and found.attempt(lambda: has_code(folder)):
+    if model.trust_remote_code and found.attempt(lambda: model_files.has_code(folder)):
         return
     local = model.model_copy(update={"tokenizer": str(folder)})
     if (tokenizer := found.attempt(lambda: load_tokenizer(local))) is not None:
@@ -111,7 +101,7 @@ def check_policy(config: RunConfig, found: Preflight) -> None:
 
 def check_model(model: ModelConfig, found: Preflight, *, mlx: bool) -> None:
     """A model's files and its family."""
-    if (source := found.attempt(lambda: resolve(model.name))) is None:
+    if (source := found.attempt(lambda: model_files.resolve(model.name))) is None:
         return
     if (folder := _folder(source)) is None:
         found.note(
@@ -119,21 +109,23 @@ def check_model(model: ModelConfig, found: Preflight, *, mlx: bool) -> None:
             "the run downloads them"
         )
         return
-    if problem := folder_problem(folder):
+    if problem := model_files.folder_problem(folder):
         found.add([problem])
         return
     known = False
-    if (config := found.attempt(lambda: read_config(folder))) is not None:
-        problems = list(config_problems(config, model.name, trust_remote_code=model.trust_remote_code, mlx=mlx))
+    if (config := found.attempt(lambda: model_files.read_config(folder))) is not None:
+        problems = list(
+            model_files.config_problems(config, model.name, trust_remote_code=model.trust_remote_code, mlx=mlx)
+        )
         found.add(problems)
-        if model.trust_remote_code and found.attempt(lambda: has_code(folder)):
+        if model.trust_remote_code and found.attempt(lambda: model_files.has_code(folder)):
             found.note(
                 f"model `{model.name}` has Python code of its own, which is not run here: `train` checks the rest"
             )
         elif not problems and not mlx:
             known = _check_family(folder, model, found)
     if Path(source).is_dir():  # of a hub's model, what is not in the cache will be fetched
-        damaged = list(weight_problems(folder, mlx))
+        damaged = list(model_files.weight_problems(folder, mlx))
         found.add(damaged)
         if known and not damaged:
             from paceline.model.soundness import header_problems
@@ -152,7 +144,7 @@ def _check_family(folder: Path, model: ModelConfig, found: Preflight) -> bool:
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, ImportError) as error:
-            raise ModelError(unloadable("model", model.name, error)) from error
+            raise model_files.ModelError(model_files.unloadable("model", model.name, error)) from error
         with refusals_name(model.name):
             check_family(config)
         return True

@@ -111,8 +111,13 @@ class Scorer:
                 self._score(pack)
             except torch.OutOfMemoryError as error:  # too much for this pack; the next may fit
                 self._tell(error, pack)
-            except Exception as error:
-                self._fail(error, pack)
+            except Exception as error:  # every pending request fails, those in the queue too, and every later one
+                with self._news:
+                    self._failure = error
+                    pack += self._waiting
+                    self._waiting.clear()
+                    self._tokens = 0
+                self._tell(error, pack)
                 return
             self._busy += time.perf_counter() - began
 
@@ -146,15 +151,6 @@ class Scorer:
             question.scores[at] = scores[number].tolist()
             if len(question.scores) == len(question.sequences) and question.answer.set_running_or_notify_cancel():
                 question.answer.set_result([question.scores[i] for i in range(len(question.sequences))])
-
-    def _fail(self, error: Exception, pack: Sequence[tuple[Question, int]]) -> None:
-        """Fail every pending request, those in the queue too, and every later one."""
-        with self._news:
-            self._failure = error
-            left = [*pack, *self._waiting]
-            self._waiting.clear()
-            self._tokens = 0
-        self._tell(error, left)
 
     def _tell(self, error: Exception, pack: Sequence[tuple[Question, int]]) -> None:
         for question, _ in pack:

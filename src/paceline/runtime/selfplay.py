@@ -271,9 +271,9 @@ class Stage:
         if not isinstance(arena.credit_assigner, Algorithm):
             raise ArenaError("the arena has no credit_assigner: give it GRPOCredit(), RAECredit() or ConstantCredit()")
         self._arena, self._tickets = arena, trainer.tickets
-        self._player = RolloutRunner((arena.client or trainer.client).voice, RealClock(), seed)
+        self._runner = RolloutRunner((arena.client or trainer.client).voice, RealClock(), seed)
         self._breaker = Breaker(BreakerConfig())
-        self._course = TrainEnv(
+        self._env = TrainEnv(
             config=ArenaEnvConfig(name="arena", import_path="paceline.selfplay:Arena", timeout=EPISODE_SECONDS),
             environment=ArenaEnvironment(arena),
             algorithm=arena.credit_assigner,
@@ -297,23 +297,23 @@ class Stage:
                     self._breaker.success()
                 elif not rollout.dropped:
                     self._breaker.failure(rollout.error)
-            self._course.algorithm.assign(group)
+            self._env.algorithm.assign(group)
         telling = [group for group in groups if not without_signal(group)]
-        await self._course.algorithm.score(telling)
+        await self._env.algorithm.score(telling)
         records = [sample for group in telling for sample in group.samples()]
         return TrainingBatch(records, groups)
 
     async def _group(self, requests: Sequence[EpisodeRequest], places: asyncio.Semaphore) -> Group:
         number = next(self._tickets)
-        ticket = Ticket(number, self._course.name, 0, number, 0)
+        ticket = Ticket(number, self._env.name, 0, number, 0)
 
         async def one(member: int, request: EpisodeRequest) -> list[Rollout]:
             async with places:  # bounded: each episode before it has a timeout
                 row = {"split": "train", "request": request}
-                return await self._player.episode(self._course, row, ticket, member, number)
+                return await self._runner.episode(self._env, row, ticket, member, number)
 
         episodes = await together([one(member, request) for member, request in enumerate(requests)])
-        return self._player.collect(self._course, ticket, episodes, len(requests))
+        return self._runner.collect(self._env, ticket, episodes, len(requests))
 
 
 async def training_loop(
