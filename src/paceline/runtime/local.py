@@ -42,11 +42,6 @@ class Placed:
     attach: Callable[[ModelRef], Awaitable[FrozenPool]] | None = None
     """Finds frozen models, where the placement serves some itself."""
 
-    @property
-    def past(self) -> LeaguePool | None:
-        """The pool once more, where an environment has a league."""
-        return self.pool if isinstance(self.pool, LeaguePool) else None
-
 
 @dataclass(frozen=True, slots=True)
 class DriverParts:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from paceline.clients.pool import LeaguePool
 from paceline.config import RunConfig
 from paceline.config.load import dump_with_absolute_paths
 from paceline.envs import Environment
@@ -248,7 +249,7 @@ class RunSession:
             monitor=monitor,
             checkpoints=Checkpoints(directory.checkpoints, config.checkpoint.keep),
             clock=RealClock(),
-            past=parts.past,
+            past=parts.pool if isinstance(parts.pool, LeaguePool) else None,
         )
         returns = Returns()
         with signals.run(monitor):

@@ -45,16 +45,12 @@ SILENT_SECONDS = 60.0
 """A trainer at work sends `Alive` every few seconds; after this long without a message it counts as lost."""
 RETURN_SECONDS = 900.0
 """How long a trainer or a server may take to come up: it loads the model, perhaps from a slow disk, and compiles it."""
-WORD_SECONDS = 20.0
+WARN_SECONDS = 20.0
 """How often a warning is logged while waiting for one."""
 FIRST_DELAY, MOST_DELAY = 0.05, 1.0
 LOOK_SECONDS = 0.25
 LARGEST = 1 << 36
 log = logging.getLogger("paceline.trainer")
-
-
-class Garbled(ConnectionError):
-    """The reply is no valid answer."""
 
 
 class RemoteTrainer:
@@ -72,7 +68,7 @@ class RemoteTrainer:
         self._life = ""
         self._used = False
         """Whether this trainer process holds state that a restarted one would not."""
-        self._speaking: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._fed: dict[int, tuple[int, Sample]] = {}
         """Samples the other side has, by identity: where in its list, and the sample itself, so that it stays."""
 
@@ -105,7 +101,7 @@ class RemoteTrainer:
         await self._call("save", path=folder)
 
     async def load(self, folder: Path) -> None:
-        self._hang_up()
+        self._disconnect()
         self._life, self._fed, self._used = "", {}, False  # any trainer process will do now
         await self._call("load", path=folder)
         self._used = True
@@ -115,7 +111,7 @@ class RemoteTrainer:
         await self._call("export", path=folder)
 
     def close(self) -> None:
-        self._hang_up()
+        self._disconnect()
 
     # -- the wire -----------------------------------------------------------------------------------------------------
 
@@ -129,10 +125,10 @@ class RemoteTrainer:
                 answer = await self._ask(call)
                 break
             except (ConnectionError, asyncio.IncompleteReadError) as error:
-                self._hang_up()
+                self._disconnect()
                 log.warning("the connection to the trainer broke (%s): asking again", error or type(error).__name__)
             except BaseException:
-                self._hang_up()  # cancelled or failed in the middle: its answer must not meet the next question
+                self._disconnect()  # cancelled or failed in the middle: its answer must not meet the next question
                 raise
         if isinstance(answer, rpc.RpcResult):
             self.version = answer.version
@@ -140,31 +136,31 @@ class RemoteTrainer:
         raise answer.error()
 
     async def _ask(self, call: rpc.RpcCall) -> rpc.RpcAnswer:
-        reader, writer = self._speaking or await self._connect()
+        reader, writer = self._streams or await self._connect()
         writer.write(rpc.framed(call))
         async with asyncio.timeout(self._silent * 10):
             await writer.drain()
         while True:
-            answer = await self._word(reader)
+            answer = await self._receive(reader)
             beat()  # a trainer at work is progress of the run
             if isinstance(answer, rpc.RpcAnswer) and answer.number == call.number:
                 return answer
             if not isinstance(answer, rpc.Alive):
-                raise Garbled(f"{type(answer).__name__} came for an answer")
+                raise ConnectionError(f"{type(answer).__name__} came for an answer")
 
-    async def _word(self, reader: asyncio.StreamReader) -> rpc.RpcHello | rpc.Alive | rpc.RpcAnswer:
+    async def _receive(self, reader: asyncio.StreamReader) -> rpc.RpcHello | rpc.Alive | rpc.RpcAnswer:
         try:
             async with asyncio.timeout(self._silent):
                 (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
                 if length > LARGEST:
-                    raise Garbled(f"a frame of {length} bytes was announced")
+                    raise ConnectionError(f"a frame of {length} bytes was announced")
                 return rpc.decode_answer(await reader.readexactly(length))
         except TimeoutError:
             raise TrainerLost(
                 f"the trainer has not said a word for {self._silent:g} s: look at its log, then add --resume latest"
             ) from None
         except msgspec.DecodeError as error:
-            raise Garbled(f"the answer cannot be read: {error}") from error
+            raise ConnectionError(f"the answer cannot be read: {error}") from error
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         began, warned_at, delay = time.monotonic(), 0.0, FIRST_DELAY
@@ -173,15 +169,15 @@ class RemoteTrainer:
             try:
                 async with asyncio.timeout(self._silent):
                     reader, writer = await asyncio.open_unix_connection(str(self._address))
-                self._speaking = reader, writer
-                hello = await self._word(reader)
+                self._streams = reader, writer
+                hello = await self._receive(reader)
                 if not isinstance(hello, rpc.RpcHello):
-                    raise Garbled(f"{type(hello).__name__} came for a greeting")
+                    raise ConnectionError(f"{type(hello).__name__} came for a greeting")
                 break
             except (OSError, asyncio.IncompleteReadError) as error:
-                self._hang_up()
+                self._disconnect()
                 cause = str(error) or type(error).__name__
-            if waited - warned_at > WORD_SECONDS:
+            if waited - warned_at > WARN_SECONDS:
                 warned_at = waited
                 log.warning("waiting for the trainer for %.0f s: %s", waited, cause)
             await asyncio.sleep(delay)  # bounded: by RETURN_SECONDS
@@ -189,15 +185,15 @@ class RemoteTrainer:
         else:
             raise TrainerLost(f"the trainer did not come up within {RETURN_SECONDS:g} s: {cause}")
         if self._used and self._life and self._life != hello.life:
-            self._hang_up()
+            self._disconnect()
             raise TrainerLost("the trainer's process ended and was started again")
         self._life, self._hello = hello.life, hello
         return reader, writer
 
-    def _hang_up(self) -> None:
-        if self._speaking is not None:
-            self._speaking[1].close()
-            self._speaking = None
+    def _disconnect(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
 
 
 PULSE_SECONDS = 5.0
@@ -361,7 +357,7 @@ async def _up(engine: HttpEngine) -> None:
             waited = time.monotonic() - began
             if waited > RETURN_SECONDS:
                 raise
-            if waited - warned_at > WORD_SECONDS:
+            if waited - warned_at > WARN_SECONDS:
                 warned_at = waited
                 logging.getLogger("paceline.server").warning("waiting for the server for %.0f s: %s", waited, error)
         await asyncio.sleep(LOOK_SECONDS)  # bounded: by RETURN_SECONDS
