@@ -217,14 +217,10 @@ def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights 
 
 
 def _newest(run: RunDirectory) -> Path:
-    checkpoint = next(reversed(Checkpoints(run.checkpoints, 1).all()), None)
-    export = run.export if run.export.is_dir() else None
-    if checkpoint is None and export is None:
+    saved = [*([run.export] if run.export.is_dir() else []), *Checkpoints(run.checkpoints, 1).all()[-1:]]
+    if not saved:
         raise PacelineError(f"{run.root} holds neither an export nor a checkpoint: train it first")
-    if export is None or (checkpoint is not None and checkpoint.stat().st_mtime > export.stat().st_mtime):
-        assert checkpoint is not None
-        return checkpoint
-    return export
+    return max(saved, key=lambda folder: folder.stat().st_mtime)
 
 
 def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights]:
