@@ -115,7 +115,9 @@ def exit_with_stdin() -> None:
 def start_child(module: str, *arguments: str, line: bytes, **options: Any) -> "subprocess.Popen[bytes]":
     """Run a module in a session of its own, away from Ctrl-C. It reads `line` from standard input, which stays open."""
     command = [sys.executable, "-P", "-m", module, *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **options)
+    process: subprocess.Popen[bytes] = subprocess.Popen(
+        command, stdin=subprocess.PIPE, start_new_session=True, text=False, **options
+    )
     assert process.stdin is not None
     try:
         process.stdin.write(line)
