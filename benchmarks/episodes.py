@@ -76,7 +76,7 @@ class SlowTools(Environment):
 
 async def crowd(here: Placed, voice: SamplingClient, options: argparse.Namespace) -> dict[str, float]:
     player = RolloutRunner(voice, RealClock(), seed=0)
-    course = here.courses["slow"]
+    course = here.envs["slow"]
     ends, turns = Counter(), 0
     begun, stop = 0, False
     running: set[asyncio.Task] = set()
@@ -121,7 +121,9 @@ def main() -> int:
     config = RunConfig(env=[section], batch_size=1, group_size=1, staleness=1, eval={"every": 0})
     slow = {"slow": SlowTools()}
     with tempfile.TemporaryDirectory() as folder, local(config, Path(folder), lambda text: None, slow) as here:
-        found = asyncio.run(crowd(here, here.voice(config.sampling.model_copy(update={"max_tokens": 12})), options))
+        found = asyncio.run(
+            crowd(here, here.make_client(config.sampling.model_copy(update={"max_tokens": 12})), options)
+        )
     print(found)
     rows = [
         Row("engine idle", "", found["idle"], 0.05, "allowed", 0.05 / max(found["idle"], 1e-9), 1.0),

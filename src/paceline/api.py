@@ -35,9 +35,8 @@ from paceline.envs.custom import FunctionEnvironment
 from paceline.envs.reward import RewardEnvironment, Rewards, reward_functions
 from paceline.observe.monitor import Monitor, RunDirectory
 from paceline.observe.monitor.notebook import NotebookView, in_notebook
-from paceline.runtime.forced_end import STOP_SECONDS
 from paceline.runtime.policy import RunFailed, RunResult
-from paceline.runtime.signals import Signals
+from paceline.runtime.signals import STOP_SECONDS, Signals
 from paceline.util.importing import FROM_PYTHON, import_object
 
 Source = str | Path | RunConfig | LoadedConfig

@@ -21,8 +21,15 @@ from paceline.model import fingerprint
 from paceline.observe.monitor import read_jsonl
 from paceline.runtime import train
 from paceline.runtime.colocated.place import in_place
-from paceline.runtime.colocated.rank_info import RankInfo, find_rank
-from paceline.runtime.colocated.rank_sockets import GREETING, PURPOSES, accept_ranks, connect_to_rank_0, listening
+from paceline.runtime.colocated.ranks import (
+    GREETING,
+    RankInfo,
+    RankSockets,
+    accept_ranks,
+    connect_to_rank_0,
+    find_rank,
+    listening,
+)
 from paceline.runtime.session import run_session
 
 LONG = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
@@ -252,7 +259,7 @@ def test_only_ranks_that_know_the_token_are_let_in(host):
         clerk.join(30)
         sent_away = [strangers.trainer, strangers.engine, strangers.life, lost]
         assert [stranger.recv(1) for stranger in sent_away] == [b""] * 4
-        for purpose in PURPOSES:
+        for purpose in RankSockets._fields:
             getattr(admitted[0], purpose).sendall(purpose.encode())
             assert getattr(known, purpose).recv(16) == purpose.encode()
         known.close()

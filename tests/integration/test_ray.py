@@ -18,9 +18,8 @@ from paceline.model import load_model, load_tokenizer
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
-from paceline.runtime.ray.cluster import NAMESPACE, Needs, Room, actor  # noqa: E402
 from paceline.runtime.ray.engines import EngineActor, RayEngine  # noqa: E402
-from paceline.runtime.ray.place import RayParts, Scorers  # noqa: E402
+from paceline.runtime.ray.place import NAMESPACE, Needs, RayParts, Room, actor, attach_scorers  # noqa: E402
 from paceline.util.private_folder import shorten_ray_sockets  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
@@ -181,13 +180,14 @@ def test_scorers_share_what_is_asked_and_one_that_dies_is_replaced(config, teach
 
     async def story() -> None:
         needs = Needs.of(run, 0)
-        assert (needs.scorers, len(needs.bundles)) == (2, needs.engines + needs.ranks + 2)
+        assert needs.counts["scorer"] == 2
+        assert len(needs.bundles) == sum(needs.counts.values())
         room = await Room.reserve(needs)
         parts = RayParts(run, room, needs, tmp_path / "live")
         teachers = parts.scorers()
         ((name, (first, second)),) = teachers.items()
         assert Path(name) == tmp_path / "teacher"
-        pool = await Scorers(run, tokenizer, teachers).attach(ModelRef(name=name))
+        pool = await attach_scorers(run, tokenizer, teachers, ModelRef(name=name))
         assert pool.any_temperature
         await parts.up([first, second])
         await asyncio.gather(*(pool.score([ids], 0.7) for ids in asked))

@@ -12,7 +12,7 @@ import pytest
 
 from launching import Launched, run
 from paceline.orchestrator import Checkpoints
-from paceline.runtime.forced_end import CALLS_USERS, FLUSH_SECONDS, STOP_SECONDS
+from paceline.runtime.signals import CALLS_USERS, FLUSH_SECONDS, STOP_SECONDS
 
 GAMES = """
 import asyncio, os, sys, time

@@ -14,7 +14,7 @@ from paceline.observe.monitor import RunDirectory
 from paceline.observe.monitor.doctor import examine
 from paceline.observe.record.folder import RunFolder
 from paceline.runtime import session, train
-from paceline.runtime.processes.launch_spec import OUTCOME
+from paceline.runtime.processes.supervisor import OUTCOME
 from paceline.runtime.rpc import RpcCall, answered, decode_answer, framed
 from paceline.runtime.session import result_of
 from paceline.util.user_code import InternalError, UserCodeError, to_show

@@ -18,7 +18,7 @@ from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.errors import EngineError, Mismatch
 from paceline.model import LMHead, ServedPolicy, WeightUpdate, fingerprint, load_model, twin
 from paceline.model.head import make_canary
-from paceline.runtime.processes.remote_trainer import RemoteTrainer, TrainerHost, life
+from paceline.runtime.processes.child import RemoteTrainer, TrainerHost
 from paceline.runtime.rpc import RpcHello
 from paceline.server import build_app
 from paceline.trainer import TorchTrainer
@@ -197,7 +197,7 @@ def test_the_trainers_process_sends_what_a_step_changed(tmp_path, monkeypatch, l
     engine = EmbeddedEngine(twin(model), inference.EngineConfig(threads=1))
     app = build_app(engine, load("quickstart"), [], name="tiny", api_key=KEY, allowed=[weights], max_body_bytes=1 << 26)
     client = Counted("http://here", folder=weights)
-    host = TrainerHost(trainer, None, weights, RpcHello(life(), 0, 1, "cpu", (1,)))
+    host = TrainerHost(trainer, None, weights, RpcHello(1, "cpu", (1,)))
 
     async def run():
         serving = asyncio.ensure_future(host.serve(address))

@@ -17,8 +17,7 @@ ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util import placement_group_table  # noqa: E402
 
-from paceline.runtime.ray.cluster import NAMESPACE, Needs, Room  # noqa: E402
-from paceline.runtime.ray.place import Growth, RayParts  # noqa: E402
+from paceline.runtime.ray.place import NAMESPACE, Needs, RayParts, Room, growing  # noqa: E402
 from paceline.runtime.torch_backend import build_trainer  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")
@@ -56,7 +55,7 @@ def test_a_node_that_joins_gets_an_engine_once_one_machine_has_room_for_it(clust
         pool, trainer = Pool([first]), build_trainer(config).trainer
         trainer.version = 5
         await pool.load_weights(await trainer.weights())
-        async with Growth(parts, pool, 2):
+        async with growing(parts, pool, 2):
             cluster.add_node(num_cpus=1)  # here, for its signal handlers want the main thread
             cluster.add_node(num_cpus=1)
             await asyncio.sleep(1)  # time enough for a mistake

@@ -18,10 +18,9 @@ from paceline.weights.update import ServedPolicy, WeightUpdate, fingerprint
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
-from paceline.runtime.ray.cluster import NAMESPACE, actor  # noqa: E402
-from paceline.runtime.ray.collective import WeightsGroup  # noqa: E402
 from paceline.runtime.ray.engines import EngineActor, ObjectTensors, RayEngine  # noqa: E402
-from paceline.runtime.ray.ranks import RankActor  # noqa: E402
+from paceline.runtime.ray.place import NAMESPACE, actor  # noqa: E402
+from paceline.runtime.ray.ranks import RankActor, WeightsGroup  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"

@@ -22,7 +22,7 @@ from paceline.runtime import train
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
-from paceline.runtime.ray.cluster import NAMESPACE  # noqa: E402
+from paceline.runtime.ray.place import NAMESPACE  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")
 local_ray, config = test_ray.local_ray, test_ray.config

@@ -14,7 +14,7 @@ from conftest import tiny_model
 from paceline.config import trainer as config
 from paceline.data import encode
 from paceline.model import WeightUpdate
-from paceline.runtime.processes.remote_trainer import RemoteTrainer, TrainerHost, life
+from paceline.runtime.processes.child import RemoteTrainer, TrainerHost
 from paceline.runtime.rpc import RpcHello
 from paceline.trainer import TorchTrainer, TrainerError, TrainerLost
 from paceline.util.private_folder import socket_parent
@@ -38,7 +38,7 @@ async def hosted(folder: Path, trainer: TorchTrainer | None = None):
     (folder / "weights").mkdir(exist_ok=True)
     address = folder / "trainer.sock"
     address.unlink(missing_ok=True)
-    host = TrainerHost(trainer, None, folder / "weights", RpcHello(life(), 0, 1, "cpu", (1,)))
+    host = TrainerHost(trainer, None, folder / "weights", RpcHello(1, "cpu", (1,)))
     serving = asyncio.ensure_future(host.serve(address))
     try:
         yield trainer

@@ -18,7 +18,7 @@ from paceline.observe.record import open_run
 from paceline.observe.record.paired import Verdict, verdict
 from paceline.orchestrator import lay_out
 from paceline.orchestrator.league_checkpoints import members
-from paceline.runtime.local import Placed, share_cores, with_sections, with_trainer
+from paceline.runtime.local import DriverParts, Placed, share_cores, with_sections, with_trainer
 from paceline.runtime.model_backends import load_backend, with_settled_dtype
 from paceline.runtime.preflight import refuse_unready
 from paceline.runtime.session import Given, Placement, RunSession, run_sessions
@@ -201,9 +201,9 @@ def _shared_engine(arms: Mapping[str, RunConfig]) -> Generator[Callable[[str], P
             envs = lay_out(config, given)
             if members(envs):
                 raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
-            config = share_cores(config, backend.parameters)
+            driver = DriverParts(share_cores(config, backend.parameters), tokenizer, envs)
             view = cast(Engine, AdapterView(engine, arm))  # attributes that are bound methods are methods too
-            with with_trainer(backend, tokenizer, config, dumps, envs, Pool([view])) as parts:
+            with with_trainer(backend, driver, dumps, Pool([view])) as parts:
                 yield parts
 
         return place

@@ -82,16 +82,18 @@ class RolloutRunner:
                     task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled
             raise
-        alive: list[Rollout] = []
-        failed: list[Rollout] = []
-        for rollout in (rollout for episode in episodes for rollout in episode):
-            if rollout.error is not None:
-                failed.append(rollout)
-                continue
+        return self.collect(course, ticket, episodes, course.group_size)
+
+    @staticmethod
+    def collect(course: TrainEnv, ticket: Ticket, episodes: Sequence[Sequence[Rollout]], places: int) -> Group:
+        """The group of these episodes, with the samples of all rollouts that did not fail."""
+        rollouts = [rollout for episode in episodes for rollout in episode]
+        alive = [rollout for rollout in rollouts if rollout.error is None]
+        for rollout in alive:
             rollout.samples = assemble(rollout)
             course.algorithm.observe(rollout)
-            alive.append(rollout)
-        return Group(ticket=ticket, rollouts=alive, places=course.group_size, failed=failed)
+        failed = [rollout for rollout in rollouts if rollout.error is not None]
+        return Group(ticket=ticket, rollouts=alive, places=places, failed=failed)
 
     async def prepare(self, course: TrainEnv, row: Row) -> Row:
         """The prepared row that all episodes on a held-out row share; raises `EpisodeLost`."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from paceline.config.model import ModelConfig
 from paceline.config.secret import in_address
 from paceline.engine import Engine
 from paceline.errors import EngineError, PacelineError
-from paceline.model import load_tokenizer
+from paceline.model import end_tokens, load_tokenizer
 from paceline.model.source import resolve
 from paceline.rollout import RecordingServer, SamplingClient, SessionMap
 from paceline.rollout.endpoint import Endpoint, EndpointTable
@@ -59,9 +60,9 @@ class OpenAIServer:
 
     def __post_init__(self) -> None:
         """The address is in every sentence about the server; a secret must not be."""
-        if told := in_address(self.url):
+        if secret := in_address(self.url):
             raise PacelineError(
-                f"the address has {told}, where others may read it: give the key with --api-key instead"
+                f"the address has {secret}, where others may read it: give the key with --api-key instead"
             )
 
 
@@ -86,7 +87,12 @@ def open_house(
     elif serves(address, config.model.name):
         engine, tokenizer = HttpEngine(address.url, api_key=address.api_key), load_tokenizer(config.model)
         engine.start()
-        yield _exact(engine, tokenizer, _ends(tokenizer, config), config.model, sampling, recorder)
+        try:  # the model itself is not loaded for the tokens that end a turn
+            generation = GenerationConfig.from_pretrained(resolve(config.model.name))
+        except OSError:  # a model without generation settings of its own
+            generation = None
+        ends = end_tokens(tokenizer, SimpleNamespace(generation_config=generation))
+        yield _exact(engine, tokenizer, ends, config.model, sampling, recorder)
     else:
         endpoint = Endpoint(address.url, sampling, model=address.model, api_key=address.api_key, lodge=recorder)
 
@@ -100,30 +106,25 @@ def saved_weights(folder: Path, model: ModelConfig, mlx: bool = False) -> Weight
     """The update that a checkpoint of a run of this model would publish: the trainer's masters in the compute type."""
     version = read_state(folder)["version"]
     dtype = checkpoint_compute_dtype(folder) if model.dtype == "auto" else model.dtype
-    own = "float32" if mlx and model.lora else dtype  # mlx's adapters are float32 whatever the base is
-    tensors = _mlx_masters(folder, own) if mlx else _torch_masters(folder, own)
+    if mlx:
+        import mlx.core as mx
+
+        from paceline.trainer.mlx import checkpoint as mlx_checkpoint
+        from paceline.weights.mlx_arrays import settled
+
+        own = getattr(mx, "float32" if model.lora else dtype)  # adapters are float32 whatever the base is
+        tensors = settled({name: master.astype(own) for name, master in mlx_checkpoint.masters(folder).items()})
+    else:
+        import torch
+
+        from paceline.trainer.torch import checkpoint
+
+        tensors = {name: master.to(getattr(torch, dtype)) for name, master in checkpoint.masters(folder).items()}
     if model.lora is None:
         return WeightUpdate(version, tensors)
     # peft names the one adapter it trains; an update's names do not.
     adapter = {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
     return WeightUpdate(version, adapter, Adapter("", model.lora.alpha / model.lora.rank))
-
-
-def _torch_masters(folder: Path, dtype: str) -> dict[str, Any]:
-    import torch
-
-    from paceline.trainer.torch.checkpoint import masters
-
-    return {name: master.to(getattr(torch, dtype)) for name, master in masters(folder).items()}
-
-
-def _mlx_masters(folder: Path, dtype: str) -> dict[str, Any]:
-    import mlx.core as mx
-
-    from paceline.trainer.mlx.checkpoint import masters
-    from paceline.weights.mlx_arrays import settled
-
-    return settled({name: master.astype(getattr(mx, dtype)) for name, master in masters(folder).items()})
 
 
 def serves(address: OpenAIServer, name: str) -> bool:
@@ -166,14 +167,3 @@ def _exact(
         return SessionMap(voice, noise, 0, actors, guests)
 
     return EpisodeRuntime(table, recorder, close, spell, voice)
-
-
-def _ends(tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> list[int]:
-    """Tokens that end a turn, without loading the model for them."""
-    try:
-        configured = GenerationConfig.from_pretrained(resolve(config.model.name)).eos_token_id
-    except OSError:  # a model without generation settings of its own
-        configured = None
-    extra = [configured] if isinstance(configured, int) else configured or []
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return list(dict.fromkeys((*own, *extra)))

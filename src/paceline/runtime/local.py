@@ -2,7 +2,8 @@
 
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from paceline.config.inference import NAMES, SamplingConfig
 from paceline.config.model import ModelConfig, ModelRef
 from paceline.engine.base import Engine
 from paceline.envs import Environment
-from paceline.model import load_tokenizer, quick_handover
+from paceline.model import end_tokens, load_tokenizer, quick_handover
 from paceline.orchestrator import TrainEnv, lay_out
 from paceline.orchestrator.league_checkpoints import members
 from paceline.planner.hardware import split_threads, usable_cores
@@ -34,17 +35,51 @@ class Placed:
     pool: Pool
     trainer: Trainer
     tokenizer: PreTrainedTokenizerBase
-    courses: dict[str, TrainEnv]
-    voice: Callable[[SamplingConfig], SamplingClient]
+    envs: dict[str, TrainEnv]
+    make_client: Callable[[SamplingConfig], SamplingClient]
     device: str
     parameters: int
     attach: Callable[[ModelRef], Awaitable[FrozenPool]] | None = None
     """Finds frozen models, where the placement serves some itself."""
 
-    @property
-    def past(self) -> LeaguePool | None:
-        """The pool once more, where an environment has a league."""
-        return self.pool if isinstance(self.pool, LeaguePool) else None
+
+@dataclass(frozen=True, slots=True)
+class DriverParts:
+    """Parts of a run that every placement has in the orchestrator's process."""
+
+    config: RunConfig
+    tokenizer: PreTrainedTokenizerBase
+    envs: dict[str, TrainEnv]
+    past: int = 0
+    """Versions that the leagues of the run keep beside the policy."""
+
+    def pool(self, engines: Sequence[Engine], make: Callable[[], Engine] | None = None) -> Pool:
+        """A pool of a run's engines. For a league, `make` gives the engine of a past version that is a whole model: one
+        of this process where it is left out."""
+        return LeaguePool(engines, make or partial(league_engine, self.config)) if self.past else Pool(engines)
+
+    def placed(self, pool: Pool, trainer: Trainer, ends: Sequence[int], device: str, parameters: int) -> Placed:
+        """All parts, with clients that render and record as the run file says."""
+        renderer = renderer_of(self.tokenizer, ends, self.config.model)
+        make_client = sampling_clients(pool, renderer, ends, recording_server(self.config))
+        return Placed(pool, trainer, self.tokenizer, self.envs, make_client, device, parameters)
+
+
+def prepare(
+    config: RunConfig, phase: Callable[[str], None], environments: dict[str, Environment] | None = None, then: str = ""
+) -> DriverParts:
+    """Lay out the environments and load the tokenizer, which is in the phase `then` where one is given."""
+    phase("preparing environments")
+    envs = lay_out(config, environments)
+    if then:
+        phase(then)
+    past = sum(member.league.size for member in members(envs))
+    return DriverParts(make_room_for_adapters(config, past), load_tokenizer(config.model), envs, past)
+
+
+def league_engine(config: RunConfig) -> Engine:
+    """An engine of this process that has the model for itself."""
+    return load_backend(config).engine(config, alone=True)
 
 
 @contextmanager
@@ -52,15 +87,11 @@ def local(
     config: RunConfig, dumps: Path, phase: Callable[[str], None], environments: dict[str, Environment] | None = None
 ) -> Generator[Placed]:
     """Build the parts, and take them down again whatever happens."""
-    phase("preparing environments")
-    courses = lay_out(config, environments)
-    phase(f"loading model {config.model.name}")
-    tokenizer = load_tokenizer(config.model)
+    driver = prepare(config, phase, environments, f"loading model {config.model.name}")
     backend = load_backend(config)
     phase("starting the engine")
-    past = past_versions(courses)
-    config = share_cores(make_room_for_adapters(config, past), backend.parameters)
-    engine = backend.external_engine(config, tokenizer, dumps.parent) or backend.engine(config)
+    config = share_cores(driver.config, backend.parameters)
+    engine = backend.external_engine(config, driver.tokenizer, dumps.parent) or backend.engine(config)
 
     def ready() -> None:
         engine.start()
@@ -68,8 +99,9 @@ def local(
             phase(f"waiting for {NAMES[config.engine.backend]}")
 
     try:
-        pool = pool_of([engine], past, lambda: backend.engine(config))
-        placing = with_trainer(backend, tokenizer, config, dumps, courses, pool, ready, engine.close)
+        driver = replace(driver, config=config)
+        pool = driver.pool([engine], lambda: backend.engine(config))
+        placing = with_trainer(backend, driver, dumps, pool, ready, engine.close)
         with placing as parts, backend.at_work(), quick_handover(backend.device):
             yield parts
     finally:
@@ -79,42 +111,24 @@ def local(
 @contextmanager
 def with_trainer(
     backend: ModelBackend,
-    tokenizer: PreTrainedTokenizerBase,
-    config: RunConfig,
+    driver: DriverParts,
     dumps: Path,
-    courses: dict[str, TrainEnv],
     pool: Pool,
     ready: Callable[[], None] = lambda: None,
     done: Callable[[], None] = lambda: None,
 ) -> Generator[Placed]:
     """A trainer beside a pool, and sampling clients for episodes. `ready` is called once the trainer is built, `done`
     before it is closed: its last step may take long, and no episode samples for it any more."""
-    voice = policy_clients(config, pool, tokenizer, backend.ends(tokenizer))
-    trainer = backend.trainer(config, dumps)
+    trainer = backend.trainer(driver.config, dumps)
     try:
+        ends = end_tokens(driver.tokenizer, backend.model)
+        placed = driver.placed(pool, trainer, ends, backend.device, backend.parameters)
         ready()
-        yield Placed(pool, trainer, tokenizer, courses, voice, backend.device, backend.parameters)
+        yield placed
     finally:
         pool.close()
         done()
         trainer.close()
-
-
-def past_versions(courses: dict[str, TrainEnv]) -> int:
-    """Versions that the leagues of a run keep beside the policy."""
-    return sum(member.league.size for member in members(courses))
-
-
-def pool_of(engines: Sequence[Engine], past: int, make: Callable[[], Engine]) -> Pool:
-    """A pool of a run's engines. For a league, `make` gives the engine of a past version that is a whole model."""
-    return LeaguePool(engines, make) if past else Pool(engines)
-
-
-def policy_clients(
-    config: RunConfig, pool: Pool, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
-) -> Callable[[SamplingConfig], SamplingClient]:
-    """Makes clients that render and record as the run file says."""
-    return sampling_clients(pool, renderer_of(tokenizer, ends, config.model), ends, recording_server(config))
 
 
 def sampling_clients(
@@ -133,16 +147,14 @@ def recording_server(config: RunConfig) -> RecordingServer:
 def renderer_of(
     tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], model: ModelConfig, dropped_tools: Dropped = "refuse"
 ) -> Renderer:
-    """The renderer of conversations into the model's tokens, and what it does where the template drops an
-    environment's tools."""
+    """The renderer of conversations; `dropped_tools` says what it does where the template drops tools."""
     renderer = make_renderer(tokenizer, ends, model.renderer, model.known_as, model.keep_thoughts)
     renderer.on_dropped_tools = "allow" if model.allow_dropped_tools else dropped_tools
     return renderer
 
 
 def make_room_for_adapters(config: RunConfig, past: int) -> RunConfig:
-    """Under LoRA the policy is an adapter: the engine needs a slot for it and for each past version, beside whatever
-    else the user wants served."""
+    """Under LoRA the policy is an adapter: add engine slots for it and for each past version to those asked for."""
     lora, engine = config.model.lora, config.engine
     if lora is None:
         return config

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,10 +16,8 @@ from paceline.config.hardware import DTYPES
 from paceline.config.model import Dtype
 from paceline.config.trainer import TrainerConfig as Section
 from paceline.engine.base import Engine, Grammar
-from paceline.engine.engine import DecodingEngine
 from paceline.engine.sequence import Guide
 from paceline.errors import PacelineError
-from paceline.model import end_tokens
 from paceline.model.dtypes import compute_dtype
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
@@ -29,37 +27,13 @@ from paceline.trainer.checkpoint import read_state
 
 if TYPE_CHECKING:
     from paceline.engine.mlx.engine import MlxEngine
+    from paceline.runtime.torch_backend import TorchBackend
     from paceline.trainer.mlx.trainer import MlxTrainer
 
 
-class ModelBackend(Protocol):
-    """A loaded model, from which engines and trainers are made. An engine has a module tree of its own and, under LoRA,
-    shares the frozen base with the trainer."""
-
-    device: str
-    parameters: int
-
-    def ends(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-        """The tokens that end a turn."""
-        ...
-
-    def engine(
-        self, config: RunConfig, grammars: Callable[[Grammar], Guide] | None = None, alone: bool = False
-    ) -> DecodingEngine:
-        """`alone`: no trainer runs beside it, so that it may have the model itself."""
-        ...
-
-    def external_engine(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, root: Path) -> Engine | None:
-        """The engine of another maker that the run file names, fed by this trainer."""
-        ...
-
-    def trainer(self, config: RunConfig, dumps: Path) -> Trainer:
-        """Of the model itself, with its adapters if the run file asks for some."""
-        ...
-
-    def at_work(self) -> AbstractContextManager[object]:
-        """Held while engine and trainer run."""
-        ...
+ModelBackend: TypeAlias = "TorchBackend | MlxBackend"
+"""A loaded model, from which engines and trainers are made. An engine has a module tree of its own and, under LoRA,
+shares the frozen base with the trainer."""
 
 
 def require_mlx() -> None:
@@ -78,9 +52,6 @@ class MlxBackend:
         self.device = mlx_device()
         self.model = load_model(config.model)
         self.parameters = self.model.size
-
-    def ends(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-        return end_tokens(tokenizer, self.model)
 
     def engine(
         self, config: RunConfig, grammars: Callable[[Grammar], Guide] | None = None, alone: bool = False
@@ -140,7 +111,8 @@ def with_settled_dtype(config: RunConfig, checkpoint: Path | None = None) -> Run
     model on this machine. Engine, trainer and record must agree on it, on whichever machines they run."""
     if config.model.dtype != "auto":
         return config
-    checkpoint = checkpoint or _resumed(config)
+    if checkpoint is None and (resumed := resumed_checkpoint(config)) is not None:
+        checkpoint, _ = resumed
     if checkpoint is not None:
         return with_dtype(config, checkpoint_compute_dtype(checkpoint))
     device = device_of(config)
@@ -165,13 +137,13 @@ def checkpoint_compute_dtype(checkpoint: Path) -> Dtype:
     return DTYPES.get(str(written), "float32")
 
 
-def _resumed(config: RunConfig) -> Path | None:
-    """The checkpoint a run goes on from, where it can be found."""
+def resumed_checkpoint(config: RunConfig) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint a run goes on from and its state, where it can be found; restoring the run says why not."""
     if not config.resume:
         return None
     saved = Checkpoints(RunDirectory(Path(config.runs) / config.name).checkpoints, config.checkpoint.keep)
     try:
-        return saved.find(config.resume)[0]
+        return saved.find(config.resume)
     except CheckpointError:
         return None
 

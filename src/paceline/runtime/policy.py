@@ -7,12 +7,11 @@ import json
 import secrets
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from pydantic import ValidationError
@@ -31,7 +30,7 @@ from paceline.observe.monitor.plot import reward_picture
 from paceline.observe.monitor.summary import Curve, MetricHistory
 from paceline.observe.monitor.text import amount, one_line, score
 from paceline.orchestrator import Checkpoints
-from paceline.rollout import Message, Reply, SamplingClient, Seat
+from paceline.rollout import Message, Reply, Seat
 from paceline.runtime.episode_runtime import is_checkpoint, saved_weights
 from paceline.runtime.local import renderer_of, sampling_clients, with_sections
 from paceline.runtime.serving import embedded
@@ -74,7 +73,9 @@ class Policy:
 
     def __init__(self, source: str | Path, **settings: Any) -> None:
         self.source = str(source)
-        self._config, weights = _find(self.source, settings)
+        config, weights = _find(self.source, settings)
+        # Without the room that a batch of training needs.
+        self._config = with_sections(config, engine={"max_running": min(config.engine.max_running, AT_ONCE)})
         self._worker = _EngineThread(self._config, weights)
         self._finalizer = weakref.finalize(self, self._worker.close)
 
@@ -101,7 +102,7 @@ class Policy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -112,17 +113,8 @@ class Policy:
         return self._worker.ask(speak, sampling, secrets.randbits(62) if seed is None else seed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Serving:
-    """A loaded model, and how another thread reaches it."""
-
-    loop: asyncio.AbstractEventLoop
-    stop: asyncio.Event
-    tokenizer: PreTrainedTokenizerBase
-    voice: Callable[[SamplingConfig], SamplingClient]
-
-    async def speak(self, speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
-        return PolicyReply.of(await speak(Seat(self.voice(sampling), (seed,), 0), self.tokenizer))
+_Serving = tuple[asyncio.AbstractEventLoop, asyncio.Event, Callable[..., Coroutine[Any, Any, PolicyReply]]]
+"""How another thread reaches a loaded model: its event loop, what stops it, and what asks it."""
 
 
 class _EngineThread:
@@ -135,8 +127,8 @@ class _EngineThread:
         self._ready: Future[_Serving] = Future()
 
     def ask(self, speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
-        serving = self._start().result()  # unbounded: a model loads as long as it loads, and Ctrl-C is heard
-        answer = asyncio.run_coroutine_threadsafe(serving.speak(speak, sampling, seed), serving.loop)
+        loop, _, answered = self._start().result()  # unbounded: a model loads as long as it loads, and Ctrl-C is heard
+        answer = asyncio.run_coroutine_threadsafe(answered(speak, sampling, seed), loop)
         try:
             return answer.result()  # bounded: by max_tokens
         except BaseException:
@@ -149,10 +141,10 @@ class _EngineThread:
         if thread is None:
             return
         try:
-            serving = self._ready.result()  # bounded: by the loading of the model
+            loop, stop, _ = self._ready.result()  # bounded: by the loading of the model
         except Exception:  # it never came up, and its thread is at its end
             return
-        serving.loop.call_soon_threadsafe(serving.stop.set)
+        loop.call_soon_threadsafe(stop.set)
         thread.join()  # bounded: the engine's close is
 
     def _start(self) -> "Future[_Serving]":
@@ -171,11 +163,14 @@ class _EngineThread:
                 tokenizer = load_tokenizer(self._config.model)
                 voice = sampling_clients(Pool([engine]), renderer_of(tokenizer, ends, self._config.model), ends)
 
+                async def answered(speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
+                    return PolicyReply.of(await speak(Seat(voice(sampling), (seed,), 0), tokenizer))
+
                 async def serve() -> None:
                     if self._weights is not None:
                         await engine.load_weights(self._weights())
                     stop = asyncio.Event()
-                    ready.set_result(_Serving(asyncio.get_running_loop(), stop, tokenizer, voice))
+                    ready.set_result((asyncio.get_running_loop(), stop, answered))
                     await stop.wait()  # unbounded: until `close`
 
                 runner.run(serve())
@@ -197,38 +192,35 @@ def _sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> SamplingC
 
 def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights | None]:
     """The config that loads a model, and the weights to put on top of it, if these lie in a file of their own."""
+    if isinstance(name := settings.get("model"), str):
+        settings = {**settings, "model": {"name": name}}
     folder = Path(source).expanduser()
     if RunDirectory(folder).config_file.is_file():
         folder = _newest(RunDirectory(folder))
     if is_checkpoint(folder):
-        return _checkpoint(folder.resolve(), settings)
+        checkpoint = folder.resolve()
+        run = RunDirectory(checkpoint.parent.parent)
+        if not run.config_file.is_file():
+            raise PacelineError(
+                f"checkpoint {checkpoint} lies in no run directory: there is no {run.config_file} to read"
+            )
+        config = load(run.config_file, settings=settings).config
+        return config, lambda: saved_weights(checkpoint, config.model, on_mlx(config.backend))
     if (folder / ADAPTER).is_file():
         return _adapter(folder, settings)
     run = RunDirectory(folder.resolve().parent)
     if folder.is_dir() and run.export == folder.resolve() and run.config_file.is_file():
-        config = _configured(run, settings)
+        config = load(run.config_file, settings=settings).config
         whole = {"name": str(folder), "tokenizer": None, "chat_template": None, "lora": None}
-        return _small(with_sections(config, model=whole)), None
-    return _small(load(None, settings={**settings, "model": _model(source, settings)}).config), None
+        return with_sections(config, model=whole), None
+    return load(None, settings={**settings, "model": {"name": source, **settings.get("model", {})}}).config, None
 
 
 def _newest(run: RunDirectory) -> Path:
-    checkpoint = next(reversed(Checkpoints(run.checkpoints, 1).all()), None)
-    export = run.export if run.export.is_dir() else None
-    if checkpoint is None and export is None:
+    saved = [*([run.export] if run.export.is_dir() else []), *Checkpoints(run.checkpoints, 1).all()[-1:]]
+    if not saved:
         raise PacelineError(f"{run.root} holds neither an export nor a checkpoint: train it first")
-    if export is None or (checkpoint is not None and checkpoint.stat().st_mtime > export.stat().st_mtime):
-        assert checkpoint is not None
-        return checkpoint
-    return export
-
-
-def _checkpoint(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights]:
-    run = RunDirectory(folder.parent.parent)
-    if not run.config_file.is_file():
-        raise PacelineError(f"checkpoint {folder} lies in no run directory: there is no {run.config_file} to read")
-    config = _small(_configured(run, settings))
-    return config, lambda: saved_weights(folder, config.model, on_mlx(config.backend))
+    return max(saved, key=lambda folder: folder.stat().st_mtime)
 
 
 def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights]:
@@ -237,8 +229,8 @@ def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weig
     adapter = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
     adapter_scale(adapter)  # or say what is wrong with it
     run = RunDirectory(folder.resolve().parent.parent)
-    section = _model("", settings)
-    base = section["name"] or adapter.get("base_model_name_or_path")
+    section = settings.get("model", {})
+    base = section.get("name") or adapter.get("base_model_name_or_path")
     if not base and run.config_file.is_file():
         base = load(run.config_file).config.model.name
     if not base:
@@ -252,26 +244,7 @@ def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weig
         tensors, scale = read_adapter(folder)
         return WeightUpdate(1, tensors, Adapter("", scale))
 
-    return _small(with_sections(config, model={"lora": lora})), weights
-
-
-def _configured(run: RunDirectory, settings: Mapping[str, Any]) -> RunConfig:
-    """A run's own config, with the caller's changes."""
-    changes = dict(settings)
-    if isinstance(changes.get("model"), str):
-        changes["model"] = {"name": changes["model"]}
-    return load(run.config_file, settings=changes).config
-
-
-def _model(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] section of the settings, where a text is its name."""
-    section = settings.get("model", {})
-    return {"name": section} if isinstance(section, str) else {"name": name, **section}
-
-
-def _small(config: RunConfig) -> RunConfig:
-    """Without the room that a batch of training needs."""
-    return with_sections(config, engine={"max_running": min(config.engine.max_running, AT_ONCE)})
+    return with_sections(config, model={"lora": lora}), weights
 
 
 PICTURE_DPI = 90
@@ -295,7 +268,8 @@ class RunResult:
         return Policy(self.outcome.export or self.outcome.checkpoint or self.directory)
 
     def __repr__(self) -> str:
-        rewards = [f"{key}: {_course(curve)}" for key, curve in self._rewards().items() if curve]
+        curves = {key: curve for key, curve in self._rewards().items() if curve}
+        rewards = [f"{key}: {score(curve[0][1])} → {score(curve[-1][1])}" for key, curve in curves.items()]
         parts = [f"{self.directory.name}: {self.outcome.status} after {amount(self.outcome.step, 'step')}"]
         parts += [f"reward {rewards[0].partition(': ')[2]}"] if len(rewards) == 1 else rewards
         parts += [one_line(self.outcome.message)] if self.outcome.status == "failed" else []
@@ -319,7 +293,3 @@ class RunFailed(PacelineError):
     def __init__(self, result: RunResult) -> None:
         super().__init__(result.outcome.message)
         self.result = result
-
-
-def _course(curve: Curve) -> str:
-    return f"{score(curve[0][1])} → {score(curve[-1][1])}"

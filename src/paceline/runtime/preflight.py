@@ -15,7 +15,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from pydantic import BaseModel
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from paceline.algorithms import credit_for
 from paceline.config import RunConfig
@@ -42,17 +42,7 @@ from paceline.envs.module import ModuleEnvironment
 from paceline.envs.questions import TokenIn
 from paceline.envs.search.index import load_corpus
 from paceline.errors import PacelineError
-from paceline.model.source import (
-    ModelError,
-    config_problems,
-    folder_problem,
-    has_code,
-    read_config,
-    resolve,
-    tokenizer_problem,
-    unloadable,
-    weight_problems,
-)
+from paceline.model import source as model_files
 from paceline.model.tokenizer import load_tokenizer
 from paceline.observe.monitor import exporter
 from paceline.runtime.local import renderer_of
@@ -96,26 +86,22 @@ def check_policy(config: RunConfig, found: Preflight) -> None:
     """The model that is trained, its tokenizer, and how conversations become tokens."""
     model = config.model
     check_model(model, found, mlx=on_mlx(config.backend))
-    source = found.attempt(lambda: resolve(model.tokenizer or model.name))
+    source = found.attempt(lambda: model_files.resolve(model.tokenizer or model.name))
     folder = None if source is None else _folder(source)
-    if folder is None or (not Path(source).is_dir() and tokenizer_problem(folder)):
+    if folder is None or (not Path(source).is_dir() and model_files.tokenizer_problem(folder)):
         return  # it will be fetched from the hub
-    if model.trust_remote_code and found.attempt(lambda: has_code(folder)):
+    if model.trust_remote_code and found.attempt(lambda: model_files.has_code(folder)):
         return
     local = model.model_copy(update={"tokenizer": str(folder)})
     if (tokenizer := found.attempt(lambda: load_tokenizer(local))) is not None:
-        found.attempt(lambda: _check_renderer(tokenizer, model))
-
-
-def _check_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
-    """Raise a sentence unless the tokenizer can write conversations: by a chat template, or known to `renderers`."""
-    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    renderer_of(tokenizer, ends, model)
+        # It must be able to write conversations: by a chat template, or known to `renderers`.
+        ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        found.attempt(lambda: renderer_of(tokenizer, ends, model))
 
 
 def check_model(model: ModelConfig, found: Preflight, *, mlx: bool) -> None:
     """A model's files and its family."""
-    if (source := found.attempt(lambda: resolve(model.name))) is None:
+    if (source := found.attempt(lambda: model_files.resolve(model.name))) is None:
         return
     if (folder := _folder(source)) is None:
         found.note(
@@ -123,21 +109,23 @@ def check_model(model: ModelConfig, found: Preflight, *, mlx: bool) -> None:
             "the run downloads them"
         )
         return
-    if problem := folder_problem(folder):
+    if problem := model_files.folder_problem(folder):
         found.add([problem])
         return
     known = False
-    if (config := found.attempt(lambda: read_config(folder))) is not None:
-        problems = list(config_problems(config, model.name, trust_remote_code=model.trust_remote_code, mlx=mlx))
+    if (config := found.attempt(lambda: model_files.read_config(folder))) is not None:
+        problems = list(
+            model_files.config_problems(config, model.name, trust_remote_code=model.trust_remote_code, mlx=mlx)
+        )
         found.add(problems)
-        if model.trust_remote_code and found.attempt(lambda: has_code(folder)):
+        if model.trust_remote_code and found.attempt(lambda: model_files.has_code(folder)):
             found.note(
                 f"model `{model.name}` has Python code of its own, which is not run here: `train` checks the rest"
             )
         elif not problems and not mlx:
             known = _check_family(folder, model, found)
     if Path(source).is_dir():  # of a hub's model, what is not in the cache will be fetched
-        damaged = list(weight_problems(folder, mlx))
+        damaged = list(model_files.weight_problems(folder, mlx))
         found.add(damaged)
         if known and not damaged:
             from paceline.model.loading import header_problems
@@ -156,7 +144,7 @@ def _check_family(folder: Path, model: ModelConfig, found: Preflight) -> bool:
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, ImportError) as error:
-            raise ModelError(unloadable("model", model.name, error)) from error
+            raise model_files.ModelError(model_files.unloadable("model", model.name, error)) from error
         with refusals_name(model.name):
             check_family(config)
         return True
@@ -214,24 +202,28 @@ def _try_environment(env: BaseEnvConfig, found: Preflight) -> None:
         if env.id.endswith(".py") and not Path(env.id).is_file():
             raise EnvError(f"environment `{env.name}`: no such file `{env.id}`")
         return
-    if isinstance(env, CustomEnvConfig):
-        _check_function(env)
+    if isinstance(env, CustomEnvConfig):  # a function must be async and needs rows; a class has its own
+        defined = check_import(env.import_path)
+        if isinstance(defined, ast.FunctionDef):
+            raise EnvError(ASYNC_ONLY.format(env.import_path))
+        if isinstance(defined, ast.AsyncFunctionDef) and env.dataset is None:
+            raise EnvError(NEEDS_ROWS.format(env.name))
     sizes = {key: min(ROWS, size) for key in SIZES if isinstance(size := getattr(env, key, None), int)}
     sources = {key: _here(getattr(env, key), found) for key in ("dataset", "eval_dataset") if hasattr(env, key)}
     away = any(value is None and getattr(env, key) is not None for key, value in sources.items())
     small = env.model_copy(update=sizes | sources)
     with first_rows(ROWS):
         rows, held_out = _examples(small)
-    if not rows and not away and _rows_are_known(env):
+    # A user's class makes its own rows; those of all others are known.
+    known = not isinstance(env, ArenaEnvConfig) and (not isinstance(env, CustomEnvConfig) or env.dataset is not None)
+    if not rows and not away and known:
         raise EnvError(f"environment `{env.name}` has no training rows")
     if not isinstance(env, CustomEnvConfig):  # a user's function may read the rows' images itself
-        _check_messages(env, "training", rows)
-        _check_messages(env, "held-out", held_out)
-
-
-def _rows_are_known(env: BaseEnvConfig) -> bool:
-    """Whether the rows are the run file's; a user's class makes its own."""
-    return not isinstance(env, ArenaEnvConfig) and (not isinstance(env, CustomEnvConfig) or env.dataset is not None)
+        for split, some in (("training", rows), ("held-out", held_out)):
+            for number, row in enumerate(some[:ROWS]):
+                for place, message in enumerate(row.get("messages") or ()):
+                    if problem := part_problem(message.get("content")):  # it shows the policy what is no text
+                        raise EnvError(f"environment `{env.name}`, {split} row {number}: messages[{place}]: {problem}")
 
 
 def _examples(env: BaseEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:
@@ -255,23 +247,6 @@ def _examples(env: BaseEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:
     return environment.examples("train"), environment.examples("eval")
 
 
-def _check_function(env: CustomEnvConfig) -> None:
-    """A function must be async and needs rows, which its definition tells; a class has its own."""
-    defined = check_import(env.import_path)
-    if isinstance(defined, ast.FunctionDef):
-        raise EnvError(ASYNC_ONLY.format(env.import_path))
-    if isinstance(defined, ast.AsyncFunctionDef) and env.dataset is None:
-        raise EnvError(NEEDS_ROWS.format(env.name))
-
-
-def _check_messages(env: BaseEnvConfig, split: str, rows: Sequence[Row]) -> None:
-    """Raise a sentence if rows show the policy something that is no text."""
-    for number, row in enumerate(rows[:ROWS]):
-        for place, message in enumerate(row.get("messages") or ()):
-            if problem := part_problem(message.get("content")):
-                raise EnvError(f"environment `{env.name}`, {split} row {number}: messages[{place}]: {problem}")
-
-
 def _here(source: Any, found: Preflight) -> Any:
     """The part of a dataset that is on this machine; None where nothing is left."""
     names = [source] if isinstance(source, str) else list(source or ())
@@ -290,11 +265,6 @@ def _here(source: Any, found: Preflight) -> Any:
     return source if isinstance(source, str) and names else names or None
 
 
-__all__ = ["NEEDS_RAY", "Preflight", "PreflightError", "preflight", "refuse_unready"]
-
-NEEDS_RAY = 'placement = "ray" needs Ray: pip install "paceline[ray]"'
-
-
 def refuse_unready(config: RunConfig, given: Collection[str] = ()) -> None:
     """Raise all problems at once; `given` names the environments that come as objects instead of from the run file."""
     if problems := preflight(config, given).problems:
@@ -302,8 +272,7 @@ def refuse_unready(config: RunConfig, given: Collection[str] = ()) -> None:
 
 
 def preflight(config: RunConfig, given: Collection[str] = (), *, elsewhere: bool = False) -> Preflight:
-    """Everything that can be found out before weights are loaded. `elsewhere`: the run is planned for another machine,
-    so that what this one lacks is only noted."""
+    """All checks before weights are loaded. For a run `elsewhere`, what this machine lacks is only noted."""
     found, machine = Preflight(), Preflight()
     _check_machine(config, machine)
     if elsewhere:
@@ -332,7 +301,7 @@ def _check_machine(config: RunConfig, found: Preflight) -> None:
 
         found.attempt(lambda: pick_device(config.device))
     if config.placement == "ray" and importlib.util.find_spec("ray") is None:
-        found.add([NEEDS_RAY])
+        found.add(['placement = "ray" needs Ray: pip install "paceline[ray]"'])
     for kind in config.record.exporters:
         found.attempt(lambda kind=kind: exporter(kind, config.record.project))
     launch = config.engine.launch

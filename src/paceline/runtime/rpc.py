@@ -5,10 +5,11 @@ All that goes over a connection is msgpack frames with raw buffers, never pickle
 
 import asyncio
 import traceback
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,13 +32,12 @@ What = Literal["feed", "step", "weights", "save", "load", "export"]
 class RpcHello(msgspec.Struct, array_like=True, tag=True):
     """The trainer's first word on every connection."""
 
-    life: str
-    """Another one after each restart of its process."""
-    version: int
     parameters: int
     device: str
     ends: tuple[int, ...]
     """Tokens that end a turn."""
+    life: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+    """Another one after each restart of its process."""
 
 
 class RpcCall(msgspec.Struct, array_like=True):
@@ -98,7 +98,8 @@ class RpcFailure(msgspec.Struct, array_like=True, tag=True):
         return UserCodeError(self.message, self.frames, self.trace) if self.frames else TrainerError(self.message)
 
 
-FromTrainer = RpcHello | Alive | RpcResult | RpcFailure
+RpcAnswer = RpcResult | RpcFailure
+FromTrainer = RpcHello | Alive | RpcAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 decode_call = msgspec.msgpack.Decoder(RpcCall).decode
@@ -118,7 +119,7 @@ class TrainerRpcHandler:
         self.trainer, self._tokenizer, self._log = trainer, tokenizer, log
         self._fed: list[Sample] = []
 
-    async def answer(self, call: RpcCall) -> RpcResult | RpcFailure:
+    async def answer(self, call: RpcCall) -> RpcAnswer:
         return await answered(call, self._do(call), self._log)
 
     async def _do(self, call: RpcCall) -> RpcResult:
@@ -148,7 +149,7 @@ class TrainerRpcHandler:
         raise NotImplementedError
 
 
-async def answered(call: RpcCall, doing: Awaitable[RpcResult], log: Path | None = None) -> RpcResult | RpcFailure:
+async def answered(call: RpcCall, doing: Awaitable[RpcResult], log: Path | None = None) -> RpcAnswer:
     """The call's result or failure. The traceback of a bug is printed on this side too, or written to `log`."""
     try:
         return await doing  # bounded: by the call itself
@@ -192,8 +193,8 @@ class RankGroup(ABC):
 
     def __init__(self, config: RunConfig) -> None:
         self.version = 0
-        self.hello: RpcHello | None = None
         self._config = config
+        self._ranks: Sequence[Any] = ()
         self._cost = Cost(1.0, 0.0)
         self._number = 0
 
@@ -220,12 +221,8 @@ class RankGroup(ABC):
 
     # -- what depends on how ranks are reached ------------------------------------------------------------------------
 
-    @property
     @abstractmethod
-    def _size(self) -> int: ...
-
-    @abstractmethod
-    def _ask(self, rank: int, call: RpcCall) -> Awaitable[RpcResult | RpcFailure]: ...
+    def _ask(self, rank: Any, call: RpcCall) -> Awaitable[RpcAnswer]: ...
 
     @abstractmethod
     def _there(self) -> None:
@@ -249,9 +246,10 @@ class RankGroup(ABC):
         where = "" if path is None else str(path.resolve())
         calls = [
             RpcCall("orchestrator", self._number, what, where, encode(share), [-1] * len(share))
-            for share in (shares or [[] for _ in range(self._size)])
+            for share in (shares or [[] for _ in self._ranks])
         ]
-        answers = await self._together([_done(self._ask(rank, call)) for rank, call in enumerate(calls)])
+        asked = [_done(self._ask(rank, call)) for rank, call in zip(self._ranks, calls, strict=True)]
+        answers = await self._together(asked)
         self.version = answers[0].version
         return answers
 
@@ -286,7 +284,7 @@ class RankGroup(ABC):
         return next(iter(errors.values()))
 
 
-async def _done(answer: Awaitable[RpcResult | RpcFailure]) -> RpcResult:
+async def _done(answer: Awaitable[RpcAnswer]) -> RpcResult:
     said = await answer  # bounded: by the rank's life
     if isinstance(said, RpcFailure):
         raise said.error()

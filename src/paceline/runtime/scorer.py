@@ -81,7 +81,13 @@ class Scorer:
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
     ) -> list[list[float]]:
         """Log probability of every token given those before it; 0.0 for the first."""
-        self._check(sequences, temperature)
+        if temperature <= 0:
+            raise RequestError(f"temperature = {temperature:g} has no distribution to score by: it must be above 0")
+        for ids in sequences:
+            if not 0 < len(ids) <= self._context:
+                raise RequestError(f"a sequence of {len(ids)} tokens cannot be scored: from 1 to {self._context} fit")
+            if min(ids) < 0 or max(ids) >= self._vocabulary:
+                raise RequestError(f"a token is outside the vocabulary of {self._vocabulary}")
         question = Question(sequences, temperature)
         with self._news:
             if self._closed or self._failure is not None:
@@ -95,15 +101,6 @@ class Scorer:
             return []
         return await asyncio.wrap_future(question.answer)  # bounded: by the asker's deadline
 
-    def _check(self, sequences: Sequence[Sequence[int]], temperature: float) -> None:
-        if temperature <= 0:
-            raise RequestError(f"temperature = {temperature:g} has no distribution to score by: it must be above 0")
-        for ids in sequences:
-            if not 0 < len(ids) <= self._context:
-                raise RequestError(f"a sequence of {len(ids)} tokens cannot be scored: from 1 to {self._context} fit")
-            if min(ids) < 0 or max(ids) >= self._vocabulary:
-                raise RequestError(f"a token is outside the vocabulary of {self._vocabulary}")
-
     # -- on the scorer's thread ---------------------------------------------------------------------------------------
 
     def _work(self) -> None:
@@ -114,8 +111,13 @@ class Scorer:
                 self._score(pack)
             except torch.OutOfMemoryError as error:  # too much for this pack; the next may fit
                 self._tell(error, pack)
-            except Exception as error:
-                self._fail(error, pack)
+            except Exception as error:  # every pending request fails, those in the queue too, and every later one
+                with self._news:
+                    self._failure = error
+                    pack += self._waiting
+                    self._waiting.clear()
+                    self._tokens = 0
+                self._tell(error, pack)
                 return
             self._busy += time.perf_counter() - began
 
@@ -123,25 +125,22 @@ class Scorer:
         """The oldest sequences that fit into one micro-batch; nothing once closed."""
         with self._news:
             while not self._closed:
-                if pack := self._take():
+                pack, room = [], self._budget
+                while self._waiting:
+                    question, at = self._waiting[0]
+                    length = len(question.sequences[at])
+                    gone = question.answer.done()  # cancelled, or failed with another part of it
+                    if pack and length > room and not gone:
+                        break  # carried over
+                    self._waiting.popleft()
+                    self._tokens -= length
+                    if not gone:
+                        room -= length
+                        pack.append((question, at))
+                if pack:
                     return pack
                 self._news.wait()  # unbounded: being asked is its job
         return []
-
-    def _take(self) -> list[tuple[Question, int]]:
-        pack, room = [], self._budget
-        while self._waiting:
-            question, at = self._waiting[0]
-            length = len(question.sequences[at])
-            gone = question.answer.done()  # cancelled, or failed with another part of it
-            if pack and length > room and not gone:
-                break  # carried over
-            self._waiting.popleft()
-            self._tokens -= length
-            if not gone:
-                room -= length
-                pack.append((question, at))
-        return pack
 
     def _score(self, pack: Sequence[tuple[Question, int]]) -> None:
         samples = [_sample(question.sequences[at], question.temperature) for question, at in pack]
@@ -152,15 +151,6 @@ class Scorer:
             question.scores[at] = scores[number].tolist()
             if len(question.scores) == len(question.sequences) and question.answer.set_running_or_notify_cancel():
                 question.answer.set_result([question.scores[i] for i in range(len(question.sequences))])
-
-    def _fail(self, error: Exception, pack: Sequence[tuple[Question, int]]) -> None:
-        """Fail every pending request, those in the queue too, and every later one."""
-        with self._news:
-            self._failure = error
-            left = [*pack, *self._waiting]
-            self._waiting.clear()
-            self._tokens = 0
-        self._tell(error, left)
 
     def _tell(self, error: Exception, pack: Sequence[tuple[Question, int]]) -> None:
         for question, _ in pack:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -49,13 +49,7 @@ MOST_SECONDS = 30.0
 """For those that are still not sent by then: a busy machine is slow."""
 
 
-class Mortal(Protocol):
-    """An engine whose thread may fail."""
-
-    def outlive(self) -> BaseException | None: ...
-
-
-def watch(engine: Mortal, then: Callable[[BaseException], None]) -> None:
+def watch(engine: "DecodingEngine | Scorer", then: Callable[[BaseException], None]) -> None:
     """Call `then`, on a thread of its own, once the engine has failed; never if it is only closed."""
 
     def wait() -> None:
@@ -65,7 +59,7 @@ def watch(engine: Mortal, then: Callable[[BaseException], None]) -> None:
     threading.Thread(target=wait, name="paceline-survivor", daemon=True).start()
 
 
-async def lost(engine: Mortal) -> EngineError:
+async def lost(engine: "DecodingEngine | Scorer") -> EngineError:
     """Waits in an event loop for the failure of an engine."""
     loop = asyncio.get_running_loop()
     end: asyncio.Future[BaseException] = loop.create_future()
@@ -132,7 +126,7 @@ def embedded(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
     find_tokenizer(config.model)  # a missing one is found before weights are read
     backend = load_backend(config)
     tokenizer = load_tokenizer(config.model)
-    ends = backend.ends(tokenizer)
+    ends = end_tokens(tokenizer, backend.model)
     lora = config.model.lora
     changes: dict[str, int] = {"threads": config.engine.threads or _threads(backend.parameters)}
     if lora is not None and not config.engine.adapters:

@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import errno
 import logging
+import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from paceline.clients.pool import LeaguePool
 from paceline.config import RunConfig
 from paceline.config.load import dump_with_absolute_paths
 from paceline.envs import Environment
@@ -43,14 +46,13 @@ from paceline.orchestrator import (
 )
 from paceline.planner import keep_plan
 from paceline.rollout import SamplingClient
-from paceline.runtime.colocated.rank_info import refuse_torchrun
-from paceline.runtime.forced_end import ForcedEnd
+from paceline.runtime.colocated.ranks import again, find_rank, refuse_torchrun
 from paceline.runtime.league import standings
 from paceline.runtime.local import Placed, local
-from paceline.runtime.model_backends import with_settled_dtype
+from paceline.runtime.model_backends import resumed_checkpoint, with_settled_dtype
 from paceline.runtime.policy import RunResult
-from paceline.runtime.preflight import NEEDS_RAY, refuse_unready
-from paceline.runtime.signals import USER, Signals, run_to_the_end
+from paceline.runtime.preflight import refuse_unready
+from paceline.runtime.signals import USER, ForcedEnd, Signals, run_to_the_end
 from paceline.trainer import TrainerLost
 from paceline.util.gc_tuning import rarely_collected
 from paceline.util.user_code import UserCodeError, failure_traces, restore_interpreter, unexpected
@@ -81,48 +83,47 @@ def train(
     if config.placement != "colocated":
         refuse_torchrun(config)
     _refuse_fewer_steps(config)
-    if config.placement == "colocated":
-        from paceline.runtime.colocated.place import colocated
+    if config.placement == "processes":
+        if environments:
+            raise PacelineError(
+                f"environments {sorted(environments)} were given as objects, which cannot go to another process: name "
+                'them in the run file, or set placement = "local"'
+            )
+        from paceline.runtime.processes.supervisor import Supervisor
 
-        return colocated(config, environments, overwrite, screen, signals)
-    if config.placement in ("local", "ray"):
-        place = here if config.placement == "local" else _ray()
-        return run_session(config, place, environments, overwrite, screen, signals)
-    if environments:
-        raise PacelineError(
-            f"environments {sorted(environments)} were given as objects, which cannot go to another process: name them "
-            'in the run file, or set placement = "local"'
-        )
-    from paceline.runtime.processes.supervisor import supervised
+        # Another process shows progress: a monitor of this one has nothing to show, the lines go to standard output.
+        supervisor = Supervisor(config, overwrite, sys.stdout if isinstance(screen, Monitor) else screen)
+        if signals is not None:
+            signals.on_interrupt(supervisor.interrupt)
+        return supervisor.run()
+    place: Placement = here
+    if config.placement == "ray":
+        from paceline.runtime.ray.place import on_ray
 
-    return supervised(config, overwrite, screen, signals)
+        place = on_ray
+    elif config.placement == "colocated":
+        from paceline.runtime.colocated.place import follow, in_place
+
+        config, info = find_rank(config)
+        if info.rank != 0:  # rank 0 leads the run and answers with all of it
+            follow(config, info)
+            return RunResult(RunOutcome("finished", 0, ""), Path(config.runs) / config.name, [], [])
+        config, place = again(config), partial(in_place, info)
+    return run_session(config, place, environments, overwrite, screen, signals)
 
 
 def _refuse_fewer_steps(config: RunConfig) -> None:
     """Say at once that `steps` counts from the run's beginning, instead of a run that ends before it starts."""
-    if config.resume is None or config.steps is None:
+    if config.steps is None or (resumed := resumed_checkpoint(config)) is None:
         return
-    checkpoints = Checkpoints(RunDirectory(Path(config.runs) / config.name).checkpoints, 1)
-    try:
-        path, state = checkpoints.find(config.resume)
-    except CheckpointError:
-        return  # said when the run is restored
+    path, state = resumed
     if state["step"] > config.steps:
+        offer = Checkpoints(RunDirectory(Path(config.runs) / config.name).checkpoints, 1).offer()
         raise PacelineError(
             f"the run is already at step {state['step']} ({path.name}), and steps = {config.steps} is the total since "
             f"its beginning: write --steps {state['step'] + config.steps} to train {config.steps} more, or --resume "
-            f"with an earlier checkpoint; {checkpoints.offer()}"
+            f"with an earlier checkpoint; {offer}"
         )
-
-
-def _ray() -> Placement:
-    try:
-        from paceline.runtime.ray.place import on_ray
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise PacelineError(NEEDS_RAY) from None
-    return on_ray
 
 
 @asynccontextmanager
@@ -130,15 +131,6 @@ async def here(config: RunConfig, dumps: Path, phase: Callable[[str], None], giv
     """Everything in this process."""
     with local(config, dumps, phase, given) as parts:
         yield parts
-
-
-@dataclass(frozen=True, slots=True)
-class RunSession:
-    """A run to lead: its config, its placement, and the monitors that show it."""
-
-    config: RunConfig
-    placement: Placement
-    shown: Sequence[Monitor] = ()
 
 
 def run_session(
@@ -155,57 +147,69 @@ def run_session(
 
 
 def run_sessions(
-    runs: Sequence[RunSession], *, environments: Given = None, overwrite: bool = False, signals: Signals | None = None
+    runs: Sequence["RunSession"], *, environments: Given = None, overwrite: bool = False, signals: Signals | None = None
 ) -> list[RunResult]:
     """Lead runs side by side in one event loop. What stops one stops all."""
+    stops = signals or Signals()
+
+    def end(status: Literal["interrupted", "failed"], message: str) -> None:
+        for run in runs:
+            run.cut_short(status, message)
+
+    def note(text: str) -> None:
+        for run in runs:
+            run.monitor.note(text)
+
+    async def lead_all() -> list[tuple[RunOutcome, Exception | None]]:
+        stops.attach()
+        if len(runs) == 1:
+            return [await runs[0].lead(environments, stops)]
+        async with asyncio.TaskGroup() as group:  # bounded: by what the runs do
+            tasks = [group.create_task(run.lead(environments, stops)) for run in runs]
+        return [task.result() for task in tasks]  # bounded: all are done
+
     with ExitStack() as stack:
-        contexts = [_RunContext.open(stack, run, overwrite) for run in runs]
-        signals = signals or Signals()
-
-        def end(status: Literal["interrupted", "failed"], message: str) -> None:
-            for context in contexts:
-                context.cut_short(status, message)
-
-        def note(text: str) -> None:
-            for context in contexts:
-                context.monitor.note(text)
-
-        patience = min(run.config.breaker.blocked_seconds for run in runs)
-        signals.forced = ForcedEnd(end, note, patience)
-        with signals.forced.watching(), rarely_collected():
+        for run in runs:
+            run.open(stack, overwrite)
+        stops.forced = ForcedEnd(end, note, min(run.config.breaker.blocked_seconds for run in runs))
+        with stops.forced.watching(), rarely_collected():
             try:
-                ends = run_to_the_end(_all(contexts, environments, signals))
+                ends = run_to_the_end(lead_all())
             except (KeyboardInterrupt, asyncio.CancelledError):
                 end("interrupted", f"{USER}, at once")
                 raise
-            return [context.end(*end) for context, end in zip(contexts, ends, strict=True)]
+            return [run.end(*ended) for run, ended in zip(runs, ends, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class _RunContext:
-    """The directory and monitors of one run."""
+@dataclass(slots=True)
+class RunSession:
+    """A run: its config, its placement, and the monitors that show it. `open` adds its directory and all monitors."""
 
-    run: RunSession
-    directory: RunDirectory
-    monitor: Monitors
+    config: RunConfig
+    placement: Placement
+    shown: Sequence[Monitor] = ()
+    directory: RunDirectory = field(init=False)
+    monitor: Monitors = field(init=False)
 
-    @classmethod
-    def open(cls, stack: ExitStack, run: RunSession, overwrite: bool) -> "_RunContext":
-        run = replace(run, config=run.config.model_copy(update={"runs": show_as_written(run.config.runs)}))
-        config, path = run.config, Path(run.config.runs) / run.config.name
-        directory = stack.enter_context(RunDirectory.claim(path, bool(config.resume), overwrite))
+    def open(self, stack: ExitStack, overwrite: bool) -> None:
+        config = self.config = self.config.model_copy(update={"runs": show_as_written(self.config.runs)})
+        path = Path(config.runs) / config.name
+        self.directory = stack.enter_context(RunDirectory.claim(path, bool(config.resume), overwrite))
         exporters = [exporter(kind, config.record.project) for kind in config.record.exporters]
-        keepers = [RolloutRecorder(path)] if config.record.all else []
+        recorders = [RolloutRecorder(path)] if config.record.all else []
         recorder = RunRecorder(path, keep_batches=config.record.batches)
-        monitor = stack.enter_context(Monitors(recorder, *keepers, *run.shown, *exporters))
-        stack.enter_context(watching(monitor, path, config.record.watchdog_seconds))
-        return cls(run, directory, monitor)
+        self.monitor = stack.enter_context(Monitors(recorder, *recorders, *self.shown, *exporters))
+        stack.enter_context(watching(self.monitor, path, config.record.watchdog_seconds))
 
     async def lead(self, environments: Given, signals: Signals) -> tuple[RunOutcome, Exception | None]:
         """To the end, or to an error: of the user's code, of the machine, or a bug. Each is the outcome of its run."""
-        config, root = self.run.config, self.directory.root
+        config, root = self.config, self.directory.root
         try:
-            return await _train(self, environments, signals), None
+            with _warnings_as_notes(self.monitor):
+                async with self.placement(config, root / "dumps", self.monitor.phase, environments) as parts:
+                    client = parts.make_client(config.sampling)
+                    async with opened(parts.envs, client, parts.attach):
+                        return await self._orchestrate(parts, client, signals), None
         except PacelineError as failure:
             error: PacelineError = failure
         except Exception as failure:
@@ -220,34 +224,73 @@ class _RunContext:
 
     def cut_short(self, status: Literal["interrupted", "failed"], message: str) -> None:
         """The run ends where it stands: what it kept so far is what there is."""
-        ended = _failed(self.directory, self.run.config, PacelineError(message))
+        ended = _failed(self.directory, self.config, PacelineError(message))
         with contextlib.suppress(OSError):
             self.monitor.end(replace(ended, status=status))
 
     def end(self, outcome: RunOutcome, error: Exception | None) -> RunResult:
         # Before the run began, whatever lies in the directory is an older run's, unless that is the one to resume.
-        own = self.directory.begun or self.run.config.resume
+        own = self.directory.begun or self.config.resume
         metrics = _metrics(self.directory) if own else []
         restore_interpreter()
         if outcome.status != "failed" and any(line["step"] for line in metrics):
             try:
-                plot_rewards(metrics, self.directory.plot, self.run.config.name)
+                plot_rewards(metrics, self.directory.plot, self.config.name)
             except Exception as failure:  # the run is over and saved
                 self.monitor.note(f"there is no picture of the rewards ({type(failure).__name__}: {failure})")
         with contextlib.suppress(OSError):  # a disk that is full stays full, and the outcome already says so
             self.monitor.end(outcome)
         return _result(outcome, self.directory.root, metrics, error)
 
-
-async def _all(
-    contexts: Sequence[_RunContext], environments: Given, signals: Signals
-) -> list[tuple[RunOutcome, Exception | None]]:
-    signals.attach()
-    if len(contexts) == 1:
-        return [await contexts[0].lead(environments, signals)]
-    async with asyncio.TaskGroup() as group:  # bounded: by what the runs do
-        tasks = [group.create_task(context.lead(environments, signals)) for context in contexts]
-    return [task.result() for task in tasks]  # bounded: all are done
+    async def _orchestrate(self, parts: Placed, client: SamplingClient, signals: Signals) -> RunOutcome:
+        config, directory, monitor = self.config, self.directory, self.monitor
+        given = OrchestratorParts(
+            pool=parts.pool,
+            trainer=parts.trainer,
+            voice=client,
+            eval_voice=parts.make_client(config.eval.sampling or config.sampling),
+            courses=parts.envs,
+            monitor=monitor,
+            checkpoints=Checkpoints(directory.checkpoints, config.checkpoint.keep),
+            clock=RealClock(),
+            past=parts.pool if isinstance(parts.pool, LeaguePool) else None,
+        )
+        returns = Returns()
+        with signals.run(monitor):
+            while True:
+                orchestrator = Orchestrator(config, given, shunned=returns.shunned)
+                try:
+                    await orchestrator.restore()  # a checkpoint that is refused leaves the run directory as it is
+                    if not directory.begun:
+                        directory.begin(dump_with_absolute_paths(config))
+                        keep_plan(config, directory.root)
+                        monitor.begin(
+                            RunPlan(
+                                name=config.name,
+                                directory=directory.root,
+                                total_steps=config.steps,
+                                start_step=orchestrator.step,
+                                config=config.model_dump(mode="json", exclude_none=True),
+                                envs=tuple(parts.envs),
+                                device=parts.device,
+                                parameters=parts.parameters,
+                            )
+                        )
+                    else:
+                        monitor.roll_back(orchestrator.step)
+                    signals.follow(monitor, orchestrator)
+                    await orchestrator.run()
+                    step, checkpoint = orchestrator.step, orchestrator.checkpoint
+                    if why := signals.why or orchestrator.halted:
+                        return RunOutcome("interrupted", step, why, checkpoint)
+                    monitor.phase("exporting the model")
+                    await parts.trainer.export(directory.export, parts.tokenizer)
+                    return RunOutcome("finished", step, orchestrator.solved, checkpoint, directory.export)
+                except (RollBack, TrainerLost) as cause:
+                    newest = orchestrator.checkpoint if directory.begun else None
+                    if directory.begun and newest is None:
+                        raise
+                    config = returns.back(config, newest, cause, monitor)
 
 
 def result_of(directory: RunDirectory, outcome: RunOutcome) -> RunResult:
@@ -270,59 +313,6 @@ def _result(
     return RunResult(outcome, path, metrics, lines, error if outcome.status == "failed" else None)
 
 
-async def _train(context: _RunContext, environments: Given, signals: Signals) -> RunOutcome:
-    config, directory, monitor = context.run.config, context.directory, context.monitor
-    with _warnings_as_notes(monitor):
-        async with context.run.placement(config, directory.root / "dumps", monitor.phase, environments) as parts:
-            voice = parts.voice(config.sampling)
-            async with opened(parts.courses, voice, parts.attach):
-                return await _orchestrate(config, directory, monitor, parts, voice, signals)
-
-
-async def _orchestrate(
-    config: RunConfig, directory: RunDirectory, monitor: Monitor, parts: Placed, voice: SamplingClient, signals: Signals
-) -> RunOutcome:
-    given = OrchestratorParts(
-        pool=parts.pool,
-        trainer=parts.trainer,
-        voice=voice,
-        eval_voice=parts.voice(config.eval.sampling or config.sampling),
-        courses=parts.courses,
-        monitor=monitor,
-        checkpoints=Checkpoints(directory.checkpoints, config.checkpoint.keep),
-        clock=RealClock(),
-        past=parts.past,
-    )
-    returns = Returns()
-    with signals.run(monitor) as stopping:
-        while True:
-            orchestrator = Orchestrator(config, given, shunned=returns.shunned)
-            try:
-                await orchestrator.restore()  # a checkpoint that cannot be taken up leaves the run directory as it is
-                if not directory.begun:
-                    directory.begin(dump_with_absolute_paths(config))
-                    keep_plan(config, directory.root)
-                    monitor.begin(_plan(config, directory.root, parts, orchestrator.step))
-                else:
-                    monitor.roll_back(orchestrator.step)
-                stopping.follow(orchestrator)
-                await orchestrator.run()
-                if stopping.why:
-                    return RunOutcome("interrupted", orchestrator.step, stopping.why, orchestrator.checkpoint)
-                if orchestrator.halted:
-                    return RunOutcome("interrupted", orchestrator.step, orchestrator.halted, orchestrator.checkpoint)
-                monitor.phase("exporting the model")
-                await parts.trainer.export(directory.export, parts.tokenizer)
-                return RunOutcome(
-                    "finished", orchestrator.step, orchestrator.solved, orchestrator.checkpoint, directory.export
-                )
-            except (RollBack, TrainerLost) as cause:
-                newest = orchestrator.checkpoint if directory.begun else None
-                if directory.begun and newest is None:
-                    raise
-                config = returns.back(config, newest, cause, monitor)
-
-
 @dataclass(slots=True)
 class Returns:
     """Counts a run's returns to a checkpoint, and keeps the draws that must not be trained again."""
@@ -334,8 +324,7 @@ class Returns:
     _first: str = ""
 
     def back(self, config: RunConfig, newest: Path | None, cause: PacelineError, monitor: Monitor) -> RunConfig:
-        """The config to go on with, from the newest checkpoint, or as the run was to begin; raises when going back once
-        more would not help."""
+        """The config that restarts the run from the newest checkpoint; raises after `MOST_RETURNS` times in a row."""
         if newest != self._at:
             self._at, self._times, self._first = newest, 0, str(cause)
         self._times += 1
@@ -350,19 +339,6 @@ class Returns:
             return config
         monitor.note(f"{cause}; going back to {newest.name}")
         return config.model_copy(update={"resume": "latest"})
-
-
-def _plan(config: RunConfig, root: Path, parts: Placed, start: int) -> RunPlan:
-    return RunPlan(
-        name=config.name,
-        directory=root,
-        total_steps=config.steps,
-        start_step=start,
-        config=config.model_dump(mode="json", exclude_none=True),
-        envs=tuple(parts.courses),
-        device=parts.device,
-        parameters=parts.parameters,
-    )
 
 
 class _MonitorHandler(logging.Handler):

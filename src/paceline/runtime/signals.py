@@ -1,22 +1,201 @@
-"""Ends runs by Ctrl-C: the first ends them after the step under way, a second one at once, whatever tasks refuse to."""
+"""Ends runs: by Ctrl-C, by `interrupt` from another thread, and where user code keeps the process from ending.
+
+The first Ctrl-C ends runs after the step under way, a second one at once, whatever tasks refuse to. A blocked event
+loop hears no signal and no deadline, and a function that blocks it cannot be cancelled. Whatever is on disk survives
+the end of the process at any moment, so all that is left to do then is to say why it ends.
+"""
 
 import asyncio
 import contextlib
 import logging
 import math
+import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from paceline.observe.monitor import Monitor
 from paceline.orchestrator import Orchestrator
-from paceline.runtime.forced_end import ForcedEnd
-from paceline.util.user_code import described, is_ctrl_c
+from paceline.util.deadlines import current_wait, registry
+from paceline.util.user_code import described, is_ctrl_c, is_foreign, open_hooks, user_place
+
+STOP_SECONDS = 3.5
+"""A run that was told to stop at once gets this long to end in good order."""
+FLUSH_SECONDS = 1.0
+"""Time for the last messages of a run."""
+STUCK_SECONDS = 1.5
+"""From here on an event loop counts as blocked, and a hook as hanging."""
+OWN_WORK = ("training on the batch", "publishing the weights", "writing a checkpoint")
+"""Waits that a single SIGTERM does not cut short: they are Paceline's own, and end."""
+_LOOK_SECONDS = 0.25
+_CALM_SECONDS = 1.0
+_PACKAGE = Path(__file__).resolve().parent.parent
+CALLS_USERS = tuple(str(_PACKAGE / part) for part in ("util/deadlines.py", "envs", "selfplay", "algorithms"))
+"""Where Paceline calls user code, which may be an installed package."""
+_exit = os._exit
+
+Status = Literal["interrupted", "failed"]
+End = Callable[[Status, str], None]
+"""Writes down how the runs of this process ended."""
+
+
+class ForcedEnd:
+    """A thread beside the event loop. It ends the process
+
+    - after a second Ctrl-C or SIGTERM, if the run has not ended by itself in `STOP_SECONDS`;
+    - after one SIGTERM, likewise, unless the run does work of its own (a step of training, a checkpoint);
+    - when user code has blocked the event loop for `blocked_seconds`.
+
+    Where the event loop is not the main thread's, as in a notebook, the process belongs to others and lives on.
+    """
+
+    def __init__(self, end: End, note: Callable[[str], None], blocked_seconds: float) -> None:
+        self._write_end, self._note = end, note
+        self._limit = blocked_seconds
+        self._heard: SimpleQueue[int | None] = SimpleQueue()
+        self._signals: list[tuple[int, float]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread: threading.Thread | None = None
+        self._asked: float | None = None
+        """When the event loop was asked for a sign of life that it has not given yet."""
+        self._noted = False
+        self._process = os.getpid()
+        self._ending = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="forced end", daemon=True)
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._thread.start()
+        os._exit = self._exit_of_user_code  # ty: ignore[invalid-assignment]
+        try:
+            yield
+        finally:
+            os._exit = _exit
+            self._heard.put(None)
+
+    def attach(self) -> None:
+        """Watch the event loop of the caller."""
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.current_thread()
+
+    def hear(self, number: int) -> None:
+        """A signal came; may be called from its handler."""
+        self._heard.put(number)
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                number = self._heard.get(timeout=_LOOK_SECONDS if self._signals else _CALM_SECONDS)
+            except Empty:
+                pass
+            else:
+                if number is None:
+                    return
+                self._signals.append((number, time.monotonic()))
+            now = time.monotonic()
+            self._probe(now)
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        blocked = 0.0 if self._asked is None else now - self._asked
+        at = ""
+        if blocked >= STUCK_SECONDS and self._loop_thread is not None:
+            at = _users_place(sys._current_frames().get(self._loop_thread.ident or -1))
+        if self._signals:
+            by = f", while {at}, blocked the event loop" if at else ""
+            if self._due(now, bool(at)):
+                self.end("interrupted", f"stopped by the user{by}", 130)
+            elif at and not self._noted:
+                self._noted = True
+                self._note(f"the event loop is blocked by {at}: press Ctrl-C again to stop at once")
+        if at and self._limit and blocked >= self._limit:
+            self.end(
+                "failed",
+                f"user code has blocked the event loop for {blocked:.0f} s at {at} (breaker.blocked_seconds = "
+                f"{self._limit:g}): await what takes time there, with asyncio.sleep or an async client, or call it by "
+                "asyncio.to_thread",
+                1,
+            )
+
+    def _due(self, now: float, users: bool) -> bool:
+        if len(self._signals) > 1:
+            return now - self._signals[1][1] >= STOP_SECONDS
+        number, since = self._signals[0]
+        if number != signal.SIGTERM or now - since < STOP_SECONDS:
+            return False
+        hangs = any(time.monotonic() - began >= STUCK_SECONDS for _, began in open_hooks())
+        return users or hangs or not any(wait.what in OWN_WORK for wait in registry.waits())
+
+    def _probe(self, now: float) -> None:
+        if self._loop is None or self._asked is not None:
+            return
+        self._asked = now
+        try:
+            self._loop.call_soon_threadsafe(self._answer)
+        except RuntimeError:  # closed: nothing can block it any more
+            self._loop = self._asked = None
+
+    def _answer(self) -> None:
+        self._asked = None
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def end(self, status: Status, message: str, code: int) -> None:
+        """Say why, and end the process, however many locks the blocked thread holds."""
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # unbounded: another thread is ending the process
+        words = threading.Thread(target=self._say, args=(status, message), name="last words", daemon=True)
+        words.start()
+        words.join(FLUSH_SECONDS)
+        _exit(code)
+
+    def _say(self, status: Status, message: str) -> None:
+        try:
+            self._write_end(status, message)
+        finally:
+            print(f"paceline: {message}", file=sys.stderr)
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+
+    def _exit_of_user_code(self, status: int) -> None:
+        """In the place of `os._exit`, which a child that was forked calls as ever."""
+        if os.getpid() != self._process:
+            _exit(status)
+        wait = current_wait()
+        where = f" in {wait}" if wait else ""
+        at = _users_place(sys._getframe(1))
+        self.end(
+            "failed",
+            f"user code ended the process{where}, by os._exit({status}){at and f' at {at}'}: raise an error, which "
+            "ends its episode alone",
+            1,
+        )
+
+
+def _users_place(innermost: FrameType | None) -> str:
+    """Where user code stands that Paceline called last; empty if the stack's innermost frames are Paceline's own."""
+    frames: list[FrameType] = []
+    while innermost is not None and not (file := innermost.f_code.co_filename).startswith(f"{_PACKAGE}{os.sep}"):
+        frames.append(innermost)
+        innermost = innermost.f_back
+    if innermost is None:
+        return ""
+    others = [is_foreign] if file.startswith(CALLS_USERS) else []
+    return user_place(frames[::-1], *others)
+
 
 FAREWELL_SECONDS = 30.0
 """Time that cancelled tasks get to clean up."""
@@ -30,8 +209,7 @@ class StoppedAtOnce(KeyboardInterrupt):
 
 
 def run_to_the_end(main: Coroutine[Any, Any, T], farewell: float = FAREWELL_SECONDS) -> T:
-    """`asyncio.run`, which waits for ever for a task that swallows its cancellation: an environment's, say. Here it is
-    left behind."""
+    """As `asyncio.run`, but leaves tasks behind that swallow their cancellation: an environment's, say."""
     loop = asyncio.new_event_loop()
     try:
         asyncio.set_event_loop(loop)
@@ -77,29 +255,12 @@ STOPPING = "stopping after this step, with a checkpoint; press Ctrl-C again to s
 
 
 @dataclass(slots=True)
-class Stopping:
-    """The reason why a run is to end, and the orchestrator to stop."""
-
-    why: str = ""
-    _orchestrator: Orchestrator | None = None
-
-    def follow(self, orchestrator: Orchestrator) -> None:
-        self._orchestrator = orchestrator
-        if self.why:
-            orchestrator.stop()
-
-    def stop(self, why: str) -> None:
-        self.why = self.why or why
-        if self._orchestrator is not None:
-            self._orchestrator.stop()
-
-
-@dataclass(slots=True)
 class Signals:
     """Hears signals as long as a run is under way, and hands them to all."""
 
-    _runs: list[tuple[Monitor, Stopping]] = field(default_factory=list)
-    _why: str = ""
+    why: str = ""
+    """Why runs are to end."""
+    _runs: dict[Monitor, Orchestrator | None] = field(default_factory=dict)
     _heard: bool = False
     """Whether signals come here: they belong to the main thread, and a run in another is stopped by `interrupt`."""
     _interrupts: int = 0
@@ -111,27 +272,35 @@ class Signals:
     """Ends the process where the run does not end."""
 
     @contextmanager
-    def run(self, monitor: Monitor) -> Generator[Stopping]:
+    def run(self, monitor: Monitor) -> Generator[None]:
         """A run that can be stopped."""
-        mine = (monitor, Stopping(self._why))
-        self._runs.append(mine)
+        self._runs[monitor] = None
         if len(self._runs) == 1:
             self._listen()
         try:
-            yield mine[1]
+            yield
         finally:
-            self._runs.remove(mine)
+            del self._runs[monitor]
             if not self._runs:
-                self._ignore()
+                for number in NUMBERS if self._heard else ():
+                    asyncio.get_running_loop().remove_signal_handler(number)
+                self._heard = False
+
+    def follow(self, monitor: Monitor, orchestrator: Orchestrator) -> None:
+        """Stop this orchestrator when the monitor's run is to end."""
+        self._runs[monitor] = orchestrator
+        if self.why:
+            orchestrator.stop()
 
     def stop(self, why: str, note: str) -> None:
         """All runs end after the step under way, those that are yet to begin too."""
-        if self._why:
+        if self.why:
             return
-        self._why = why
-        for monitor, stopping in self._runs:
+        self.why = why
+        for monitor, orchestrator in self._runs.items():
             monitor.note(note)
-            stopping.stop(why)
+            if orchestrator is not None:
+                orchestrator.stop()
 
     def attach(self) -> None:
         """`interrupt` stops the task of the caller and the runs it leads."""
@@ -141,7 +310,7 @@ class Signals:
             self.forced.attach()
 
         def stop() -> None:
-            if self._why or not self._runs:  # stopping already, or nothing has begun that a checkpoint could keep
+            if self.why or not self._runs:  # stopping already, or nothing has begun that a checkpoint could keep
                 task.cancel()
             else:
                 self.stop(USER, STOPPING)
@@ -169,26 +338,21 @@ class Signals:
         return time.monotonic() - self._asked_twice_at
 
     def _listen(self) -> None:
+        def at_once(number: int, frame: FrameType | None) -> None:
+            if self.forced is not None:
+                self.forced.hear(number)
+
         try:
             for number in NUMBERS:
                 # The event loop hears it when it comes to that, and the thread beside it at once.
-                asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
-                signal.signal(number, self._at_once)
+                asyncio.get_running_loop().add_signal_handler(number, self._signalled)
+                signal.signal(number, at_once)
         except (ValueError, RuntimeError, NotImplementedError):
             return
         self._heard = True
 
-    def _ignore(self) -> None:
-        for number in NUMBERS if self._heard else ():
-            asyncio.get_running_loop().remove_signal_handler(number)
-        self._heard = False
-
-    def _at_once(self, number: int, frame: FrameType | None) -> None:
-        if self.forced is not None:
-            self.forced.hear(number)
-
-    def _signalled(self, number: int) -> None:
+    def _signalled(self) -> None:
         self._signals += 1
-        if self._signals > 1 or self._why:
+        if self._signals > 1 or self.why:
             raise StoppedAtOnce
         self.stop(USER, STOPPING)

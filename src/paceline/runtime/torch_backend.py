@@ -25,7 +25,7 @@ from paceline.engine import EmbeddedEngine
 from paceline.engine.base import Engine, Grammar
 from paceline.engine.sequence import Guide
 from paceline.errors import PacelineError
-from paceline.model import attach_lora, end_tokens, engine_twin, load_model, small_products
+from paceline.model import attach_lora, engine_twin, load_model, small_products
 from paceline.model.background_compile import BackgroundCompile, has_cached_code
 from paceline.model.dtypes import dtype_name
 from paceline.model.source import resolve
@@ -61,7 +61,12 @@ def external_engine(
         return LaunchedVllm(_process(config, source, model, root), **shared)
     assert engine.base_url is not None
     kind = VllmEngine if engine.backend == "vllm" else SglangEngine
-    return kind(engine.base_url, api_key=_key(engine.api_key_env), **shared)
+    key = os.environ.get(engine.api_key_env or "")
+    if engine.api_key_env is not None and not key:
+        raise PacelineError(
+            f"engine.api_key_env: the environment variable {engine.api_key_env} is not set: put the key there"
+        )
+    return kind(engine.base_url, api_key=key, **shared)
 
 
 def _process(config: RunConfig, source: str, model: PreTrainedModel, root: Path) -> VllmProcess:
@@ -113,8 +118,7 @@ def _tied(model: PreTrainedModel) -> str | None:
 
 
 def _untied(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
-    """The model with an output layer of its own: vLLM 0.32 on a CPU keeps a packed copy of a tied one, which a reload
-    leaves as it was."""
+    """Write the model with an untied output layer: vLLM 0.32 on a CPU packs a tied one, and no reload updates that."""
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(model.config)
     config.tie_word_embeddings = False
@@ -124,14 +128,6 @@ def _untied(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: 
     head = {"lm_head.weight": model.get_output_embeddings().weight.detach().cpu().clone()}
     write_tensors(state | head, folder / "model.safetensors", {"format": "pt"})
     return str(folder.resolve())
-
-
-def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if not (key := os.environ.get(variable)):
-        raise PacelineError(f"engine.api_key_env: the environment variable {variable} is not set: put the key there")
-    return key
 
 
 class TorchBackend:
@@ -144,17 +140,16 @@ class TorchBackend:
         self.model = load_model(config.model, self.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
-    def ends(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-        return end_tokens(tokenizer, self.model)
-
     def engine(
         self, config: RunConfig, grammars: Callable[[Grammar], Guide] | None = None, alone: bool = False
     ) -> EmbeddedEngine:
+        """`alone`: no trainer runs beside it, so that it may have the model itself."""
         model = self.model.requires_grad_(False) if alone else engine_twin(self.model, config.model)
         steps = None if alone else config.steps
         return engine_for(model, config, grammars=grammars, steps=steps)
 
     def external_engine(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, root: Path) -> Engine | None:
+        """The engine of another maker that the run file names, fed by this trainer."""
         return external_engine(config, self.model, tokenizer, root)
 
     def trainer(self, config: RunConfig, dumps: Path) -> TorchTrainer:
@@ -162,6 +157,7 @@ class TorchBackend:
         return torch_trainer(config, attach_lora(model, config.model, config.seed), dumps)
 
     def at_work(self) -> AbstractContextManager[object]:
+        """Held while engine and trainer run."""
         return small_products(self.model.dtype)
 
 
@@ -286,8 +282,3 @@ def torch_trainer(
         device=device,
         background=background_compile("trainer", config, model) if group is None else None,
     )
-
-
-def league_engine(config: RunConfig) -> EmbeddedEngine:
-    """An engine of this process, for a past version that is a whole model."""
-    return engine_for(load_model(config.model, pick_device(config.device)).requires_grad_(False), config)

@@ -1,4 +1,4 @@
-"""Ends processes: this one at once, this one with its parent, and children for certain."""
+"""Starts children, and ends processes: this one at once, this one with its parent, and children for certain."""
 
 import atexit
 import contextlib
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from _io import _IOBase
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from paceline.util.user_code import frames_of, user_place
 
@@ -100,6 +100,24 @@ def exit_with_stdin() -> None:
         os._exit(ORPHANED)
 
     threading.Thread(target=follow, name="lifeline", daemon=True).start()
+
+
+def start_child(module: str, *arguments: str, line: bytes, **options: Any) -> "subprocess.Popen[bytes]":
+    """Run a module in a session of its own, away from Ctrl-C. It reads `line` from standard input, which stays open."""
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    process: subprocess.Popen[bytes] = subprocess.Popen(
+        command, stdin=subprocess.PIPE, start_new_session=True, text=False, **options
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(line)
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # dead already: the next poll will see it
+    except BaseException:
+        process.kill()
+        raise
+    return process
 
 
 def end_child(process: "subprocess.Popen[bytes]", seconds: float, killed_seconds: float) -> None:

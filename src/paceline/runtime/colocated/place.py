@@ -1,105 +1,196 @@
-"""Starts, connects and ends the ranks of a `colocated` run: rank 0, the orchestrator's side."""
+"""Runs a `colocated` rank: a trainer and its engine in one process. Rank 0 leads the others, which end with it.
+
+python -m paceline.runtime.colocated.place      the run file as JSON on standard input, the rank in the variables
+"""
 
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
-import subprocess
+import sys
 import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
-from paceline.clients.rpc import HEAD, opened, read_frame
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedTokenizerBase
+
+from paceline.clients.link import EngineLink, received
+from paceline.clients.rpc import HEAD, EngineHello, EngineHost, FromEngine, frame, opened, read_frame
 from paceline.config import RunConfig
+from paceline.engine import EmbeddedEngine
 from paceline.errors import PacelineError
-from paceline.model import end_tokens, load_tokenizer, quick_handover, small_products
-from paceline.observe.monitor import Monitor, RunDirectory, RunOutcome
-from paceline.orchestrator import lay_out
-from paceline.runtime.colocated.rank_info import RankInfo, again, find_rank
-from paceline.runtime.colocated.rank_sockets import RankSockets, accept_ranks, listening, send_address
-from paceline.runtime.colocated.worker import (
-    END,
-    ColocatedLink,
-    ColocatedRpcHandler,
-    ColocatedWorker,
-    HeldTensors,
-    build_worker,
-    follow,
-    meet,
-)
-from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of
-from paceline.runtime.processes.launch_spec import start_child
-from paceline.runtime.rpc import RankGroup, RpcCall, RpcFailure, RpcResult, decode_answer, framed
-from paceline.runtime.session import Given, RunResult, run_session
-from paceline.runtime.signals import Signals
-from paceline.runtime.torch_backend import league_engine
-from paceline.trainer import TrainerError
+from paceline.model import attach_lora, end_tokens, engine_twin, load_tokenizer, quick_handover, small_products
+from paceline.observe.monitor import RunDirectory
+from paceline.runtime import rpc
+from paceline.runtime.colocated import ranks
+from paceline.runtime.local import Placed, prepare, share_cores
+from paceline.runtime.torch_backend import engine_for, load_rank_model, pick_device, torch_trainer
+from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.batch import cost_of
-from paceline.trainer.torch.world import call_off, leave
-from paceline.util.process_exit import end_child
+from paceline.trainer.torch.world import call_off, join, leave
+from paceline.util.process_exit import ORPHANED, exit_with_stdin
 from paceline.weights.update import WeightUpdate
 
-CLOSE_SECONDS = 20.0
-WORD_SECONDS = 2.0
+
+class HeldTensors(dict[str, Tensor]):
+    """Tensors of an update that the engine of every rank holds already: its own rank has put them there."""
 
 
-@dataclass(slots=True)
-class RankProcesses:
-    """The processes of ranks 1 and up, by rank; none where torchrun started them."""
+class ColocatedEngine(EmbeddedEngine):
+    """The engine of this process. It gets its weights from its rank; what the pool publishes then is no news."""
 
-    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    logs: dict[int, Path] = field(default_factory=dict)
+    async def load_weights(self, update: WeightUpdate) -> float:
+        return 0.0 if isinstance(update.tensors, HeldTensors) else await super().load_weights(update)
 
-    @classmethod
-    def start(cls, config: RunConfig, info: RankInfo, live: Path) -> "RankProcesses":
-        started = cls()
+
+class ColocatedLink(EngineLink):
+    """The same for the engine of another rank: nothing is sent."""
+
+    async def load_weights(self, update: WeightUpdate) -> float:
+        return 0.0 if isinstance(update.tensors, HeldTensors) else await super().load_weights(update)
+
+
+class ColocatedWorker(rpc.TrainerRpcHandler):
+    """One rank: its trainer and its engine, of which one sleeps while the other works. Its weights stay where they are.
+    All ranks must get the same calls in the same order."""
+
+    trainer: TorchTrainer
+
+    def __init__(
+        self,
+        config: RunConfig,
+        info: ranks.RankInfo,
+        group: ProcessGroup | None,
+        tokenizer: PreTrainedTokenizerBase,
+        dumps: Path,
+        log: Path | None = None,
+    ) -> None:
+        """Load the model for both, which never compute at once. Under LoRA they share the frozen base unless it is
+        sharded: then there is never a second whole model beside the engine's."""
+        model, place = load_rank_model(config, group)
+        served = engine_twin(model, config.model)
+        served.to(place)
+        self.model, self.device = attach_lora(model, config.model, config.seed), place.type
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.update: WeightUpdate | None = None
+        """The last update that the engine loaded."""
+        self._held = dict(served.named_parameters())
+        """The engine's own weights."""
+        config = share_cores(config, self.parameters, info.neighbours, at_once=False)
+        self.engine = engine_for(served, config, ColocatedEngine)
         try:
-            for rank in range(1, info.world):
-                path = started.logs[rank] = live / f"rank-{rank}.log"
-                with path.open("wb") as log:
-                    started.processes[rank] = start_child(
-                        "paceline.runtime.colocated.worker",
-                        line=config.model_dump_json().encode() + b"\n",
-                        env={**os.environ, **info.of(rank).variables},
-                        stdout=log,
-                        stderr=log,
-                    )
+            super().__init__(torch_trainer(config, self.model, dumps, group, place), tokenizer, log)
+            self.engine.start()
         except BaseException:
-            started.end(0.0)
+            self.engine.close()
             raise
-        return started
 
-    def dead(self) -> int | None:
-        """A rank whose process has ended."""
-        return next((rank for rank, process in self.processes.items() if process.poll() is not None), None)
+    async def _do(self, call: rpc.RpcCall) -> rpc.RpcResult:
+        if call.what == "step":  # requests wait where they are; only the weights that come of this wake the engine
+            await self.engine.sleep()
+        return await super()._do(call)
 
-    def cause(self, rank: int) -> str:
-        """Why a rank is gone, as the end of a sentence."""
-        process = self.processes.get(rank)
-        if process is None:
-            return "its connection was closed"
+    async def _weights(self) -> rpc.SentWeights:
+        """Put the current weights into the engine and wake it. While it sleeps it reads nothing that is being written;
+        then it notes the version, and proves that it holds what was gathered and computes what the trainer does."""
+        await self.engine.sleep()
+        update = await self.trainer.pour(self._held)
+        await self.engine.load_weights(update)
+        await self.engine.wake()
+        self.update = update
+        return rpc.SentWeights(update.version, "", update.adapter, update.expected or "", None)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.trainer.close()
+
+
+def meet(info: ranks.RankInfo, config: RunConfig) -> ProcessGroup | None:
+    """Wait for the other ranks; a GPU is chosen for the calling thread."""
+    if info.world == 1:
+        return None
+    backend = None if pick_device(config.device) == "cuda" else "gloo"
+    return join(info.rank, info.world, None if info.given else f"{info.host}:{info.port}", backend)
+
+
+def share_address(group: ProcessGroup, port: int = 0, token: bytes = bytes(ranks.TOKEN_BYTES)) -> tuple[int, bytes]:
+    """The port and the token of rank 0, which it gives to all ranks."""
+    data = torch.tensor([port, *token])
+    dist.broadcast(data, src=0, group=group)
+    port, *numbers = data.tolist()
+    return port, bytes(numbers)
+
+
+END = b"end"
+"""Rank 0's last word to a rank that did its work."""
+
+
+def follow(config: RunConfig, info: ranks.RankInfo) -> None:
+    """Be a rank until rank 0 ends the run, however it does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would not hear it while it waits for the others
+    group = meet(info, config)
+    assert group is not None
+    sockets = ranks.connect_to_rank_0(info, *share_address(group))
+    # From here on rank 0 is the one to hear signals: it ends the run in good order, and all others with itself.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    ended = watch_rank_0(sockets.life)
+    if (text := received(sockets.trainer)) is None:
+        raise PacelineError("rank 0 ended before it said what to do")
+    config = RunConfig.model_validate_json(text)
+    tokenizer = load_tokenizer(config.model)
+    try:
+        worker = ColocatedWorker(config, info, group, tokenizer, Path(config.runs) / config.name / "dumps")
+    except PacelineError as error:
+        sockets.engine.sendall(b"".join(frame(FromEngine([EngineHello(0, (), f"rank {info.rank}: {error}")]))))
+        raise
+    with small_products(worker.model.dtype), quick_handover(worker.device):
+        asyncio.run(_serve(sockets, worker, end_tokens(tokenizer, worker.model)))
+    if not ended.wait(timeout=10.0):  # rank 0 has hung up: go on only if it said that this is the end
+        os._exit(ORPHANED)
+    worker.close()
+    leave()
+    sockets.close()
+
+
+async def _serve(sockets: ranks.RankSockets, worker: ColocatedWorker, ends: tuple[int, ...]) -> None:
+    """Train and sample until rank 0 hangs up."""
+    sampling = asyncio.ensure_future(EngineHost(worker.engine, ends).serve(sockets.engine))
+    reader, writer = await opened(sockets.trainer)
+    while (body := await read_frame(reader)) is not None:
+        writer.write(rpc.framed(await worker.answer(rpc.decode_call(body))))
+    sampling.cancel()
+    await asyncio.wait([sampling], timeout=1.0)
+
+
+def watch_rank_0(sock: socket.socket) -> threading.Event:
+    """Watch a connection from a thread of its own: whatever this rank is doing, it ends when rank 0 is gone. Others
+    would wait for it in vain, and nothing needs to be saved here: the run resumes from its checkpoint. The event is set
+    once rank 0 says that the run has ended."""
+    ended = threading.Event()
+
+    def watch() -> None:
         try:
-            code = process.wait(WORD_SECONDS)
-        except subprocess.TimeoutExpired:
-            return f"its connection was closed (see {self.logs[rank]})"
-        if code < 0:
-            return f"it was killed by {signal.Signals(-code).name}"
-        lines = [line for line in self.logs[rank].read_text(errors="replace").splitlines() if line.strip()]
-        words = lines[-1].strip().removeprefix("paceline: ") if lines else "it said nothing"
-        return f"it ended with code {code}: {words} (all of it is in {self.logs[rank]})"
+            data = sock.recv(len(END), socket.MSG_WAITALL)  # unbounded: as long as rank 0 lives
+        except OSError:  # its machine is gone
+            data = b""
+        if data != END:
+            os._exit(ORPHANED)
+        ended.set()
 
-    def end(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Give them time to end by themselves, then end them."""
-        deadline = time.monotonic() + seconds
-        for process in self.processes.values():  # killed, for it leaves signals to rank 0, which is what says so here
-            end_child(process, max(0.0, deadline - time.monotonic()), CLOSE_SECONDS)
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    return ended
 
 
 LOOK_SECONDS = 0.2
@@ -113,13 +204,13 @@ class RankLink:
         self._sock = sock
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, call: RpcCall) -> RpcResult | RpcFailure:
+    async def answer(self, call: rpc.RpcCall) -> rpc.RpcAnswer:
         self._streams = reader, writer = self._streams or await opened(self._sock)
-        writer.write(framed(call))
+        writer.write(rpc.framed(call))
         if (body := await read_frame(reader)) is None:
             raise ConnectionError  # the rank is gone
-        answer = decode_answer(body)
-        assert isinstance(answer, RpcResult | RpcFailure)
+        answer = rpc.decode_answer(body)
+        assert isinstance(answer, rpc.RpcAnswer)
         return answer
 
     def close(self) -> None:
@@ -128,16 +219,16 @@ class RankLink:
         self._sock.close()
 
 
-class ColocatedTrainer(RankGroup):
-    """The rank of this process and all others as one trainer. They share this process's fate, so a lost one ends the
-    run."""
+class ColocatedTrainer(rpc.RankGroup):
+    """All ranks, this process's included, as one trainer. A lost rank ends the run."""
 
     def __init__(
-        self, config: RunConfig, handler: ColocatedRpcHandler, others: Sequence[RankLink], why: Callable[[int], str]
+        self, config: RunConfig, worker: ColocatedWorker, others: Sequence[RankLink], why: Callable[[int], str]
     ) -> None:
         super().__init__(config)
-        self._handler, self._others, self._why = handler, others, why
-        self._cost = cost_of(handler.worker.model.config)
+        self._worker, self._others, self._why = worker, others, why
+        self._ranks = [worker, *others]
+        self._cost = cost_of(worker.model.config)
         self.broken = False
         """Whether the ranks can no longer be asked: some may wait for others for ever."""
 
@@ -147,7 +238,7 @@ class ColocatedTrainer(RankGroup):
         marks = [(each.version, each.expected) for each in sent if each is not None]
         if len(set(marks)) != 1:
             raise TrainerError(f"the ranks hold different weights, as version and fingerprint say: {marks}")
-        update = self._handler.worker.update
+        update = self._worker.update
         assert update is not None
         return replace(update, tensors=HeldTensors(update.tensors))
 
@@ -157,14 +248,8 @@ class ColocatedTrainer(RankGroup):
         for link in self._others:
             link.close()
 
-    @property
-    def _size(self) -> int:
-        return 1 + len(self._others)
-
-    async def _ask(self, rank: int, call: RpcCall) -> RpcResult | RpcFailure:
-        if rank == 0:
-            return await self._handler.answer(call)
-        return await self._others[rank - 1].ask(call)
+    def _ask(self, rank: ColocatedWorker | RankLink, call: rpc.RpcCall) -> Awaitable[rpc.RpcAnswer]:
+        return rank.answer(call)
 
     def _there(self) -> None:
         if self.broken:
@@ -173,64 +258,64 @@ class ColocatedTrainer(RankGroup):
     def _gone(self, rank: int, error: BaseException) -> BaseException | None:
         if not isinstance(error, ConnectionError):
             return None
-        return TrainerError(f"rank {rank} of {self._size} is lost: {self._why(rank)}; go on with --resume latest")
+        return TrainerError(f"rank {rank} of {len(self._ranks)} is lost: {self._why(rank)}; go on with --resume latest")
 
 
 @asynccontextmanager
 async def in_place(
-    info: RankInfo, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any
+    info: ranks.RankInfo, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any
 ) -> AsyncGenerator[Placed]:
     """Meet the other ranks, load the model on all of them, and end them with the run."""
     async with AsyncExitStack() as stack:
-        phase("preparing environments")
-        courses = lay_out(config, given)
-        tokenizer = load_tokenizer(config.model)
-        past = past_versions(courses)
-        config = make_room_for_adapters(config, past)
-        config = config.model_copy(update={"runs": str(Path(config.runs).resolve())})
+        driver = prepare(config, phase, given)
+        config = driver.config.model_copy(update={"runs": str(Path(config.runs).resolve())})
         live = RunDirectory(dumps.parent).live
         live.mkdir(parents=True, exist_ok=True)
-        processes = RankProcesses() if info.given else RankProcesses.start(config, info, live)
+        processes = ranks.RankProcesses() if info.given else ranks.RankProcesses.start(config, info, live)
         stack.callback(processes.end)
 
         phase(f"loading {config.model.name} on {info.world} ranks")
-        worker, sockets = await _unless_dead(processes, lambda: _gather(info, config, dumps))
-        handler = ColocatedRpcHandler(worker, tokenizer, live / "rank-0.log")
-        trainer = ColocatedTrainer(config, handler, [RankLink(other.trainer) for other in sockets], processes.cause)
+        build = partial(ColocatedWorker, tokenizer=driver.tokenizer, dumps=dumps, log=live / "rank-0.log")
+        worker, sockets = await _unless_dead(processes, lambda: _gather(info, config, build))
+        trainer = ColocatedTrainer(config, worker, [RankLink(other.trainer) for other in sockets], processes.cause)
         stack.callback(_part, trainer, worker, sockets)
         links = [ColocatedLink(other.engine) for other in sockets]
         for link in links:
             await _unless_dead(processes, link.start)
             stack.callback(link.close)
-        pool = pool_of([worker.engine, *links], past, lambda: league_engine(config))
+        pool = driver.pool([worker.engine, *links])
         stack.callback(pool.close)
-        voice = policy_clients(config, pool, tokenizer, end_tokens(tokenizer, worker.model))
-        stack.callback(_ignore_sigterm, info)
+        ends = end_tokens(driver.tokenizer, worker.model)
+        if info.given and threading.current_thread() is threading.main_thread():
+            # A torchrun that has lost a rank ends all others: this one is about to, and has a sentence to say first.
+            stack.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
         with small_products(worker.model.dtype), quick_handover(worker.device):
-            yield Placed(pool, trainer, tokenizer, courses, voice, worker.device, worker.parameters)
+            yield driver.placed(pool, trainer, ends, worker.device, worker.parameters)
 
 
-def _gather(info: RankInfo, config: RunConfig, dumps: Path) -> tuple[ColocatedWorker, list[RankSockets]]:
+def _gather(
+    info: ranks.RankInfo, config: RunConfig, build: Callable[..., ColocatedWorker]
+) -> tuple[ColocatedWorker, list[ranks.RankSockets]]:
     """All of it on one thread, for a thread is what a GPU is chosen for."""
-    sockets: list[RankSockets] = []
+    sockets: list[ranks.RankSockets] = []
     group = meet(info, config)
     try:
         if group is not None:
-            with listening(info.host if info.neighbours == info.world else "") as sock:
-                sockets = accept_ranks(sock, info.world, send_address(group, sock))
+            with ranks.listening(info.host if info.neighbours == info.world else "") as sock:
+                _, token = share_address(group, sock.getsockname()[1], secrets.token_bytes(ranks.TOKEN_BYTES))
+                sockets = ranks.accept_ranks(sock, info.world, token)
         text = config.model_dump_json().encode()
         for other in sockets:
             other.trainer.sendall(HEAD.pack(len(text)) + text)
-        return build_worker(config, info, group, dumps), sockets
+        return build(config, info, group), sockets
     except BaseException:
         for other in sockets:
             other.close()
         raise
 
 
-async def _unless_dead(processes: RankProcesses, work: Callable[[], T]) -> T:
-    """Do something that waits for other ranks, unless one of them dies first. Then the thread that does it is left
-    behind: it would wait as long as a slow rank may take."""
+async def _unless_dead(processes: ranks.RankProcesses, work: Callable[[], T]) -> T:
+    """Run `work`, which waits for other ranks, in a thread that is left behind if one of them dies first."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
 
@@ -252,13 +337,7 @@ async def _unless_dead(processes: RankProcesses, work: Callable[[], T]) -> T:
         waiting.cancel()
 
 
-def _ignore_sigterm(info: RankInfo) -> None:
-    """A torchrun that has lost a rank ends all others: this one is about to, and has a sentence to say first."""
-    if info.given and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _part(trainer: ColocatedTrainer, worker: ColocatedWorker, sockets: Sequence[RankSockets]) -> None:
+def _part(trainer: ColocatedTrainer, worker: ColocatedWorker, sockets: Sequence[ranks.RankSockets]) -> None:
     """A run that ends in good order says so, and the others end too; after a failure they are gone, or are left to end
     by themselves, and what this rank still waits for from them is called off."""
     broken = trainer.broken
@@ -275,16 +354,18 @@ def _part(trainer: ColocatedTrainer, worker: ColocatedWorker, sockets: Sequence[
     leave()
 
 
-def colocated(
-    config: RunConfig,
-    environments: Given,
-    overwrite: bool,
-    screen: TextIO | Monitor | None,
-    signals: Signals | None = None,
-) -> RunResult:
-    """Rank 0 leads the run and answers with all of it; every other rank answers, when it is over, with nothing."""
-    config, info = find_rank(config)
-    if info.rank == 0:
-        return run_session(again(config), partial(in_place, info), environments, overwrite, screen, signals)
-    follow(config, info)
-    return RunResult(RunOutcome("finished", 0, ""), Path(config.runs) / config.name, [], [])
+def main() -> int:
+    config = RunConfig.model_validate_json(sys.stdin.buffer.readline())
+    exit_with_stdin()  # before the ranks have met there is no connection to watch, but there is the pipe
+    info = ranks.RankInfo.found()
+    assert info is not None
+    try:
+        follow(config, info)
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,42 +1,284 @@
-"""Entry point of the server, trainer and orchestrator processes.
+"""Entry point of the server, trainer and orchestrator processes, and the socket between the last two.
 
 python -m paceline.runtime.processes.child server | trainer | orchestrator
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
 from paceline.clients import HttpEngine
+from paceline.clients.rpc import HEAD, read_frame
 from paceline.config import RunConfig
-from paceline.config.env.base import ArenaEnvConfig as Arena
+from paceline.config.env.base import ArenaEnvConfig
 from paceline.config.serve import ServeConfig
+from paceline.data import Sample, encode
 from paceline.errors import EngineError, PacelineError
 from paceline.model import end_tokens, load_tokenizer, small_products
 from paceline.observe.monitor import Monitors, watching
 from paceline.observe.monitor.plain import PlainLines
-from paceline.orchestrator import lay_out
-from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of, share_cores
-from paceline.runtime.processes.launch_spec import FATAL, OUTCOME, LaunchSpec, read_launch_spec
-from paceline.runtime.processes.remote_trainer import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer, TrainerHost, life
-from paceline.runtime.rpc import RpcHello
+from paceline.runtime import rpc
+from paceline.runtime.local import Placed, make_room_for_adapters, prepare, share_cores
+from paceline.runtime.processes.supervisor import FATAL, OUTCOME, LaunchSpec
 from paceline.runtime.serving import serve_model
 from paceline.runtime.session import run_session
-from paceline.runtime.torch_backend import build_trainer, league_engine
-from paceline.util.process_exit import exit_process
+from paceline.runtime.torch_backend import build_trainer
+from paceline.trainer import StepReport, Trainer, TrainerLost
+from paceline.util.deadlines import beat, waiting
+from paceline.util.process_exit import exit_process, exit_with_stdin
+from paceline.weights.transports import WeightPath
+from paceline.weights.update import WeightUpdate
+from paceline.weights.weight_store import StoredTensors, WeightStore, open_delta
 
+SILENT_SECONDS = 60.0
+"""A trainer at work sends `Alive` every few seconds; after this long without a message it counts as lost."""
+RETURN_SECONDS = 900.0
+"""How long a trainer or a server may take to come up: it loads the model, perhaps from a slow disk, and compiles it."""
+WARN_SECONDS = 20.0
+"""How often a warning is logged while waiting for one."""
+FIRST_DELAY, MOST_DELAY = 0.05, 1.0
 LOOK_SECONDS = 0.25
-log = logging.getLogger("paceline.server")
+LARGEST = 1 << 36
+log = logging.getLogger("paceline.trainer")
+
+
+class RemoteTrainer:
+    """Speaks the `Trainer` protocol over a socket.
+
+    A connection that breaks is opened again and the question asked again: the other side does nothing twice. If the one
+    who answers then is another trainer, what the old one knew is gone, and `load` is the only way on.
+    """
+
+    def __init__(self, address: Path, silent: float = SILENT_SECONDS) -> None:
+        self.version = 0
+        self._address, self._silent = address, silent
+        self._name = uuid.uuid4().hex
+        self._numbers = count(1)
+        self._life = ""
+        self._used = False
+        """Whether this trainer process holds state that a restarted one would not."""
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._fed: dict[int, tuple[int, Sample]] = {}
+        """Samples the other side has, by identity: where in its list, and the sample itself, so that it stays."""
+
+    async def meet(self) -> rpc.RpcHello:
+        """Wait until it is up."""
+        await self._connect()
+        return self._hello
+
+    async def feed(self, samples: Sequence[Sample]) -> None:
+        self._used = True
+        await self._call("feed", data=encode(samples))
+        self._fed |= {id(sample): (len(self._fed) + i, sample) for i, sample in enumerate(samples)}
+
+    async def step(self, batch: Sequence[Sample]) -> StepReport:
+        known = [self._fed.get(id(sample), (-1, sample))[0] for sample in batch]
+        new = [sample for sample, at in zip(batch, known, strict=True) if at < 0]
+        self._fed, self._used = {}, True
+        done = await self._call("step", data=encode(new), order=known)
+        assert done.report is not None
+        return done.report
+
+    async def weights(self) -> WeightUpdate:
+        sent = (await self._call("weights")).sent
+        assert sent is not None
+        tensors = StoredTensors([Path(sent.file)], [Path(file) for file in sent.deltas])
+        delta = await asyncio.to_thread(open_delta, Path(sent.delta)) if sent.delta else None
+        return WeightUpdate(sent.version, tensors, sent.adapter, sent.expected, sent.canary, delta)
+
+    async def save(self, folder: Path) -> None:
+        await self._call("save", path=folder)
+
+    async def load(self, folder: Path) -> None:
+        self._disconnect()
+        self._life, self._fed, self._used = "", {}, False  # any trainer process will do now
+        await self._call("load", path=folder)
+        self._used = True
+
+    async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """The other side has a tokenizer of its own."""
+        await self._call("export", path=folder)
+
+    def close(self) -> None:
+        self._disconnect()
+
+    # -- the wire -----------------------------------------------------------------------------------------------------
+
+    async def _call(
+        self, what: rpc.What, *, path: Path | None = None, data: bytes = b"", order: Sequence[int] = ()
+    ) -> rpc.RpcResult:
+        where = "" if path is None else str(path.resolve())
+        call = rpc.RpcCall(self._name, next(self._numbers), what, where, data, list(order))
+        while True:
+            try:
+                answer = await self._ask(call)
+                break
+            except (ConnectionError, asyncio.IncompleteReadError) as error:
+                self._disconnect()
+                log.warning("the connection to the trainer broke (%s): asking again", error or type(error).__name__)
+            except BaseException:
+                self._disconnect()  # cancelled or failed in the middle: its answer must not meet the next question
+                raise
+        if isinstance(answer, rpc.RpcResult):
+            self.version = answer.version
+            return answer
+        raise answer.error()
+
+    async def _ask(self, call: rpc.RpcCall) -> rpc.RpcAnswer:
+        reader, writer = self._streams or await self._connect()
+        writer.write(rpc.framed(call))
+        async with asyncio.timeout(self._silent * 10):
+            await writer.drain()
+        while True:
+            answer = await self._receive(reader)
+            beat()  # a trainer at work is progress of the run
+            if isinstance(answer, rpc.RpcAnswer) and answer.number == call.number:
+                return answer
+            if not isinstance(answer, rpc.Alive):
+                raise ConnectionError(f"{type(answer).__name__} came for an answer")
+
+    async def _receive(self, reader: asyncio.StreamReader) -> rpc.RpcHello | rpc.Alive | rpc.RpcAnswer:
+        try:
+            async with asyncio.timeout(self._silent):
+                (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+                if length > LARGEST:
+                    raise ConnectionError(f"a frame of {length} bytes was announced")
+                return rpc.decode_answer(await reader.readexactly(length))
+        except TimeoutError:
+            raise TrainerLost(
+                f"the trainer has not said a word for {self._silent:g} s: look at its log, then add --resume latest"
+            ) from None
+        except msgspec.DecodeError as error:
+            raise ConnectionError(f"the answer cannot be read: {error}") from error
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        began, warned_at, delay = time.monotonic(), 0.0, FIRST_DELAY
+        cause = "it does not listen"
+        while (waited := time.monotonic() - began) < RETURN_SECONDS:
+            try:
+                async with asyncio.timeout(self._silent):
+                    reader, writer = await asyncio.open_unix_connection(str(self._address))
+                self._streams = reader, writer
+                hello = await self._receive(reader)
+                if not isinstance(hello, rpc.RpcHello):
+                    raise ConnectionError(f"{type(hello).__name__} came for a greeting")
+                break
+            except (OSError, asyncio.IncompleteReadError) as error:
+                self._disconnect()
+                cause = str(error) or type(error).__name__
+            if waited - warned_at > WARN_SECONDS:
+                warned_at = waited
+                log.warning("waiting for the trainer for %.0f s: %s", waited, cause)
+            await asyncio.sleep(delay)  # bounded: by RETURN_SECONDS
+            delay = min(MOST_DELAY, 2 * delay)
+        else:
+            raise TrainerLost(f"the trainer did not come up within {RETURN_SECONDS:g} s: {cause}")
+        if self._used and self._life and self._life != hello.life:
+            self._disconnect()
+            raise TrainerLost("the trainer's process ended and was started again")
+        self._life, self._hello = hello.life, hello
+        return reader, writer
+
+    def _disconnect(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+
+PULSE_SECONDS = 5.0
+"""A caller that waits hears this often that we live."""
+KEPT_WEIGHTS = 3
+"""Files of weights that stay: an engine that comes back may ask for the last published."""
+
+
+class TrainerHost(rpc.TrainerRpcHandler):
+    """Executes each call once.
+
+    A connection may break at any moment, so a caller may repeat a call: the call of the same caller and number is not
+    done twice, its answer is given again. One caller speaks at a time; what a lost one had asked for is finished first,
+    since the trainer has one thread.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        tokenizer: PreTrainedTokenizerBase,
+        weights: Path,
+        hello: rpc.RpcHello,
+        path: WeightPath = "auto",
+    ) -> None:
+        super().__init__(trainer, tokenizer)
+        self._hello = hello
+        self._store = WeightStore(weights, KEPT_WEIGHTS, deltas=path in ("auto", "delta"))
+        self._store.adopt()
+        self._callers: set[asyncio.StreamWriter] = set()
+        self._last = ("", 0)
+        self._answer: asyncio.Future[rpc.RpcAnswer] | None = None
+
+    async def serve(self, address: Path) -> None:
+        """Answer until the process ends."""
+        server = await asyncio.start_unix_server(self._meet, address)
+        try:
+            await server.serve_forever()  # unbounded: being asked is its job
+        finally:
+            for caller in self._callers:
+                caller.close()
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(rpc.framed(self._hello))
+        self._callers.add(writer)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            while (body := await read_frame(reader)) is not None:
+                answer = self._once(rpc.decode_call(body))
+                while not (await asyncio.wait({answer}, timeout=PULSE_SECONDS))[0]:
+                    writer.write(rpc.framed(rpc.Alive()))
+                    await asyncio.wait_for(writer.drain(), PULSE_SECONDS)
+                writer.write(rpc.framed(answer.result()))  # bounded: it is done
+        self._callers.discard(writer)
+        writer.close()
+
+    def _once(self, call: rpc.RpcCall) -> asyncio.Future[rpc.RpcAnswer]:
+        caller, number = self._last
+        if self._answer is None or caller != call.caller or call.number > number:
+            self._last = (call.caller, call.number)
+            self._answer = asyncio.ensure_future(self._run(call, self._answer))
+        # An older call, from a connection that broke, gets an answer that its caller does not wait for.
+        return self._answer
+
+    async def _run(self, call: rpc.RpcCall, before: asyncio.Future[rpc.RpcAnswer] | None) -> rpc.RpcAnswer:
+        if before is not None and not before.done():
+            # What a lost caller asked for is finished first: not all of it is done by the trainer's one thread.
+            await asyncio.wait({before})  # bounded: as the call itself was
+        with waiting(f"to {call.what}, as the orchestrator asked"):
+            return await self.answer(call)
+
+    async def _weights(self) -> rpc.SentWeights:
+        update = await self.trainer.weights()
+        stored_update = await self._store.keep(update)
+        expected = stored_update.expected or await asyncio.to_thread(update.fingerprint)
+        stored = stored_update.tensors
+        assert isinstance(stored, StoredTensors)
+        deltas, delta = [str(file) for file in stored.deltas], str(self._store.link or "")
+        return rpc.SentWeights(
+            update.version, str(stored.files[0]), update.adapter, expected, update.canary, deltas, delta
+        )
 
 
 def server(spec: LaunchSpec) -> int:
     """`paceline serve`, which may read the weights the trainer leaves, and nothing else."""
-    config = make_room_for_adapters(spec.run, _past(spec.run))
+    leagues = [env.league for env in spec.run.env if isinstance(env, ArenaEnvConfig)]
+    config = make_room_for_adapters(spec.run, sum(league.size for league in leagues if league is not None))
     settings = ServeConfig(port=spec.port, api_key=spec.key, allow=[str(spec.weights)], grace=0)
     try:
         serve_model(config, settings)
@@ -53,7 +295,7 @@ def trainer(spec: LaunchSpec) -> int:
     address = Path(spec.socket)
     address.unlink(missing_ok=True)
     tokenizer = load_tokenizer(config.model)
-    hello = RpcHello(life(), 0, built.parameters, built.device, end_tokens(tokenizer, built.model))
+    hello = rpc.RpcHello(built.parameters, built.device, end_tokens(tokenizer, built.model))
     host = TrainerHost(built.trainer, tokenizer, spec.weights, hello, config.weights.path)
     with small_products(built.model.dtype):
         asyncio.run(host.serve(address))
@@ -72,14 +314,9 @@ def orchestrator(spec: LaunchSpec) -> int:
     return {"finished": 0, "failed": 1, "interrupted": 130}[result.outcome.status]
 
 
-def _past(config: RunConfig) -> int:
-    """Versions of the past that leagues keep in the server."""
-    leagues = [env.league for env in config.env if isinstance(env, Arena)]
-    return sum(league.size for league in leagues if league is not None)
-
-
 def main(role: str) -> int:
-    spec = read_launch_spec()
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
+    exit_with_stdin()
     try:
         if role == "orchestrator":  # which watches over itself
             return orchestrator(spec)
@@ -90,23 +327,20 @@ def main(role: str) -> int:
         return FATAL
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def connected(config: RunConfig, spec: LaunchSpec, phase: Callable[[str], None]) -> AsyncGenerator[Placed]:
     """Wait for server and trainer, and let go of them at the end."""
-    phase("preparing environments")
-    courses = lay_out(config)
-    tokenizer = load_tokenizer(config.model)
+    driver = prepare(config, phase)
     phase(f"waiting for a server and a trainer of {config.model.name}")
     trainer = RemoteTrainer(Path(spec.trainer))
     engine = HttpEngine(spec.url, api_key=spec.key, folder=spec.weights, path=config.weights.path)
     try:
         hello = await trainer.meet()
         await _up(engine)
-        config = share_cores(config, hello.parameters)
-        pool = pool_of([engine], past_versions(courses), lambda: league_engine(config))
-        voice = policy_clients(config, pool, tokenizer, hello.ends)
+        driver = replace(driver, config=share_cores(config, hello.parameters))
+        pool = driver.pool([engine])
         try:
-            yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters)
+            yield driver.placed(pool, trainer, hello.ends, hello.device, hello.parameters)
         finally:
             pool.close()
     finally:
@@ -123,9 +357,9 @@ async def _up(engine: HttpEngine) -> None:
             waited = time.monotonic() - began
             if waited > RETURN_SECONDS:
                 raise
-            if waited - warned_at > WORD_SECONDS:
+            if waited - warned_at > WARN_SECONDS:
                 warned_at = waited
-                log.warning("waiting for the server for %.0f s: %s", waited, error)
+                logging.getLogger("paceline.server").warning("waiting for the server for %.0f s: %s", waited, error)
         await asyncio.sleep(LOOK_SECONDS)  # bounded: by RETURN_SECONDS
 
 

@@ -1,4 +1,8 @@
-"""Starts the three processes of a run, and restarts any that dies."""
+"""Starts the three processes of a run, and restarts any that dies.
+
+Each gets its settings as one line of JSON on its standard input, which then stays open. The open pipe is its lifeline:
+when the parent ends, for whatever reason, the pipe closes and the child exits.
+"""
 
 import contextlib
 import fcntl
@@ -9,30 +13,28 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 import msgspec
+from pydantic import TypeAdapter
 
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.model import ModelError, resolve
-from paceline.observe.monitor import Monitor, RunDirectory, RunOutcome, RunRecorder, read_sound
+from paceline.observe.monitor import RunDirectory, RunOutcome, RunRecorder, read_sound
 from paceline.observe.monitor.waitgraph import chain
 from paceline.observe.monitor.watchdog import waits_file
 from paceline.orchestrator import Checkpoints
-from paceline.runtime.processes.launch_spec import FATAL, OUTCOME, LaunchSpec, start_child
 from paceline.runtime.session import RunResult, result_of
-from paceline.runtime.signals import Signals
 from paceline.util.private_folder import PREFIX, PrivateFolder, socket_parent
-from paceline.util.process_exit import end_child, free_port
+from paceline.util.process_exit import end_child, free_port, start_child
 
 MOST_DEATHS = 10
 """Deaths of one process in a row, without a trained step between them, before the run stops."""
@@ -43,8 +45,45 @@ STOP_SECONDS = 4.8
 SOCKET = "trainer.sock"
 SOCKET_BYTES = len(f"/.{PREFIX}12345678/{SOCKET}")
 ROLES = ("server", "trainer", "orchestrator")
+FATAL = 2
+"""Exit code of a child for which starting again would not help."""
 ENDINGS = (0, 1, FATAL, 130)
 """Exit codes by which the orchestrator says that the run is over."""
+OUTCOME = TypeAdapter(RunOutcome)
+"""How a run ended, as JSON."""
+
+
+class LaunchSpec(msgspec.Struct):
+    """Config and addresses of a run's processes. A key is made for each run; it is never on disk or in arguments."""
+
+    config: str
+    """The run's, as JSON."""
+    folder: str
+    """The run directory's `live` folder: weights on their way, logs."""
+    port: int
+    """Where the server listens."""
+    key: str
+    socket: str
+    """Where the trainer listens."""
+    url: str
+    """Where the orchestrator finds the server."""
+    trainer: str
+    """Where the orchestrator finds the trainer."""
+    overwrite: bool = False
+    screen: bool = True
+    report: int = -1
+    """Where the orchestrator writes how the run ended: a pipe, for the disk may be full."""
+
+    @property
+    def run(self) -> RunConfig:
+        return RunConfig.model_validate_json(self.config)
+
+    @property
+    def weights(self) -> Path:
+        return Path(self.folder) / "weights"
+
+    def __repr__(self) -> str:
+        return f"LaunchSpec({self.url}, {self.trainer})"  # the key stays secret
 
 
 @dataclass(slots=True)
@@ -98,8 +137,12 @@ class Supervisor:
         except ModelError as error:
             return self._failed(str(error))
         with ExitStack() as stack:
-            spec = stack.enter_context(self._launch_spec())
-            stack.enter_context(self._listening())
+            spec = self._launch_spec(stack)
+            if threading.current_thread() is threading.main_thread():
+                # Signals are handed on to the orchestrator, which ends the run in good order; the others end with it.
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    before = signal.signal(number, lambda number, _: self.interrupt(number))
+                    stack.callback(signal.signal, number, before)
             stack.callback(self._end_all)
             if self.screen is not None:  # it takes them a while to say something themselves
                 print("... starting server, trainer and orchestrator", file=self.screen, flush=True)
@@ -130,6 +173,14 @@ class Supervisor:
     # -- lives and deaths ---------------------------------------------------------------------------------------------
 
     def _start(self, role: str, spec: LaunchSpec) -> subprocess.Popen[bytes]:
+        screen = self.screen
+
+        def copy(pipe: IO[bytes]) -> None:
+            assert screen is not None
+            for line in pipe:
+                with contextlib.suppress(OSError, ValueError):  # a screen that is gone must not hold up the run
+                    screen.write(line.decode(errors="replace"))
+
         spoken = role == "orchestrator"
         reader, writer = os.pipe() if spoken else (-1, -1)
         if spoken:
@@ -141,7 +192,7 @@ class Supervisor:
             process = start_child(
                 "paceline.runtime.processes.child",
                 role,
-                line=spec.line(),
+                line=msgspec.json.encode(spec) + b"\n",
                 stdout=out,
                 stderr=log,
                 pass_fds=[writer] if spoken else [],
@@ -149,7 +200,7 @@ class Supervisor:
         if spoken:
             os.close(writer)
         if process.stdout is not None:
-            threading.Thread(target=self._copy, args=(process.stdout,), daemon=True).start()
+            threading.Thread(target=copy, args=(process.stdout,), daemon=True).start()
         return process
 
     def _hopeless(self, child: ManagedProcess, code: int) -> str:
@@ -164,7 +215,11 @@ class Supervisor:
         if child.deaths >= MOST_DEATHS:
             last = f": {words}" if words else ""
             return f"the {child.role} {how}, the {child.deaths}th time without a step in between{last}"
-        self._tell(f"the {child.role} {how}; starting it again" + (f" (it said: {words})" if code > 0 else ""))
+        text = f"the {child.role} {how}; starting it again" + (f" (it said: {words})" if code > 0 else "")
+        if self.screen is not None:
+            print(f"note: {text}", file=self.screen, flush=True)
+        with contextlib.suppress(OSError), (self.directory.live / "supervisor.log").open("a") as log:
+            print(time.strftime("%H:%M:%S"), text, file=log)
         return ""
 
     def _after_a_death(self, child: ManagedProcess, spec: LaunchSpec) -> LaunchSpec:
@@ -214,47 +269,33 @@ class Supervisor:
 
     # -- surroundings -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _launch_spec(self) -> Generator[LaunchSpec]:
+    def _launch_spec(self, stack: ExitStack) -> LaunchSpec:
         """Places to meet: a free port, a socket in a private folder, a folder for weights, a key."""
         live = self.directory.live
         weights = live / "weights"
         live.mkdir(parents=True, exist_ok=True)
-        with _locked(live / "supervisor.lock"), PrivateFolder(socket_parent(SOCKET_BYTES)) as private:
-            shutil.rmtree(weights, ignore_errors=True)
-            weights.mkdir(parents=True)
-            port, address = free_port(), f"{private}/{SOCKET}"
-            try:
-                yield LaunchSpec(
-                    config=self.config.model_dump_json(),
-                    folder=str(live.resolve()),
-                    port=port,
-                    key=secrets.token_urlsafe(24),
-                    socket=address,
-                    url=self.reach(f"http://127.0.0.1:{port}"),
-                    trainer=self.reach(address),
-                    overwrite=self.overwrite,
-                    screen=self.screen is not None,
-                )
-            finally:
-                shutil.rmtree(weights, ignore_errors=True)
-
-    @contextmanager
-    def _listening(self) -> Generator[None]:
-        """Signals are handed on to the orchestrator, which ends the run in good order; the others end with it."""
-
-        def heard(number: int, frame: Any) -> None:
-            self.interrupt(number)
-
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        lock = stack.enter_context((live / "supervisor.lock").open("w"))
+        try:  # between two lives of the orchestrator the run directory's own lock is free
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            root = self.directory.root
+            raise PacelineError(f"{root} is in use by another run: wait for it, or choose another --name") from None
+        private = stack.enter_context(PrivateFolder(socket_parent(SOCKET_BYTES)))
+        shutil.rmtree(weights, ignore_errors=True)
+        weights.mkdir(parents=True)
+        stack.callback(shutil.rmtree, weights, ignore_errors=True)
+        port, address = free_port(), f"{private}/{SOCKET}"
+        return LaunchSpec(
+            config=self.config.model_dump_json(),
+            folder=str(live.resolve()),
+            port=port,
+            key=secrets.token_urlsafe(24),
+            socket=address,
+            url=self.reach(f"http://127.0.0.1:{port}"),
+            trainer=self.reach(address),
+            overwrite=self.overwrite,
+            screen=self.screen is not None,
+        )
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
         """Hand a signal on to the orchestrator."""
@@ -274,18 +315,6 @@ class Supervisor:
         except (OSError, ValueError, AttributeError):
             return subprocess.PIPE
         return self.screen
-
-    def _copy(self, pipe: Any) -> None:
-        assert self.screen is not None
-        for line in pipe:
-            with contextlib.suppress(OSError, ValueError):  # a screen that is gone must not hold up the run
-                self.screen.write(line.decode(errors="replace"))
-
-    def _tell(self, text: str) -> None:
-        if self.screen is not None:
-            print(f"note: {text}", file=self.screen, flush=True)
-        with contextlib.suppress(OSError), (self.directory.live / "supervisor.log").open("a") as log:
-            print(time.strftime("%H:%M:%S"), text, file=log)
 
     def _step(self) -> int:
         lines, _ = read_sound(self.directory.metrics_file, {"step": int})
@@ -320,35 +349,11 @@ class Supervisor:
         return f"nothing. It was last seen at: {doing}{hint if child.role == 'orchestrator' else ''}" if doing else ""
 
 
-@contextmanager
-def _locked(file: Path) -> Generator[None]:
-    """Hold a lock: between two lives of the orchestrator the run directory's own lock is free."""
-    with file.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            root = file.parent.parent
-            raise PacelineError(f"{root} is in use by another run: wait for it, or choose another --name") from None
-        yield
-
-
 def _stamp(file: Path) -> tuple[int, int] | None:
-    try:
+    with contextlib.suppress(OSError):
         found = file.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
-
-
-def supervised(
-    config: RunConfig, overwrite: bool, screen: TextIO | Monitor | None, signals: Signals | None = None
-) -> RunResult:
-    """Run a run file with `placement = "processes"` to its end. Another process shows its progress, so that a monitor
-    of this one has nothing to show, and the lines go to standard output."""
-    supervisor = Supervisor(config, overwrite, sys.stdout if isinstance(screen, Monitor) else screen)
-    if signals is not None:
-        signals.on_interrupt(supervisor.interrupt)
-    return supervisor.run()
+        return found.st_ino, found.st_mtime_ns
+    return None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -5,15 +5,14 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util import list_named_actors
 
 from paceline.errors import EngineError, PacelineError
-from paceline.runtime.ray.cluster import NAMESPACE
 from paceline.runtime.ray.engines import RayEngine
+from paceline.runtime.ray.place import NAMESPACE
 from paceline.util.private_folder import shorten_ray_sockets
 
 ANSWER_SECONDS = 10.0
@@ -90,18 +89,17 @@ async def _describe(run: str, part: str) -> str:
         handle = ray.get_actor(f"{run}/{part}", namespace=NAMESPACE)
         async with asyncio.timeout(ANSWER_SECONDS):
             host, pid = await handle.whereabouts.remote()
-            doing = await _doing(handle, part) if part.startswith(("engine", "scorer")) else ""
+            doing = ""
+            if part.startswith(("engine", "scorer")):
+                engine = RayEngine(handle, part)
+                policy, stats = await asyncio.gather(engine.policy(), engine.stats())
+                running = f"{stats.running} requests run and {stats.waiting} wait"
+                doing = f", version {policy.version}, {running}, {stats.tokens:,} tokens"
+                if part.startswith("scorer"):
+                    doing = f", {stats.waiting} sequences wait, {stats.prompt_tokens:,} tokens scored"
     except (RayError, GetTimeoutError, EngineError, TimeoutError, ValueError):
         return f"{part:<12} does not answer"
     return f"{part:<12} {host}, process {pid}{doing}"
-
-
-async def _doing(handle: Any, part: str) -> str:
-    engine = RayEngine(handle, part)
-    policy, stats = await asyncio.gather(engine.policy(), engine.stats())
-    if part.startswith("scorer"):
-        return f", {stats.waiting} sequences wait, {stats.prompt_tokens:,} tokens scored"
-    return f", version {policy.version}, {stats.running} requests run and {stats.waiting} wait, {stats.tokens:,} tokens"
 
 
 def _ray(arguments: list[str]) -> None:

@@ -4,9 +4,14 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
+import socket
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -16,34 +21,55 @@ from numpy.typing import NDArray
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 from torch import Tensor
 
+from paceline.clients import rpc
 from paceline.clients.link import FramedEngine
 from paceline.clients.remote import in_one_piece
-from paceline.clients.rpc import (
-    Answer,
-    Ask,
-    CompletionFrame,
-    EngineMessage,
-    EngineRpcHandler,
-    FailureFrame,
-    FromEngine,
-    Generate,
-    Load,
-    ToEngine,
-    decode_from_engine,
-    decode_to_engine,
-    unpacked,
-)
 from paceline.config import RunConfig
 from paceline.engine.base import Completion, GenerateRequest, Listener
 from paceline.engine.engine import DecodingEngine
-from paceline.errors import RequestError, Unreachable, UpdateLost
-from paceline.runtime.ray.cluster import CONTROL, RayActor, first_line
-from paceline.runtime.ray.collective import Receiving, Round, WeightsGroup, row_of
+from paceline.errors import EngineError, RequestError, Unreachable, UpdateLost
 from paceline.runtime.scorer import Scorer
-from paceline.runtime.serving import Ends, embedded, leave, watch
+from paceline.runtime.serving import Ends, embedded, leave, scoring, watch
 from paceline.trainer import TrainerLost
 from paceline.weights import tensors as libraries
+from paceline.weights.broadcast import Receiver
 from paceline.weights.update import WeightUpdate
+
+if TYPE_CHECKING:
+    from paceline.runtime.ray.ranks import Round, WeightsGroup
+
+CONTROL = "control"
+"""The group of calls that are answered however many requests there are; it has an event loop of its own."""
+
+
+class RayActor:
+    """A part of a run in a process of Ray's. What it prints goes into the run directory, which every machine of the
+    cluster must see under the same path, as checkpoints do."""
+
+    def __init__(self, config: str, name: str, live: str) -> None:
+        self.config = RunConfig.model_validate_json(config)
+        self.name = name
+        if Path(live).is_dir():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            with (Path(live) / f"{name}.log").open("ab", buffering=0) as log:  # for libraries written in C too
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+
+    @ray.method(concurrency_group=CONTROL)
+    async def whereabouts(self) -> tuple[str, int]:
+        """This machine and process."""
+        return socket.gethostname(), os.getpid()
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def last_line(error: BaseException) -> str:
+    """The cause, where the error's text is a remote traceback."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+
 
 KINDS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -69,6 +95,17 @@ def tensors_in(row: Tensor) -> dict[str, Tensor]:
         return found
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise RequestError(f"these {len(row)} bytes are no safetensors file: {error}") from error
+
+
+ROW = "row"
+"""The one tensor of a broadcast: the bytes of a safetensors file."""
+
+
+def row_of(weights: NDArray) -> Tensor:
+    """The same memory, which belongs to the object store and is only read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that cannot be written to
+        return torch.from_numpy(weights)
 
 
 EACH_TURN = 8
@@ -104,7 +141,7 @@ class WeightsLost(UpdateLost, TrainerLost):
     """The object store lost the newest weights, and with them what was trained since the newest checkpoint."""
 
 
-class EngineActor(Receiving, RayActor):
+class EngineActor(RayActor):
     """One embedded engine. Started again after a death it holds the weights it began with, and says so: the roster then
     gives it the current ones before it serves. One whose thread has failed ends itself, so that Ray starts it again.
 
@@ -116,12 +153,13 @@ class EngineActor(Receiving, RayActor):
     def __init__(self, config: str, name: str, live: str) -> None:
         super().__init__(config, name, live)
         self._stack = contextlib.ExitStack()
-        self._engine, self.ends = self._stack.enter_context(type(self).serves(self.config))
+        self._engine, _ = self._stack.enter_context(type(self).serves(self.config))
+        self._receiver: Receiver | None = None
         watch(self._engine, leave)
-        self._handler = EngineRpcHandler(self._engine)
+        self._handler = rpc.EngineRpcHandler(self._engine)
 
     async def answer(self, question: bytes) -> bytes:
-        (message,) = decode_to_engine(question).messages
+        (message,) = rpc.decode_to_engine(question).messages
         return self._framed(await self._handler.answer(message))
 
     @ray.method(concurrency_group=CONTROL)
@@ -137,49 +175,65 @@ class EngineActor(Receiving, RayActor):
     @ray.method(concurrency_group=CONTROL)
     async def receive_row(self, head: bytes, size: int) -> bytes:
         """Weights that the first rank broadcasts now."""
-        return await self._apply(head, await self.received(size))
+        if self._receiver is None:
+            raise EngineError("this engine is in no group")
+        layout = [{"name": ROW, "dtype": "uint8", "shape": [size]}]
+        rows = await asyncio.to_thread(self._receiver.receive, layout)  # in memory that the next broadcast overwrites
+        return await self._apply(head, rows[ROW])
 
     async def _apply(self, head: bytes, row: Tensor) -> bytes:
-        (message,) = decode_to_engine(head).messages
-        assert isinstance(message, Load)
+        (message,) = rpc.decode_to_engine(head).messages
+        assert isinstance(message, rpc.Load)
         try:
             tensors = tensors_in(row)
             update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary)
-            answer: EngineMessage = Answer(message.id, seconds=await self._engine.load_weights(update))
+            answer: rpc.EngineMessage = rpc.Answer(message.id, seconds=await self._engine.load_weights(update))
         except Exception as error:
-            answer = FailureFrame.of(message.id, error)
+            answer = rpc.FailureFrame.of(message.id, error)
         return self._framed(answer)
 
     @ray.method(concurrency_group=CONTROL)
-    async def end_tokens(self) -> tuple[int, ...]:
-        return self.ends
+    async def join_group(self, invitation: dict[str, Any], device: str) -> None:
+        """Meet the first rank and the other engines for broadcasts, and leave the group before."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        receiver = Receiver(**invitation, device=device)
+        await asyncio.to_thread(receiver.form)
+        self._receiver = receiver
 
     def _framed(self, answer: Any) -> bytes:
-        return _encode(FromEngine([answer], self._engine.busy_seconds))
+        return _encode(rpc.FromEngine([answer], self._engine.busy_seconds))
+
+
+class ScorerActor(EngineActor):
+    """One scorer, which never samples. Started again after a death it is as good as before: its model is frozen."""
+
+    serves = scoring
 
 
 class RayEngine(FramedEngine):
     """Speaks the `Engine` protocol to an actor. Ray restarts a dead actor; meanwhile requests fail as unreachable, and
     the pool sends them elsewhere."""
 
-    def __init__(self, actor: Any, name: str, group: WeightsGroup | None = None) -> None:
+    def __init__(self, actor: Any, name: str, group: "WeightsGroup | None" = None) -> None:
         super().__init__()
         self.actor, self.name, self._group = actor, name, group
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
-        done: CompletionFrame = await self._send(Generate(next(self._numbers), request, False))
+        done: rpc.CompletionFrame = await self._send(rpc.Generate(next(self._numbers), request, False))
         return in_one_piece(done.completion, listener)
 
     async def load_weights(self, update: WeightUpdate) -> float:
         tensors = (await self.keep(update)).tensors
         assert isinstance(tensors, ObjectTensors)
-        framed = _encode(ToEngine([self._load_message(update, b"")]))
+        framed = _encode(rpc.ToEngine([self._load_message(update, b"")]))
         if self._group is not None and update.adapter is None:
             data = await self._group.deliver(self, framed, tensors)
             if data is not None:
                 return self._decode(data).seconds
         await PACE.turn()
-        answer: Answer = await self._result(self.actor.load.remote(framed, tensors.reference))
+        answer: rpc.Answer = await self._result(self.actor.load.remote(framed, tensors.reference))
         return answer.seconds
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
@@ -191,13 +245,16 @@ class RayEngine(FramedEngine):
     def start(self) -> None:
         """Actors start by themselves."""
 
+    async def aclose(self) -> None:
+        """Actors belong to the placement, not to their callers."""
+
     def close(self) -> None:
         ray.kill(self.actor)
 
     async def _send(self, message: Any) -> Any:
         await PACE.turn()
-        method = self.actor.order if isinstance(message, Ask) else self.actor.answer
-        return await self._result(method.remote(_encode(ToEngine([message]))))
+        method = self.actor.order if isinstance(message, rpc.Ask) else self.actor.answer
+        return await self._result(method.remote(_encode(rpc.ToEngine([message]))))
 
     async def _result(self, reference: Any) -> Any:
         try:
@@ -216,10 +273,10 @@ class RayEngine(FramedEngine):
         return self._decode(data)
 
     def _decode(self, data: bytes) -> Any:
-        batch = decode_from_engine(data)
+        batch = rpc.decode_from_engine(data)
         self._busy = batch.busy_seconds
         (answer,) = batch.messages
-        if isinstance(answer, FailureFrame):
+        if isinstance(answer, rpc.FailureFrame):
             raise answer.error()
         return answer
 
@@ -248,7 +305,7 @@ class ObjectTensors(Mapping[str, Tensor]):
 
     def _read(self) -> dict[str, Tensor]:
         if self._tensors is None:
-            self._tensors = unpacked(ray.get(self.reference, timeout=FETCH_SECONDS).tobytes())
+            self._tensors = rpc.unpacked(ray.get(self.reference, timeout=FETCH_SECONDS).tobytes())
         return self._tensors
 
 

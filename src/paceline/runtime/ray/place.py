@@ -1,18 +1,28 @@
-"""Places a run's engines, ranks, workers and scorers on Ray, beside the orchestrator in this process."""
+"""Places a run's engines, ranks, workers and scorers on Ray, beside the orchestrator in this process.
+
+It joins a Ray cluster, or starts one, and reserves room on it for the actors of the run.
+"""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import math
+import os
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import PreTrainedTokenizerBase
 
 from paceline.clients import Pool
-from paceline.clients.frozen import SAMPLE, Frozen, FrozenPool, attach, same_words
+from paceline.clients.frozen import SAMPLE, FrozenPool, attach, same_words
 from paceline.config import RunConfig
 from paceline.config.cluster import scored_here
 from paceline.config.model import ModelConfig, ModelRef
@@ -20,91 +30,175 @@ from paceline.envs.workers import elsewhere
 from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
 from paceline.observe.monitor import RunDirectory
-from paceline.orchestrator import lay_out
-from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of, with_sections
-from paceline.runtime.ray.cluster import Needs, Room, joined, last_line
-from paceline.runtime.ray.collective import WeightsGroup, weights_group
-from paceline.runtime.ray.engines import EngineActor, RayEngine
-from paceline.runtime.ray.ranks import RankActor, RayTrainer, RayWorkers, WorkerActor
-from paceline.runtime.serving import scoring
-from paceline.runtime.torch_backend import league_engine
+from paceline.runtime.local import Placed, prepare, with_sections
+from paceline.runtime.ray.engines import CONTROL, EngineActor, RayEngine, ScorerActor, last_line
+from paceline.runtime.ray.ranks import RankActor, RayTrainer, RayWorkers, WeightsGroup, WorkerActor
+from paceline.util.private_folder import shorten_ray_sockets
+
+NAMESPACE = "paceline"
+ROOM_SECONDS = 60.0
+"""How long the cluster may take to make room."""
+
+REQUESTS = 4096
+"""Calls one actor answers at once; what an engine runs at once is its own setting."""
+CONTROLS = 64
+"""Calls of its control group that one actor answers at once, beside its requests."""
+Resources = dict[str, float]
 
 
-class ScorerActor(EngineActor):
-    """One scorer, which never samples. Started again after a death it is as good as before: its model is frozen."""
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """How many actors of each part a run has, and the resources that each of them asks for."""
 
-    serves = scoring
+    counts: dict[str, int]
+    """In the order of their bundles."""
+    each: dict[str, Resources]
+
+    @classmethod
+    def of(cls, config: RunConfig, gpus: float) -> "Needs":
+        c = config.cluster
+        parts = {
+            "engine": (c.engines, c.engine_cpus, c.engine_gpus),
+            "rank": (config.trainer.parallel.ranks, c.rank_cpus, c.rank_gpus),
+            "worker": (c.workers, c.worker_cpus, 0.0),
+            "scorer": (c.scorers * len(scored_here(config)), c.scorer_cpus, c.scorer_gpus),
+        }
+        one = 1.0 if gpus and config.device != "cpu" else 0.0
+        each = {part: {"CPU": cpus, "GPU": one if gpu is None else gpu} for part, (_, cpus, gpu) in parts.items()}
+        return cls({part: count for part, (count, *_) in parts.items()}, each)
+
+    @property
+    def bundles(self) -> list[Resources]:
+        """One for each actor."""
+        return [_bundle(self.each[part]) for part, count in self.counts.items() for _ in range(count)]
+
+    def index(self, part: str, number: int) -> int:
+        """The bundle of one actor of a part."""
+        parts = list(self.counts)
+        return number + sum(self.counts[before] for before in parts[: parts.index(part)])
+
+    @property
+    def words(self) -> str:
+        names = {"rank": "trainer rank"}
+        *most, last = [f"{count} {names.get(part, part)}s" for part, count in self.counts.items() if count]
+        return f"{', '.join(most)} and {last}"
+
+    def total(self, name: str) -> float:
+        return sum(bundle.get(name, 0.0) for bundle in self.bundles)
 
 
-class RayScorer(RayEngine):
-    """A handle on one. It belongs to the placement, not to its callers."""
+@contextmanager
+def joined(config: RunConfig) -> Generator[None]:
+    """Be part of the cluster that the run file names, or of one that lives as long as the run does."""
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "configure_logging": False}
+    address = config.cluster.address
+    if address is not None:
+        try:
+            ray.init(address=address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise PacelineError(
+                f"no Ray answers at {address} ({error}): start one with `paceline up`, or leave cluster.address out"
+            ) from error
+    else:
+        # Alone on a machine, cores are only counted: what must fit is memory, and that the planner looks at.
+        cores = max(os.cpu_count() or 1, math.ceil(Needs.of(config, 0).total("CPU")))
+        shorten_ray_sockets()
+        ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
-    async def aclose(self) -> None: ...
+
+class Room:
+    """Reserved places, one for each actor of a run. All are reserved or none, so two runs cannot each hold half."""
+
+    def __init__(self, group: PlacementGroup, bundles: Sequence[Resources]) -> None:
+        self._group, self._bundles = group, bundles
+
+    @classmethod
+    async def reserve(cls, needs: Needs) -> "Room":
+        """Room for a whole run, within a bound."""
+        there = ray.cluster_resources()
+        for name, unit in (("GPU", "GPUs"), ("CPU", "cores")):
+            if needs.total(name) > there.get(name, 0.0) + 1e-6:
+                raise PacelineError(
+                    f"the run needs {needs.total(name):g} {unit} ({needs.words}) and the cluster has "
+                    f"{there.get(name, 0.0):g}: ask for fewer in [cluster] or [trainer.parallel], or join more "
+                    "machines with `paceline up --join`"
+                )
+        try:
+            async with asyncio.timeout(ROOM_SECONDS):
+                return await cls.when_free(needs.bundles)
+        except TimeoutError:
+            free = ", ".join(f"{amount:g} {name}" for name, amount in sorted(ray.available_resources().items()))
+            raise PacelineError(
+                f"the cluster made no room for {needs.bundles} within {ROOM_SECONDS:g} s: free are {free}; wait for "
+                "other runs to end (`paceline status`), or ask for less"
+            ) from None
+
+    @classmethod
+    async def when_free(cls, bundles: Sequence[Resources]) -> "Room":
+        """Wait for room, each bundle on one machine. A caller that stops waiting leaves nothing behind."""
+        group = placement_group([_bundle(one) for one in bundles], strategy="PACK")
+        try:
+            await group.ready()  # unbounded: the caller decides how long
+        except BaseException:
+            remove_placement_group(group)
+            raise
+        return cls(group, bundles)
+
+    def start(self, kind: type, place: int, name: str, arguments: Sequence[Any], *, again: bool) -> Any:
+        """An actor in the given place; `again` if Ray is to start it anew after a death."""
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
+        return actor(kind, name, arguments, self._bundles[place], again=again, strategy=strategy)
+
+    def give_back(self) -> None:
+        remove_placement_group(self._group)
 
 
-class Scorers:
-    """Finds the scorers of a reference: the run's own actors, which share requests by least load, or an endpoint that
-    the run did not start."""
-
-    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, of: dict[str, list[RayScorer]]) -> None:
-        self._config, self._tokenizer, self._of = config, tokenizer, of
-
-    async def attach(self, ref: ModelRef) -> FrozenPool:
-        if ref.base_url is not None:
-            return await attach(ref, self._tokenizer)
-        theirs = await asyncio.to_thread(load_tokenizer, of_teacher(self._config, ref.name).model)
-        same_words(f"`{ref.name}`", self._tokenizer.encode(SAMPLE), theirs.encode(SAMPLE))
-        engines: Sequence[Frozen] = self._of[ref.name]
-        return FrozenPool(engines, ref)
+def _bundle(resources: Resources) -> Resources:
+    """Ray wants something of every bundle, and nothing of which there is none."""
+    return {name: amount for name, amount in resources.items() if amount} or {"CPU": 0.001}
 
 
-def of_teacher(config: RunConfig, name: str) -> RunConfig:
-    """The config of a scorer of this model: the run's settings, with another model and no adapter."""
-    policy = config.model
-    teacher = ModelConfig(
-        name=name, dtype=policy.dtype, fp32_head=policy.fp32_head, trust_remote_code=policy.trust_remote_code
-    )
-    return config.model_copy(update={"model": teacher})
+def actor(
+    kind: type,
+    name: str,
+    arguments: Sequence[Any],
+    resources: Resources,
+    *,
+    again: bool,
+    at_once: int = REQUESTS,
+    strategy: PlacementGroupSchedulingStrategy | None = None,
+) -> Any:
+    """A named actor. Ray itself retries no call: the caller decides."""
+    options: dict[str, Any] = {
+        "name": name,
+        "num_cpus": resources.get("CPU", 0.0),
+        "num_gpus": resources.get("GPU", 0.0),
+        "max_restarts": -1 if again else 0,
+        "max_task_retries": 0,
+        "max_concurrency": at_once,
+    }
+    if strategy is not None:
+        options["scheduling_strategy"] = strategy
+    try:
+        groups: dict[str, Any] = {"concurrency_groups": {CONTROL: CONTROLS}}
+        made: Any = ray.remote(**groups)(kind)
+        return made.options(**options).remote(*arguments)
+    except ValueError as error:
+        if "already" not in str(error):
+            raise
+        run = name.partition("/")[0]
+        raise PacelineError(f"a run named {run} is on this cluster already: choose another --name ({error})") from error
 
 
 CLOSE_SECONDS = 5.0
-
-
-class Growth:
-    """Asks Ray for room for one engine more, again and again, and lets each join the pool. It serves as soon as it has
-    the current weights.
-
-    Ray gives the room once one machine has all of it: what is free on several together would hold no engine.
-    """
-
-    def __init__(self, parts: "RayParts", pool: Pool, most: int) -> None:
-        self._parts, self._pool, self._most = parts, pool, most
-        self._more: list[tuple[Room, RayEngine]] = []
-
-    async def __aenter__(self) -> "Growth":
-        self._task = asyncio.create_task(self._grow(), name="room for more engines")
-        return self
-
-    async def __aexit__(self, *how: Any) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task], timeout=CLOSE_SECONDS)
-        for room, engine in self._more:
-            engine.close()
-            room.give_back()
-
-    async def _grow(self) -> None:
-        needs = self._parts.needs
-        try:
-            for number in range(needs.engines, self._most):
-                room = await Room.when_free([needs.engine])  # unbounded: as long as the run lasts
-                engine = self._parts.engine(number, room)
-                self._more.append((room, engine))
-                log.warning("there is room for %s: it joins", engine.name)
-                self._pool.add(engine)
-        except RayError as error:
-            log.warning("the run grows no further: %s", error)
-
-
 START_SECONDS = 1800.0
 """For all parts to load the model, perhaps from a slow disk, and to compile it."""
 log = logging.getLogger("paceline.ray")
@@ -114,11 +208,8 @@ log = logging.getLogger("paceline.ray")
 async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any) -> AsyncGenerator[Placed]:
     """Reserve room, start engines, ranks and workers, and end them all with the run."""
     async with AsyncExitStack() as stack:
-        phase("preparing environments")
-        courses = lay_out(config, given)
-        tokenizer = load_tokenizer(config.model)
-        past = past_versions(courses)
-        config = make_room_for_adapters(config, past)
+        driver = prepare(config, phase, given)
+        config = driver.config
         phase("joining Ray")
         stack.enter_context(joined(config))
         needs = Needs.of(config, ray.cluster_resources().get("GPU", 0.0))
@@ -129,25 +220,33 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
         parts.group = weights_group(config, needs, trainer.first)
 
         phase(f"starting {needs.words} of {config.model.name}")
-        engines = [parts.engine(number) for number in range(needs.engines)]
+        engines = [parts.engine(number) for number in range(needs.counts["engine"])]
         teachers = parts.scorers()
-        scorers = [scorer for each in teachers.values() for scorer in each]
-        for part in (*engines, *scorers):
+        served = [*engines, *(scorer for each in teachers.values() for scorer in each)]
+        for part in served:
             stack.callback(part.close)
         stack.callback(trainer.close)
-        if needs.workers:
-            workers = RayWorkers([parts.worker(number) for number in range(needs.workers)])
+        if needs.counts["worker"]:
+            workers = RayWorkers([parts.worker(number) for number in range(needs.counts["worker"])])
             stack.callback(workers.close)
             stack.enter_context(elsewhere(workers.call))
         hello = await trainer.meet()
-        await parts.up([*engines, *scorers])
-        pool = pool_of(engines, past, lambda: league_engine(config))
+        await parts.up(served)
+        pool = driver.pool(engines)
         stack.callback(pool.close)
-        voice = policy_clients(config, pool, tokenizer, hello.ends)
+        placed = driver.placed(pool, trainer, hello.ends, hello.device, hello.parameters)
         if config.cluster.most_engines is not None:
-            await stack.enter_async_context(Growth(parts, pool, config.cluster.most_engines))
-        find = Scorers(config, tokenizer, teachers).attach
-        yield Placed(pool, trainer, tokenizer, courses, voice, hello.device, hello.parameters, find)
+            await stack.enter_async_context(growing(parts, pool, config.cluster.most_engines))
+        yield replace(placed, attach=partial(attach_scorers, config, driver.tokenizer, teachers))
+
+
+def weights_group(config: RunConfig, needs: Needs, first_rank: Callable[[], Any]) -> WeightsGroup | None:
+    """The group a run broadcasts in, if it is to. Over NCCL where every member has a GPU of its own."""
+    own = min(needs.each[part]["GPU"] for part in ("engine", "rank")) >= 1
+    path = config.weights.path
+    if path == "broadcast" or (path == "auto" and own and needs.counts["engine"] > 1):
+        return WeightsGroup(first_rank, "cuda" if own else "cpu")
+    return None
 
 
 class RayParts:
@@ -166,57 +265,113 @@ class RayParts:
     def engine(self, number: int, room: Room | None = None) -> RayEngine:
         """An engine in its place of the run's room, or in a room of its own."""
         name = f"engine-{number}"
-        place, room = (number, self._room) if room is None else (0, room)
-        return RayEngine(self._start(EngineActor, place, name, self._text, room), name, self.group)
+        return RayEngine(self._start(EngineActor, "engine", number, room=room), name, self.group)
 
-    def scorers(self) -> dict[str, list[RayScorer]]:
+    def scorers(self) -> dict[str, list[RayEngine]]:
         """For each teacher of the run's own, all that score for it."""
-        found: dict[str, list[RayScorer]] = {}
-        place = first = self.needs.engines + self.needs.ranks + self.needs.workers
+        found: dict[str, list[RayEngine]] = {}
+        numbers = count()
         for model in scored_here(self._config):
             text = config_elsewhere(of_teacher(self._config, model), self._config.cluster.scorer_cpus)
-            for _ in range(self._config.cluster.scorers):
-                name = f"scorer-{place - first}"
-                scorer = RayScorer(self._start(ScorerActor, place, name, text), name)
-                found.setdefault(model, []).append(scorer)
-                place += 1
+            found[model] = [
+                RayEngine(self._start(ScorerActor, "scorer", number, text), f"scorer-{number}")
+                for number in islice(numbers, self._config.cluster.scorers)
+            ]
         return found
 
     def ranks(self) -> list[Any]:
         """All of them, anew: each in its old place, under a name of its own, for the old one's is not free at once. Ray
         must not start one alone, it would wait for its group."""
-        first, again = self.needs.engines, f"+{self._lives}" if self._lives else ""
+        suffix = f"+{self._lives}" if self._lives else ""
         self._lives += 1
-        return [
-            self._room.start(
-                RankActor,
-                first + rank,
-                self._full_name(f"rank-{rank}{again}"),
-                [self._text, f"rank-{rank}", self._live],
-                again=False,
-            )
-            for rank in range(self.needs.ranks)
-        ]
+        numbers = range(self.needs.counts["rank"])
+        return [self._start(RankActor, "rank", number, suffix=suffix, again=False) for number in numbers]
 
     def worker(self, number: int) -> Any:
-        place = self.needs.engines + self.needs.ranks + number
-        return self._start(WorkerActor, place, f"worker-{number}", self._text)
+        return self._start(WorkerActor, "worker", number)
 
     async def up(self, engines: Sequence[RayEngine]) -> None:
         """Wait until all engines and scorers have loaded their model."""
+
+        async def wait(engine: RayEngine) -> None:
+            try:
+                await engine.actor.whereabouts.remote()  # bounded: by START_SECONDS
+            except RayError as error:
+                raise PacelineError(f"{engine.name} cannot start: {last_line(error)}") from error
+
         try:
             async with asyncio.timeout(START_SECONDS):
-                await asyncio.gather(*(_here(engine) for engine in engines))
+                await asyncio.gather(*map(wait, engines))
         except TimeoutError:
             raise PacelineError(f"the engines were not up within {START_SECONDS:g} s: see {self._live}") from None
 
-    def _full_name(self, name: str) -> str:
-        return f"{self._config.name}/{name}"
+    def _start(
+        self,
+        kind: type,
+        part: str,
+        number: int,
+        text: str = "",
+        *,
+        room: Room | None = None,
+        suffix: str = "",
+        again: bool = True,
+    ) -> Any:
+        """An actor in its place of the run's room, or in a room of its own; Ray starts it `again` after a death."""
+        name = f"{part}-{number}"
+        arguments = [text or self._text, name, self._live]
+        place, room = (self.needs.index(part, number), self._room) if room is None else (0, room)
+        return room.start(kind, place, f"{self._config.name}/{name}{suffix}", arguments, again=again)
 
-    def _start(self, kind: type, place: int, name: str, text: str, room: Room | None = None) -> Any:
-        """Ray starts it anew after a death."""
-        arguments = [text, name, self._live]
-        return (room or self._room).start(kind, place, self._full_name(name), arguments, again=True)
+
+@asynccontextmanager
+async def growing(parts: RayParts, pool: Pool, most: int) -> AsyncGenerator[None]:
+    """Ask Ray for room for one engine more, again and again, and let each join the pool. It serves as soon as it has
+    the current weights.
+
+    Ray gives the room once one machine has all of it: what is free on several together would hold no engine.
+    """
+    more: list[tuple[Room, RayEngine]] = []
+
+    async def grow() -> None:
+        try:
+            for number in range(parts.needs.counts["engine"], most):
+                room = await Room.when_free([parts.needs.each["engine"]])  # unbounded: as long as the run lasts
+                engine = parts.engine(number, room)
+                more.append((room, engine))
+                log.warning("there is room for %s: it joins", engine.name)
+                pool.add(engine)
+        except RayError as error:
+            log.warning("the run grows no further: %s", error)
+
+    task = asyncio.create_task(grow(), name="room for more engines")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task], timeout=CLOSE_SECONDS)
+        for room, engine in more:
+            engine.close()
+            room.give_back()
+
+
+async def attach_scorers(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, teachers: Mapping[str, Sequence[RayEngine]], ref: ModelRef
+) -> FrozenPool:
+    """The scorers of a reference: the run's own actors, which share requests by least load, or an endpoint."""
+    if ref.base_url is not None:
+        return await attach(ref, tokenizer)
+    theirs = await asyncio.to_thread(load_tokenizer, of_teacher(config, ref.name).model)
+    same_words(f"`{ref.name}`", tokenizer.encode(SAMPLE), theirs.encode(SAMPLE))
+    return FrozenPool(teachers[ref.name], ref)
+
+
+def of_teacher(config: RunConfig, name: str) -> RunConfig:
+    """The config of a scorer of this model: the run's settings, with another model and no adapter."""
+    policy = config.model
+    teacher = ModelConfig(
+        name=name, dtype=policy.dtype, fp32_head=policy.fp32_head, trust_remote_code=policy.trust_remote_code
+    )
+    return config.model_copy(update={"model": teacher})
 
 
 def config_elsewhere(config: RunConfig, engine_cpus: float) -> str:
@@ -228,10 +383,3 @@ def config_elsewhere(config: RunConfig, engine_cpus: float) -> str:
     name = str(folder.resolve()) if folder.is_dir() else config.model.name
     config = with_sections(config, engine={"threads": threads}, trainer={"threads": ranks}, model={"name": name})
     return config.model_copy(update={"runs": str(Path(config.runs).resolve())}).model_dump_json()
-
-
-async def _here(engine: RayEngine) -> None:
-    try:
-        await engine.actor.whereabouts.remote()
-    except RayError as error:
-        raise PacelineError(f"{engine.name} cannot start: {last_line(error)}") from error

@@ -1,60 +1,61 @@
-"""Runs trainer ranks as Ray actors that make one trainer, and reward and tool code on other machines."""
+"""Runs trainer ranks as Ray actors that make one trainer, and reward and tool code on other machines.
+
+The first rank broadcasts full weights to all engines at once, by a collective:
+
+    every engine is asked to load -> the first rank and those engines meet, unless they have met before
+                                  -> bucket by bucket to all of them at the same time -> each applies what it staged
+
+The update lies in the object store of the first rank's machine as well: an engine that is left out, because it was
+dead, hung or not yet there, fetches it from there. A group that breaks meets once more, without those that are gone.
+"""
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
+import torch
 from numpy.typing import NDArray
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util import get_node_ip_address
 
 from paceline.config import RunConfig
 from paceline.data.balance import Cost
 from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed, WorkerLimits, Workers
 from paceline.model import end_tokens, load_tokenizer
-from paceline.runtime.processes.remote_trainer import life
-from paceline.runtime.ray.cluster import RayActor, first_line, last_line
-from paceline.runtime.ray.collective import Sending
-from paceline.runtime.ray.engines import ObjectTensors, packed
-from paceline.runtime.rpc import (
-    FromTrainer,
-    RankGroup,
-    RpcCall,
-    RpcFailure,
-    RpcHello,
-    RpcResult,
-    SentWeights,
-    TrainerRpcHandler,
-    decode_call,
-)
+from paceline.runtime import rpc
+from paceline.runtime.ray.engines import ROW, ObjectTensors, RayActor, RayEngine, first_line, last_line, packed, row_of
 from paceline.runtime.torch_backend import build_trainer, pick_device
 from paceline.trainer import TrainerError, TrainerLost
 from paceline.trainer.batch import cost_of
 from paceline.trainer.torch.world import join
 from paceline.util.process_exit import free_port
+from paceline.weights.broadcast import Sender
 from paceline.weights.update import WeightUpdate
 
 START_SECONDS = 1800.0
 """For all ranks to be placed, to load the model and to meet."""
+log = logging.getLogger("paceline.ray")
 _encode = msgspec.msgpack.Encoder().encode
-_answer = msgspec.msgpack.Decoder(FromTrainer).decode
-_sent = msgspec.msgpack.Decoder(SentWeights).decode
+_sent = msgspec.msgpack.Decoder(rpc.SentWeights).decode
 
 
-class RankActor(Sending, RayActor):
-    """One rank: its share of the model, of each batch, and of each checkpoint."""
+class RankActor(RayActor):
+    """One rank: its share of the model, of each batch, and of each checkpoint. The first sends weights to engines."""
+
+    _sender: Sender | None = None
 
     async def meeting_place(self) -> tuple[str, int]:
         """Host and port at which the ranks meet, if this is the first of them."""
         return get_node_ip_address(), free_port("")
 
     async def join(self, host: str, port: int, rank: int, world: int) -> tuple[bytes, tuple[float, float]]:
-        """Meet the others and load the model; answers with a greeting, and with what a token and a pair of tokens cost
-        to train."""
+        """Meet the others and load the model; returns a greeting, and what a token and a pair of tokens cost."""
         return await asyncio.to_thread(self._join, f"{host}:{port}", rank, world)
 
     def _join(self, address: str, rank: int, world: int) -> tuple[bytes, tuple[float, float]]:
@@ -62,34 +63,54 @@ class RankActor(Sending, RayActor):
         group = join(rank, world, address, backend) if world > 1 else None
         built = build_trainer(self.config, group)
         tokenizer = load_tokenizer(self.config.model)
-        self._handler = TrainerRpcHandler(built.trainer, tokenizer)
-        ends = end_tokens(tokenizer, built.model)
+        self._handler = rpc.TrainerRpcHandler(built.trainer, tokenizer)
         cost = cost_of(built.model.config)
-        return _encode(RpcHello(life(), 0, built.parameters, built.device, ends)), (cost.linear, cost.attention)
+        hello = rpc.RpcHello(built.parameters, built.device, end_tokens(tokenizer, built.model))
+        return _encode(hello), (cost.linear, cost.attention)
 
     async def do(self, call: bytes) -> bytes:
         """Step, save, load or export, with all the others."""
-        return _encode(await self._handler.answer(decode_call(call)))
+        return _encode(await self._handler.answer(rpc.decode_call(call)))
 
     async def weights(self) -> tuple[bytes, NDArray]:
         """The weights' metadata and the weights themselves, on the first rank; the others help to gather them."""
         update = await self._handler.trainer.weights()
         expected = await asyncio.to_thread(update.fingerprint)
         data = await asyncio.to_thread(packed, update.tensors)
-        return _encode(SentWeights(update.version, "", update.adapter, expected, update.canary)), data
+        return _encode(rpc.SentWeights(update.version, "", update.adapter, expected, update.canary)), data
+
+    async def open_group(self, members: int, device: str, seconds: float) -> list[dict[str, Any]]:
+        """Listen for so many engines; answers with their invitations."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = Sender(members, device, seconds, host=get_node_ip_address())
+        return [self._sender.invitation(rank) for rank in range(1, members + 1)]
+
+    async def meet_group(self) -> None:
+        assert self._sender is not None
+        await asyncio.to_thread(self._sender.form)
+
+    async def hold(self, weights: NDArray) -> int:
+        """Look at weights in the object store of this machine; answers with their length in bytes."""
+        self._row = row_of(weights)
+        return len(self._row)
+
+    async def send_row(self) -> None:
+        assert self._sender is not None
+        row, self._row = self._row, torch.empty(0, dtype=torch.uint8)
+        await asyncio.to_thread(self._sender.send, {ROW: row})
 
 
-class RayTrainer(RankGroup):
+class RayTrainer(rpc.RankGroup):
     """All ranks as one trainer. What a lost rank knew is gone, and `load` starts new ones."""
 
     def __init__(self, config: RunConfig, start: Callable[[], Sequence[Any]]) -> None:
         super().__init__(config)
         self._start = start
-        self._ranks: list[Any] = []
 
-    async def meet(self) -> RpcHello:
+    async def meet(self) -> rpc.RpcHello:
         """Start the ranks and wait until they have met."""
-        self._ranks = list(self._start())
+        self._ranks = self._start()
         try:
             async with asyncio.timeout(START_SECONDS):
                 host, port = (await self._together([self._ranks[0].meeting_place.remote()]))[0]
@@ -101,9 +122,9 @@ class RayTrainer(RankGroup):
                 f"the trainer's ranks were not up within {START_SECONDS:g} s: is there still room for them? See "
                 "`paceline status`, then add --resume latest"
             ) from None
-        hello, self._cost = _answer(greeting), Cost(*cost)
-        assert isinstance(hello, RpcHello)
-        self.hello, self.version = hello, 0
+        hello, self._cost = rpc.decode_answer(greeting), Cost(*cost)
+        assert isinstance(hello, rpc.RpcHello)
+        self.version = 0
         return hello
 
     def first(self) -> Any:
@@ -125,18 +146,14 @@ class RayTrainer(RankGroup):
         await super().load(folder)
 
     def close(self) -> None:
-        ranks, self._ranks = self._ranks, []
+        ranks, self._ranks = self._ranks, ()
         for rank in ranks:
             with contextlib.suppress(RayError):
                 ray.kill(rank)
 
-    @property
-    def _size(self) -> int:
-        return len(self._ranks)
-
-    async def _ask(self, rank: int, call: RpcCall) -> RpcResult | RpcFailure:
-        answer = _answer(await self._ranks[rank].do.remote(_encode(call)))
-        assert isinstance(answer, RpcResult | RpcFailure)
+    async def _ask(self, rank: Any, call: rpc.RpcCall) -> rpc.RpcAnswer:
+        answer = rpc.decode_answer(await rank.do.remote(_encode(call)))
+        assert isinstance(answer, rpc.RpcAnswer)
         return answer
 
     def _there(self) -> None:
@@ -151,6 +168,132 @@ class RayTrainer(RankGroup):
     def _cause(self, ended: Mapping[int, BaseException | None]) -> BaseException:
         cause = super()._cause(ended)
         return TrainerError(last_line(cause)) if isinstance(cause, RayTaskError) else cause
+
+
+SECONDS = 60.0
+"""For a group to meet, and for one bucket to arrive: how long a member that hangs can hold up the others."""
+ECHO_SECONDS = 5.0
+"""How much longer than a bucket the others are waited for once one has failed."""
+LONGEST_SECONDS = 900.0
+"""For a whole broadcast, and for all to apply it."""
+MOST_FAILURES = 3
+"""Broadcasts in a row that came to nothing, after which this run tries no more."""
+
+
+@dataclass(eq=False, slots=True)
+class Round:
+    """One update on its way to those who asked for it before it left."""
+
+    wanted: dict[RayEngine, asyncio.Future[bytes | None]] = field(default_factory=dict)
+    """Each engine's answer, as soon as it came; None where the update did not reach it."""
+    begun: bool = False
+    task: asyncio.Task[None] | None = None
+
+
+class WeightsGroup:
+    """The first rank and the engines, as the orchestrator leads them."""
+
+    def __init__(self, first_rank: Callable[[], Any], device: str = "cpu", seconds: float = SECONDS) -> None:
+        self._first_rank, self._device, self._seconds = first_rank, device, seconds
+        self._met: tuple[Any, list[RayEngine]] | None = None
+        self._turn = asyncio.Lock()
+        self._failures = 0
+        self.broadcasts = 0
+        """Those that reached an engine."""
+
+    async def deliver(self, engine: RayEngine, head: bytes, tensors: ObjectTensors) -> bytes | None:
+        """The engine's answer to weights that were broadcast to it; None if they must reach it otherwise."""
+        if self._failures >= MOST_FAILURES:
+            return None
+        if tensors.round is None:
+            this = tensors.round = Round()
+            this.task = asyncio.ensure_future(self._broadcast(this, head, tensors.reference))
+        if tensors.round.begun:
+            self._met = None  # it comes late, or a second time: a restarted engine is in no group
+            return None
+        mine = tensors.round.wanted[engine] = asyncio.get_running_loop().create_future()
+        return await mine  # bounded: each step of a broadcast is
+
+    async def _broadcast(self, this: Round, head: bytes, reference: Any) -> None:
+        try:
+            async with self._turn:  # bounded: by the broadcast before
+                this.begun = True  # all engines that were asked in the same moment have said so
+                left = list(this.wanted)
+                for _ in range(2):
+                    if left:
+                        left = await self._try(left, this, head, reference)
+                reached = any(answer.done() for answer in this.wanted.values())
+                self._failures = 0 if reached else self._failures + 1
+                self.broadcasts += reached
+        finally:
+            for answer in this.wanted.values():
+                if not answer.done():
+                    answer.set_result(None)
+
+    async def _try(self, members: list[RayEngine], this: Round, head: bytes, reference: Any) -> list[RayEngine]:
+        """Reach all of them; answers with those for whom it is worth another try."""
+
+        async def row(engine: RayEngine, size: int) -> bytes:
+            answer = await engine.actor.receive_row.remote(head, size)
+            if not this.wanted[engine].done():
+                this.wanted[engine].set_result(answer)
+            return answer
+
+        try:
+            rank = self._first_rank()
+            outcomes = await self._meet(rank, members)
+            if not _failed(outcomes):
+                size = await self._soon(rank.hold.remote(reference))
+                calls = {engine: row(engine, size) for engine in members}
+                outcomes = await self._all({rank: rank.send_row.remote(), **calls})
+        except (RayError, TrainerLost, TimeoutError) as error:  # the next call that needs the rank reports it
+            log.warning("the first rank takes no part in a broadcast: %s", last_line(error))
+            self._met = None
+            return []
+        left = [engine for engine in members if not this.wanted[engine].done()]
+        if left:
+            failed = _failed(outcomes)
+            log.warning(
+                "a broadcast of weights broke off: %s", "; ".join(map(last_line, failed.values())) or "no answer"
+            )
+            self._met = None
+            left = [e for e in left if e in outcomes and not isinstance(failed.get(e), RayActorError)]
+        return left
+
+    async def _meet(self, rank: Any, members: list[RayEngine]) -> dict[Any, Any]:
+        if self._met == (rank, members):
+            return {}
+        invitations = await self._soon(rank.open_group.remote(len(members), self._device, self._seconds))
+        calls = {
+            engine: engine.actor.join_group.remote(invitation, self._device)
+            for engine, invitation in zip(members, invitations, strict=True)
+        }
+        outcomes = await self._all({rank: rank.meet_group.remote(), **calls})
+        if not _failed(outcomes):
+            self._met = (rank, members)
+        return outcomes
+
+    async def _soon(self, reference: Any) -> Any:
+        async with asyncio.timeout(self._seconds):
+            return await reference
+
+    async def _all(self, calls: Mapping[Any, Awaitable[Any]]) -> dict[Any, Any]:
+        """Each call's answer or error. After the first failure the others have as long as a bucket may take to fail
+        too, and a call that is still open then is missing from the answer."""
+        tasks = {asyncio.ensure_future(call): who for who, call in calls.items()}
+        try:
+            _, silent = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION, timeout=LONGEST_SECONDS)
+            if silent:
+                await asyncio.wait(silent, timeout=self._seconds + ECHO_SECONDS)
+            done = {who: task for task, who in tasks.items() if task.done()}
+            return {who: task.exception() or task.result() for who, task in done.items()}  # bounded: all are done
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def _failed(outcomes: Mapping[Any, Any]) -> dict[Any, BaseException]:
+    return {who: got for who, got in outcomes.items() if isinstance(got, BaseException)}
 
 
 AGAIN_SECONDS = 0.5

@@ -1,5 +1,20 @@
-"""Loads the model to train, connects to the server it is sampled from, and steps once there are enough samples."""
+"""Self-play in a few lines of Python, without a run file: an arena, a trainer, and a loop between them.
 
+    model, tokenizer = load("paceline:quickstart")
+    optimizer = optim.Adam(learning_rate=1e-5)
+    config = SelfPlayTrainerConfig(micro_batch_tokens=4096, staleness_limit=3)
+
+    client = OpenAIClient(base_url="http://localhost:8000/v1")      # paceline serve NAME --engine.adapters 1
+    trainer = SelfPlayTrainer(model, optimizer, config, client)
+    arena = MyArena(client, credit_assigner=GRPOCredit())
+
+    await training_loop(arena=arena, trainer=trainer, num_steps=1000, episode_concurrency=8)
+
+The parts are those of a run: seats record exact tokens, algorithms give credit, the trainer steps. What a run adds
+(evaluation, checkpoints, metrics on disk, resume) needs a run file with an `arena` environment.
+"""
+
+import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,18 +25,49 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from paceline.algorithms import Algorithm
+from paceline.algorithms.baselines import RAE, Constant
+from paceline.algorithms.grpo import Hierarchical
 from paceline.clients import HttpEngine, Pool
+from paceline.config import BreakerConfig
+from paceline.config import algorithm as credit
 from paceline.config import trainer as sections
 from paceline.config.apple import on_mlx
+from paceline.config.env.base import ArenaEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import LoRAConfig, ModelConfig
-from paceline.data import Sample
+from paceline.data import Cursor, Sample, Ticket
 from paceline.errors import PacelineError
 from paceline.model import end_tokens, load_tokenizer
+from paceline.orchestrator import Breaker, RealClock, TrainEnv
+from paceline.orchestrator.dispatcher import without_signal
+from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.gate import fresh_enough
-from paceline.rollout import Group, Renderer, SamplingClient
+from paceline.rollout import Group, Renderer, Rollout, SamplingClient
 from paceline.runtime.model_backends import trainer_of
+from paceline.selfplay import Arena, ArenaEnvironment, ArenaError, EpisodeRequest
 from paceline.trainer import StepReport
+from paceline.util.deadlines import together
+from paceline.util.lazy_import import renamed_names
+
+__all__ = [
+    "Client",
+    "ConstantCredit",
+    "GRPOCredit",
+    "OpenAIClient",
+    "RAECredit",
+    "SelfPlayTrainer",
+    "SelfPlayTrainerConfig",
+    "Stage",
+    "TrainingBatch",
+    "load",
+    "optim",
+    "synchronous_training_loop",
+    "training_loop",
+]
+
+__getattr__ = renamed_names(__name__, {"Trainer": "SelfPlayTrainer", "TrainerConfig": "SelfPlayTrainerConfig"})
+
 
 ADAPTER = LoRAConfig()
 
@@ -197,3 +243,108 @@ class SelfPlayTrainer:
         self.reports.append(report)
         await self.publish_weights()
         return report
+
+
+def GRPOCredit(normalize: bool = False, positive_only: bool = False) -> Algorithm:
+    """Reward minus the mean of those who played the same thing: tries of one artifact, children of one episode."""
+    return Hierarchical(
+        credit.HierarchicalConfig(std="population" if normalize else "none", positive_only=positive_only)
+    )
+
+
+def RAECredit(decay: float = 0.95) -> Algorithm:
+    """Reward minus a running mean for each actor in each kind of episode."""
+    return RAE(credit.RAEConfig(decay=decay))
+
+
+def ConstantCredit(value: float = 1.0) -> Algorithm:
+    return Constant(credit.ConstantConfig(value=value))
+
+
+EPISODE_SECONDS = 600.0
+
+
+class Stage:
+    """Plays what an arena asks for. Requests of one episode type and artifact form a group."""
+
+    def __init__(self, arena: Arena, trainer: SelfPlayTrainer, seed: int = 0) -> None:
+        if not isinstance(arena.credit_assigner, Algorithm):
+            raise ArenaError("the arena has no credit_assigner: give it GRPOCredit(), RAECredit() or ConstantCredit()")
+        self._arena, self._tickets = arena, trainer.tickets
+        self._runner = RolloutRunner((arena.client or trainer.client).voice, RealClock(), seed)
+        self._breaker = Breaker(BreakerConfig())
+        self._env = TrainEnv(
+            config=ArenaEnvConfig(name="arena", import_path="paceline.selfplay:Arena", timeout=EPISODE_SECONDS),
+            environment=ArenaEnvironment(arena),
+            algorithm=arena.credit_assigner,
+            rows=(),
+            eval_rows=(),
+            cursor=Cursor(1, seed, "arena"),
+        )
+
+    async def step(self, concurrency: int = 8) -> TrainingBatch:
+        """One batch of the arena, at most `concurrency` root episodes at once."""
+        tries: dict[tuple[str, str], list[EpisodeRequest]] = {}
+        for request in self._arena.get_batch():
+            tries.setdefault(request.key, []).append(request)
+        if not tries:
+            raise ArenaError(f"{type(self._arena).__name__} has nothing to play: its get_batch() gave no request")
+        places = asyncio.Semaphore(concurrency)
+        groups = await together([self._group(requests, places) for requests in tries.values()])
+        for group in groups:
+            for rollout in (*group.failed, *group.rollouts):
+                if rollout.error is None:
+                    self._breaker.success()
+                elif not rollout.dropped:
+                    self._breaker.failure(rollout.error)
+            self._env.algorithm.assign(group)
+        telling = [group for group in groups if not without_signal(group)]
+        await self._env.algorithm.score(telling)
+        records = [sample for group in telling for sample in group.samples()]
+        return TrainingBatch(records, groups)
+
+    async def _group(self, requests: Sequence[EpisodeRequest], places: asyncio.Semaphore) -> Group:
+        number = next(self._tickets)
+        ticket = Ticket(number, self._env.name, 0, number, 0)
+
+        async def one(member: int, request: EpisodeRequest) -> list[Rollout]:
+            async with places:  # bounded: each episode before it has a timeout
+                row = {"split": "train", "request": request}
+                return await self._runner.episode(self._env, row, ticket, member, number)
+
+        episodes = await together([one(member, request) for member, request in enumerate(requests)])
+        return self._runner.collect(self._env, ticket, episodes, len(requests))
+
+
+async def training_loop(
+    arena: Arena,
+    trainer: SelfPlayTrainer,
+    num_steps: int,
+    episode_concurrency: int = 8,
+    batch_queue: "asyncio.Queue[TrainingBatch] | None" = None,
+) -> None:
+    """Generate and train at the same time. The queue gives backpressure: when it is full, generation waits."""
+    queue = batch_queue or asyncio.Queue(maxsize=1)
+    stage = Stage(arena, trainer)
+    await trainer.publish_weights()
+
+    async def generator() -> None:
+        for _ in range(num_steps):
+            batch = await stage.step(concurrency=episode_concurrency)
+            await queue.put(batch)  # unbounded: it is the trainer's turn, and its failure cancels this
+
+    async def consumer() -> None:
+        for _ in range(num_steps):
+            batch = await queue.get()  # unbounded: it is the sampler's turn, and its failure cancels this
+            await trainer.accumulate(batch.records)
+
+    await together([generator(), consumer()])
+    await trainer.flush()
+
+
+async def synchronous_training_loop(arena: Arena, trainer: SelfPlayTrainer, num_steps: int) -> None:
+    """Generate, then train, then again."""
+    stage = Stage(arena, trainer)
+    await trainer.publish_weights()
+    for _ in range(num_steps):
+        await trainer.train_step(await stage.step())
