@@ -54,7 +54,7 @@ class HttpEngine(HttpConnection, RemoteEngine):
     # -- the engine's protocol ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Check that a server answers at this address, takes our key and has an engine that lives."""
+        """Check that a server answers here, takes our key and has an engine that lives."""
         for path in ("/health", "/limits"):
             self.look(path, seconds=CONNECT_SECONDS)
 
@@ -90,9 +90,9 @@ class HttpEngine(HttpConnection, RemoteEngine):
         if adapter is None:
             answer = await self._carrier.send(self, head, await self.keep(update))
         else:
-            weights = await asyncio.to_thread(_packed, update)
+            packed = await asyncio.to_thread(lambda: base64.b64encode(libraries.packed(update.tensors)))
             head |= {"name": adapter.name} if adapter.name else {}
-            answer = await self.post("/adapters/load", head | {"weights": weights, "scale": adapter.scale})
+            answer = await self.post("/adapters/load", head | {"weights": packed.decode(), "scale": adapter.scale})
         await self.stats()
         return answer["pause_seconds"]
 
@@ -157,10 +157,15 @@ class HttpEngine(HttpConnection, RemoteEngine):
         raise _error(response, answer)
 
 
-MISMATCH = "weights_mismatch"
-"""The code of a refusal because weights are not what they claim to be."""
-OTHER_BASE = "other_base"
-"""The code of a refusal because the engine does not hold what a delta builds on."""
+KINDS = {
+    "weights_mismatch": Mismatch,
+    "other_base": OtherBase,
+    "model_not_found": UnknownModel,
+    "shutting_down": Unreachable,
+    "engine_unavailable": Unreachable,
+    "update_refused": EngineError,
+}
+"""What a refusal means, by its code; by its status for all others."""
 
 
 def _portions(sequences: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
@@ -226,31 +231,14 @@ def _completion(choice: dict[str, Any]) -> Completion:
     )
 
 
-def _packed(update: WeightUpdate) -> str:
-    data = libraries.packed(update.tensors)
-    return base64.b64encode(data).decode("ascii")
-
-
 def _error(response: httpx.Response, answer: Any) -> EngineError:
     error = answer.get("error") if isinstance(answer, dict) else None
     if not isinstance(error, dict):
         # Nonsense in place of an answer says nothing of what became of the question, like no answer at all.
         kind = Unreachable if response.status_code == 200 or response.status_code >= 500 else EngineError
         return kind(f"{response.url} answered {response.status_code}, but not as a Paceline server does")
-    message, code, status = str(error.get("message")), error.get("code"), response.status_code
-    if code == MISMATCH:
-        return Mismatch(message)
-    if code == OTHER_BASE:
-        return OtherBase(message)
-    if code == "model_not_found":
-        return UnknownModel(message)
-    if code in ("shutting_down", "engine_unavailable"):
-        return Unreachable(message)
-    if status == 429:
-        return Overloaded(message)
-    if status in (400, 413, 415) and code != "update_refused":
-        return RequestError(message)
-    return EngineError(message)
+    by_status = {429: Overloaded, **dict.fromkeys((400, 413, 415), RequestError)}.get(response.status_code, EngineError)
+    return KINDS.get(str(error.get("code")), by_status)(str(error.get("message")))
 
 
 def _forgive(task: "asyncio.Task[EngineStats]") -> None:

@@ -21,14 +21,13 @@ from paceline.clients.remote import in_one_piece
 from paceline.clients.rpc import (
     Answer,
     Ask,
-    CompletionFrame,
     EngineMessage,
-    EngineRpcHandler,
     FailureFrame,
     FromEngine,
     Generate,
     Load,
     ToEngine,
+    answer,
     decode_from_engine,
     decode_to_engine,
     unpacked,
@@ -118,11 +117,10 @@ class EngineActor(Receiving, RayActor):
         self._stack = contextlib.ExitStack()
         self._engine, self.ends = self._stack.enter_context(type(self).serves(self.config))
         watch(self._engine, leave)
-        self._handler = EngineRpcHandler(self._engine)
 
     async def answer(self, question: bytes) -> bytes:
         (message,) = decode_to_engine(question).messages
-        return self._framed(await self._handler.answer(message))
+        return self._framed(await answer(self._engine, message))
 
     @ray.method(concurrency_group=CONTROL)
     async def order(self, question: bytes) -> bytes:
@@ -145,10 +143,10 @@ class EngineActor(Receiving, RayActor):
         try:
             tensors = tensors_in(row)
             update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary)
-            answer: EngineMessage = Answer(message.id, seconds=await self._engine.load_weights(update))
+            loaded: EngineMessage = Answer(message.id, seconds=await self._engine.load_weights(update))
         except Exception as error:
-            answer = FailureFrame.of(message.id, error)
-        return self._framed(answer)
+            loaded = FailureFrame.of(message.id, error)
+        return self._framed(loaded)
 
     @ray.method(concurrency_group=CONTROL)
     async def end_tokens(self) -> tuple[int, ...]:
@@ -167,7 +165,7 @@ class RayEngine(FramedEngine):
         self.actor, self.name, self._group = actor, name, group
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
-        done: CompletionFrame = await self._send(Generate(next(self._numbers), request, False))
+        done = await self._send(Generate(next(self._numbers), request, False))
         return in_one_piece(done.completion, listener)
 
     async def load_weights(self, update: WeightUpdate) -> float:
@@ -179,8 +177,7 @@ class RayEngine(FramedEngine):
             if data is not None:
                 return self._decode(data).seconds
         await PACE.turn()
-        answer: Answer = await self._result(self.actor.load.remote(framed, tensors.reference))
-        return answer.seconds
+        return (await self._result(self.actor.load.remote(framed, tensors.reference))).seconds
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
         """The update with its tensors in the object store, from where any node can have them."""
