@@ -30,41 +30,21 @@ from paceline.data.rows import (
 
 
 class StoredRows(Rows):
-    """Rows as they are stored, shaped into ours on the way out. Bad ones are left out, and told of in `bad`."""
+    """Rows as they are stored, shaped into ours on the way out. Bad ones are left out, and counted in `bad`."""
 
-    def __init__(self, shape: RowShape) -> None:
+    def __init__(self, shape: RowShape, placed: Placed, limit: int | None = None) -> None:
+        """Check the rows in order, until `limit` of them are good."""
         self._shape = shape
         self.bad = BadRows(DataError)
-
-    @abstractmethod
-    def _raw(self, index: int) -> Row:
-        """The row as it is stored; the caller may change it."""
-
-    def _row(self, index: int) -> Row:
-        return self._shape(self._raw(index))
-
-    def _check(self, row: Row, place: str) -> bool:
-        """Whether the row can be used."""
-        try:
-            self._shape(row)
-        except BadRow as error:
-            self.bad.bad(f"{place}: {error}")
-            return False
-        self.bad.good()
-        return True
-
-
-class Numbered(StoredRows):
-    """Stored rows that are found by their number."""
-
-    def __init__(self, shape: RowShape) -> None:
-        super().__init__(shape)
-        self._used: Sequence[int] = ()
-
-    def _look_at(self, placed: Iterable[tuple[Row, str]]) -> None:
-        """Check all of them, in order."""
-        for row, place in placed:
-            self._check(row, place)
+        for place, row in placed:
+            try:
+                shape(row)
+            except BadRow as error:
+                self.bad.bad(f"{place}: {error}")
+            else:
+                self.bad.good()
+            if self.bad.seen - len(self.bad) == limit:
+                break
         self.bad.settle()
         numbers = range(self.bad.seen)
         self._used = array("Q", (n for n in numbers if n not in self.bad.indices)) if self.bad else numbers
@@ -72,22 +52,24 @@ class Numbered(StoredRows):
     def __len__(self) -> int:
         return len(self._used)
 
-    def _raw(self, index: int) -> Row:
-        return self._stored(self._used[index])
+    def _row(self, index: int) -> Row:
+        return self._shape(self._stored(self._used[index]))
 
     @abstractmethod
     def _stored(self, number: int) -> Row:
-        """The row at a number, counted with the bad ones."""
+        """The row at a number, counted with the bad ones; the caller may change it."""
 
 
-class Listed(Numbered):
+class Listed(StoredRows):
     """Rows that are held elsewhere: a list in memory, a dataset of the hub, a generated task."""
 
-    def __init__(self, rows: Sequence[Row], places: Iterable[str], shape: RowShape, limit: int | None) -> None:
-        super().__init__(shape)
+    def __init__(self, rows: Sequence[Row], places: str | Iterable[str], shape: RowShape, limit: int | None) -> None:
+        """`places` names the place of each row in an error, or all of them at once."""
         self._rows = rows
         length = len(rows) if limit is None else min(limit, len(rows))
-        self._look_at(zip(islice(rows, length), places, strict=False))
+        if isinstance(name := places, str):
+            places = (f"{name}, row {number}" for number in range(1, length + 1))
+        super().__init__(shape, zip(places, islice(rows, length), strict=False))
 
     def _stored(self, number: int) -> Row:
         return copy.deepcopy(self._rows[number])
@@ -97,35 +79,27 @@ class JsonLines(StoredRows):
     """A .jsonl file by the byte offsets of its rows: eight bytes of memory a row, however long the rows are."""
 
     def __init__(self, source: str, shape: RowShape, limit: int | None) -> None:
-        super().__init__(shape)
         self._source = source
         self._path = Path(source).absolute()
         self._offsets = array("Q")
         with reading(source), self._path.open("rb") as lines:
             self._stamp = _stamp(lines)
-            self._index(lines, limit)
-        self.bad.settle()
+            super().__init__(shape, self._parse(lines), limit)
 
-    def _index(self, lines: BinaryIO, limit: int | None) -> None:
+    def _parse(self, lines: BinaryIO) -> Placed:
         at = 0
         for number, line in enumerate(lines, start=1):
-            if len(self._offsets) == limit:
-                return
             if line.removeprefix(codecs.BOM_UTF8).strip():
-                place = f"{self._source}:{number}"
-                if self._check(_line(line, place), place):
-                    self._offsets.append(at)
+                self._offsets.append(at)
+                yield (place := f"{self._source}:{number}"), _line(line, place)
             at += len(line)
 
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def _raw(self, index: int) -> Row:
+    def _stored(self, number: int) -> Row:
         # Opened anew for each row: no position to share between threads, and nothing to close.
         with reading(self._source), self._path.open("rb") as lines:
             if _stamp(lines) != self._stamp:
                 raise DataError(f"dataset {self._source}: the file changed while it was in use; start again")
-            lines.seek(self._offsets[index])
+            lines.seek(self._offsets[number])
             return _line(lines.readline(), self._source)
 
 
@@ -145,7 +119,7 @@ def _in_memory(parse: Callable[[Path], Placed]) -> "Opener":
     def open_file(source: str, shape: RowShape, limit: int | None) -> Listed:
         with reading(source):
             placed = list(islice(parse(Path(source)), limit))
-        return Listed([row for _, row in placed], [place for place, _ in placed], shape, limit)
+        return Listed([row for _, row in placed], [place for place, _ in placed], shape, None)
 
     return open_file
 
@@ -161,35 +135,26 @@ Groups = tuple[Sequence[int], Callable[[int], Table]]
 """How many rows each group has, and how to decode one."""
 
 
-class ColumnRows(Numbered):
+class ColumnRows(StoredRows):
     """The rows of a table, parquet or arrow: a group of rows is decoded when one of them is asked for."""
 
     def __init__(self, source: str, groups: Groups, shape: RowShape, limit: int | None) -> None:
-        super().__init__(shape)
         self._source = source
         sizes, self._decode = groups
         self._ends = list(accumulate(sizes))
-        self._length = self._ends[-1] if self._ends else 0
-        if limit is not None:
-            self._length = min(limit, self._length)
         self._decoded: OrderedDict[int, Table] = OrderedDict()
-        self._look_at((row, f"{source}, row {number}") for number, row in self._scan())
+        rows = ((f"{source}, row {number}", row) for number, row in enumerate(self._scan(), start=1))
+        super().__init__(shape, islice(rows, limit))
 
     def _stored(self, number: int) -> Row:
         group = bisect_right(self._ends, number)
         start = self._ends[group - 1] if group else 0
         return self._group(group).slice(number - start, 1).to_pylist()[0]
 
-    def _scan(self) -> Iterator[tuple[int, Row]]:
-        """All rows with their numbers, counted from one."""
-        number = 0
+    def _scan(self) -> Iterator[Row]:
         for group in range(len(self._ends)):
-            if number >= self._length:
-                return
             for chunk in self._group(group).to_batches(max_chunksize=CHUNK):
-                for row in chunk.slice(0, max(0, self._length - number)).to_pylist():
-                    number += 1
-                    yield number, row
+                yield from chunk.to_pylist()
 
     def _group(self, group: int) -> Table:
         if group not in self._decoded:

@@ -49,8 +49,7 @@ def open_hub(uri: str, shape: RowShape, limit: int | None) -> Listed:
         raise DataError(
             f"dataset {uri}: cannot be loaded: {reason}; without a network, name a local file instead"
         ) from error
-    places = (f"dataset {uri}, row {number}" for number in range(1, len(rows) + 1))
-    return Listed(rows, places, shape, limit)
+    return Listed(rows, f"dataset {uri}", shape, limit)
 
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+-]+):(?!//)([^?]*)(?:\?(.*))?")
@@ -146,8 +145,7 @@ def listed_rows(
     for number, row in enumerate(rows if isinstance(rows, list) else islice(rows, 1), start=1):
         if not isinstance(row, Mapping):
             raise DataError(f"{name}, row {number} is {row!r:.80}: give a list of dicts, one for each row")
-    places = (f"{name}, row {number}" for number in range(1, len(rows) + 1))
-    return Listed(rows, places, RowShape(fields or {}, prompted=prompted, refine=refine), None)
+    return Listed(rows, name, RowShape(fields or {}, prompted=prompted, refine=refine), None)
 
 
 def _open(uri: str, shape: RowShape, limit: int | None, schemes: Mapping[str, Scheme]) -> StoredRows:
@@ -176,9 +174,7 @@ def _open_address(address: DatasetUri, shape: RowShape, limit: int | None, schem
         known = ", ".join(f"`{option}`" for option in ("limit", *scheme.options))
         raise DataError(f"dataset {uri}: there is no option `{unknown[0]}`; `{address.scheme}:` knows {known}")
     limits = [n for n in (limit, address.integer("limit")) if n is not None]
-    rows = scheme.open(address)
-    places = (f"dataset {uri}, row {number}" for number in range(1, len(rows) + 1))
-    return Listed(rows, places, shape, min(limits, default=None))
+    return Listed(scheme.open(address), f"dataset {uri}", shape, min(limits, default=None))
 
 
 def _known(schemes: Mapping[str, Scheme]) -> str:

@@ -17,6 +17,9 @@ from paceline.orchestrator.gate import fresh_enough
 from paceline.orchestrator.train_env import USERS, Filters, ReplayedGroup, TrainEnv
 from paceline.rollout import Group
 
+COUNTS = ("dropped", "lost_samples", "failed_rollouts", "stale_samples", "stale_tokens")
+"""The numbers of a tally."""
+
 
 @dataclass(slots=True)
 class Tally:
@@ -55,25 +58,13 @@ class Tally:
 
     def counts(self) -> dict[str, Any]:
         """The numbers alone, as a checkpoint keeps them."""
-        return {
-            "dropped": dict(self.dropped),
-            "lost_samples": dict(self.lost_samples),
-            "failed_rollouts": self.failed_rollouts,
-            "stale_samples": self.stale_samples,
-            "stale_tokens": self.stale_tokens,
-        }
+        return {name: getattr(self, name) for name in COUNTS}
 
     @classmethod
     def of(cls, resolved: list[Group], counts: Mapping[str, Any]) -> "Tally":
         """Back to a checkpoint's."""
-        return cls(
-            resolved=resolved,
-            dropped=Counter(counts.get("dropped")),
-            lost_samples=Counter(counts.get("lost_samples")),
-            failed_rollouts=counts.get("failed_rollouts", 0),
-            stale_samples=counts.get("stale_samples", 0),
-            stale_tokens=counts.get("stale_tokens", 0),
-        )
+        found = {name: counts[name] for name in COUNTS if name in counts}
+        return cls(resolved, **{name: Counter(n) if isinstance(n, dict) else n for name, n in found.items()})
 
 
 SOLVED_SHARE = 0.9

@@ -1,11 +1,9 @@
-"""Writes and reads the groups that the dispatcher holds between two batches, as a checkpoint file.
+"""Holds finished groups on their way into a batch, and writes them to a checkpoint file.
 
 A finished group is sampled, credited and counted; to play it again after a resume would count it twice with every
 baseline that saw it, and would not give the same tokens. So a checkpoint keeps it whole: exact turns, rewards, and the
 samples with all their streams, as msgpack with raw array buffers. What has no place there (a message that holds an
 object of the user's own) keeps its group out of the file, and its ticket waits again.
-
-Finished groups on their way into a batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,17 +40,6 @@ class Held:
     """Of those, what the batch being filled replays."""
     counts: dict[str, Any] = field(default_factory=dict)
     """The tally's numbers."""
-
-    def without(self, again: Iterable[Ticket]) -> "Held":
-        """Less the groups of tickets that are played again."""
-        gone = set(again)
-        return Held(
-            [group for group in self.buffered if group.ticket not in gone],
-            [group for group in self.resolved if group.ticket not in gone],
-            self.remembered,
-            self.chosen,
-            self.counts,
-        )
 
 
 class _BufferedTurn(msgspec.Struct, array_like=True):
@@ -188,7 +175,10 @@ def _written(group: Group) -> bytes | None:
 
 def _read(raw: msgspec.Raw) -> Group | None:
     try:
-        return _group(_group_decoder.decode(raw))
+        wired = _group_decoder.decode(raw)
+        ticket = Ticket(*wired.ticket)
+        rollouts, failed = ([_rollout(r, ticket) for r in some] for some in (wired.rollouts, wired.failed))
+        return Group(ticket=ticket, rollouts=rollouts, places=wired.places, failed=failed)
     except (msgspec.ValidationError, TypeError, ValueError):
         return None
 
@@ -217,16 +207,6 @@ def _fields(value: Rollout | Turn, struct: type[msgspec.Struct]) -> dict[str, An
     return {name: getattr(value, name) for name in struct.__struct_fields__}
 
 
-def _group(wired: _Group) -> Group:
-    ticket = Ticket(*wired.ticket)
-    return Group(
-        ticket=ticket,
-        rollouts=[_rollout(rollout, ticket) for rollout in wired.rollouts],
-        places=wired.places,
-        failed=[_rollout(rollout, ticket) for rollout in wired.failed],
-    )
-
-
 def _rollout(wired: _Rollout, ticket: Ticket) -> Rollout:
     fields = asdict(wired)
     fields["turns"] = [_turn(turn) for turn in wired.turns]
@@ -237,15 +217,11 @@ def _rollout(wired: _Rollout, ticket: Ticket) -> Rollout:
 def _turn(wired: _BufferedTurn) -> Turn:
     fields = asdict(wired)
     for name, kind in _NUMBERS.items():
-        if fields[name] is not None:
-            fields[name] = _values(fields[name], kind)
+        if (array := fields[name]) is not None:
+            if array.dtype != (expected := np.dtype(kind).str):
+                raise WireError(f"a turn's numbers have dtype {array.dtype}, not {expected}")
+            fields[name] = array.view().tolist()
     return Turn(**fields)
-
-
-def _values(array: WiredArray, kind: type) -> list:
-    if array.dtype != (expected := np.dtype(kind).str):
-        raise WireError(f"a turn's numbers have dtype {array.dtype}, not {expected}")
-    return array.view().tolist()
 
 
 @dataclass(slots=True)
@@ -281,12 +257,8 @@ class Buffer:
 
     def oldest(self, room: int) -> list[Group]:
         """As many groups as fit, in ticket order, those promised before."""
-        batch = []
-        for _, _, finished in sorted((not held.promised, ticket, held) for ticket, held in self._held.items()):
-            if finished.group.places <= room:
-                batch.append(finished.group)
-                room -= finished.group.places
-        return batch
+        order = sorted(self._held.items(), key=lambda item: (not item[1].promised, item[0]))
+        return fitting((held.group for _, held in order), room)
 
     def promise(self, batch: Sequence[Group]) -> list[Group]:
         """Mark groups that the next batch begins to train on; returns those that were not promised already."""
@@ -317,3 +289,13 @@ class Buffer:
 def places(groups: Iterable[Group]) -> int:
     """Places that the groups take in a batch."""
     return sum(group.places for group in groups)
+
+
+def fitting(groups: Iterable[Group], room: int) -> list[Group]:
+    """Those that still fit into so many places, in their order."""
+    chosen = []
+    for group in groups:
+        if group.places <= room:
+            chosen.append(group)
+            room -= group.places
+    return chosen

@@ -67,7 +67,7 @@ class Dispatcher:
         gate.extra = config.extra
         self._ledger = ledger
         self._warn = warn
-        self._judge = GroupAdmission(config, courses, warn)
+        self.admission = GroupAdmission(config, courses, warn)
         self._replay = Replay(config.replay, config.staleness)
         self._replays: list[Group] = []
         """Groups that the batch being filled replays."""
@@ -136,7 +136,7 @@ class Dispatcher:
         for ticket, flight in list(self._flights.items()):
             if flight.since < oldest and flight.course.algorithm.voice is None:
                 self._call_off(ticket, STALE)
-        self._judge_early()
+        self._admit_early()
 
     def _call_off(self, ticket: Ticket, reason: str) -> None:
         """Cancel a group in flight. Its books are closed at once, however long its episodes take to go."""
@@ -190,7 +190,7 @@ class Dispatcher:
             group = task.result()  # bounded: it is done
             if self._config.deterministic:
                 self._early[ticket] = group
-                self._judge_early()
+                self._admit_early()
             else:
                 self._settle(group)
             self.refill()
@@ -199,7 +199,7 @@ class Dispatcher:
             self._failure = self._failure or failure
         self._changed.set()
 
-    def _judge_early(self) -> None:
+    def _admit_early(self) -> None:
         """In a deterministic run credit is given in ticket order, not in order of completion: a moving baseline depends
         on it. So a group waits for those drawn before it, still in flight as gate and ledger see it."""
         while self._early and (first := self._ledger.first(State.IN_FLIGHT)) in self._early:
@@ -208,7 +208,7 @@ class Dispatcher:
     def _settle(self, group: Group) -> None:
         """Judged, it waits for a batch or gives its places back."""
         try:
-            verdict = self._judge.verdict(group, self._gate.version)
+            verdict = self.admission.verdict(group, self._gate.version)
         except BaseException:
             self.let_go.append((group, "failed"))  # the run ends with it
             raise
@@ -220,7 +220,7 @@ class Dispatcher:
             self._gate.reject(group.places)
             self._drop(group.ticket, verdict)
             self.let_go.append((group, verdict))
-            if self._judge.solved:
+            if self.admission.solved:
                 self.stop()
 
     # -- shipping ---------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class Dispatcher:
             return
         self._aged_at = self._gate.version
         for group in self._buffer.ageing(self._gate.version):
-            if not self._judge.age(group, self._gate.version):
+            if not self.admission.age(group, self._gate.version):
                 self._let_go(group, STALE)
 
     def _let_go(self, group: Group, reason: str) -> None:
@@ -291,21 +291,12 @@ class Dispatcher:
     @property
     def tally(self) -> Tally:
         """The tally since the last batch was reported."""
-        return self._judge.tally
-
-    @property
-    def solved(self) -> str:
-        """Why nothing is left to learn, once that is so: then nothing more is drawn."""
-        return self._judge.solved
+        return self.admission.tally
 
     def take_tally(self, batch: Sequence[Group]) -> Tally:
         """Take the tally of this batch: groups drawn after its last ticket are left for the next one."""
-        tally, self._judge.tally = self.tally, self.tally.cut(batch)
+        tally, self.admission.tally = self.tally, self.tally.cut(batch)
         return tally
-
-    def resolved_by(self, batch: Sequence[Group]) -> list[Group]:
-        """Groups that led to this batch, in ticket order."""
-        return self.tally.resolved_by(batch)
 
     def stop(self) -> None:
         """Draw nothing more and wake a pending `next_batch`."""
@@ -356,8 +347,8 @@ class Dispatcher:
                 self._gate.start(group.places)
                 self._gate.accept(group.places)
                 self._buffer.put(ReadyGroup.of(group, self._config.staleness))
-        held = held.without(group.ticket for group in held.buffered if group.ticket not in self._buffer)
-        self._judge.tally = Tally.of(held.resolved, held.counts)
+        again = {group.ticket for group in held.buffered if group.ticket not in self._buffer}
+        self.admission.tally = Tally.of([g for g in held.resolved if g.ticket not in again], held.counts)
         for course in self._courses.values():
             course.late = held.counts.get("late", {}).get(course.name, 0)
             course.forgone = held.counts.get("forgone", {}).get(course.name, 0.0)

@@ -28,12 +28,8 @@ class LeagueMember:
     league: League
 
 
-@dataclass(frozen=True, slots=True)
-class StoredVersion:
-    """A version's weights, and what its file says of them."""
-
-    update: WeightUpdate
-    notes: dict[str, str]
+StoredVersion = tuple[WeightUpdate, dict[str, str]]
+"""A version's weights, and what its file says of them."""
 
 
 class LeagueCheckpoints:
@@ -58,14 +54,14 @@ class LeagueCheckpoints:
 
     def save(self, folder: Path) -> None:
         """Every kept version, beside the checkpoint's own weights. A file that an earlier checkpoint has is linked."""
-        for version, kept in self._weights.items():
+        for version, (update, notes) in self._weights.items():
             path = folder / _file(version)
             # Another run may have left a version of the same number here.
-            same = [file for file in sorted(folder.parent.glob(f"step-*/{path.name}")) if _notes(file) == kept.notes]
+            same = [file for file in sorted(folder.parent.glob(f"step-*/{path.name}")) if _notes(file) == notes]
             try:
                 path.hardlink_to(same[-1])
             except (IndexError, OSError):
-                write_tensors(kept.update.tensors, path, kept.notes)
+                write_tensors(update.tensors, path, notes)
 
     async def load(self, folder: Path) -> None:
         """Bring back those the restored leagues name."""
@@ -131,7 +127,7 @@ class LeagueCheckpoints:
 
     async def _speak(self, address: str, version: int) -> None:
         assert self._pool is not None, "a placement hands over a pool with a past where there is a league"
-        await self._pool.keep(address, self._weights[version].update)
+        await self._pool.keep(address, self._weights[version][0])
 
 
 def members(courses: dict[str, TrainEnv]) -> list[LeagueMember]:
@@ -151,7 +147,7 @@ def _copy(update: WeightUpdate) -> StoredVersion:
 
 def _kept(update: WeightUpdate) -> StoredVersion:
     scale = {} if update.adapter is None else {"scale": repr(update.adapter.scale)}
-    return StoredVersion(update, {"fingerprint": update.fingerprint()} | scale)
+    return update, {"fingerprint": update.fingerprint()} | scale
 
 
 def _file(version: int) -> str:

@@ -6,17 +6,17 @@ dispatcher goes on sampling whenever this loop awaits.
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 from paceline.clients import Pool
 from paceline.clients.pool import LeaguePool
 from paceline.config import RunConfig
-from paceline.data import DataError, Ledger, Sample, Ticket, encode, learn, row_change
+from paceline.data import DataError, Ledger, Sample, Ticket, encode, row_change
 from paceline.errors import PacelineError
-from paceline.observe.monitor import Monitor
 from paceline.orchestrator.buffered import FILE, encode_held, read_held
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
 from paceline.orchestrator.dispatcher import Dispatcher, Tally
@@ -26,11 +26,28 @@ from paceline.orchestrator.failures import RunStopped
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
 from paceline.orchestrator.metrics import Stopwatch, batch_metrics, replay_metrics
-from paceline.orchestrator.pausing import Pauses
+from paceline.orchestrator.pausing import Advisor, Pauses
 from paceline.orchestrator.train_env import ReplayedGroup, TrainEnv
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.trainer import StepReport, Trainer, TrainerError, TrainerLost
 from paceline.util.deadlines import Clock, together
+
+Records = Sequence[dict[str, Any]]
+Gauges = Mapping[str, float]
+
+
+class RunMonitor(Protocol):
+    """The events a run reports (`observe.monitor.Monitor` describes each)."""
+
+    def note(self, text: str) -> None: ...
+    def phase(self, text: str) -> None: ...
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def played(self, step: int, state: str, rollouts: Sequence[Rollout]) -> None: ...
+    def rollouts(self, step: int, records: Records) -> None: ...
+    def batch(self, step: int, data: bytes) -> None: ...
+    def tickets(self, records: Records) -> None: ...
+    def spans(self, step: int, spans: Sequence[tuple[str, str, float, float]]) -> None: ...
+    def gauges(self, look: Callable[[], tuple[Gauges, Gauges]]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -42,11 +59,13 @@ class OrchestratorParts:
     voice: SamplingClient
     eval_voice: SamplingClient
     courses: dict[str, TrainEnv]
-    monitor: Monitor
+    monitor: RunMonitor
     checkpoints: Checkpoints
     clock: Clock
     past: LeaguePool | None = None
     """The pool once more, where an environment has a league."""
+    advisor: Callable[[dict[str, Any]], Advisor] | None = None
+    """Makes the advisor that pauses environments, of the run's config."""
 
 
 class RollBack(PacelineError):
@@ -78,7 +97,8 @@ class Orchestrator:
         self._dispatcher = Dispatcher(config, parts.courses, self._player, self._gate, self._ledger, parts.monitor.note)
         self._dispatcher.shunned = shunned
         self._past = LeagueCheckpoints(parts.courses, parts.past, parts.monitor.note)
-        self._pauses = Pauses(config, parts.courses, parts.monitor)
+        advisor = parts.advisor(config.model_dump()) if parts.advisor else None
+        self._pauses = Pauses(config, parts.courses, advisor, parts.monitor.note)
         self._watch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
         self._epoch = time.time() - parts.clock.now()
         self._scored: set[Ticket] = set()
@@ -115,7 +135,7 @@ class Orchestrator:
                     await self._publish(self.step + 1)
                 await self._settle(batch, samples, report)
             await self._save()
-            if not self._finished and (solved := self._dispatcher.solved):
+            if not self._finished and (solved := self._dispatcher.admission.solved):
                 self.solved = solved
                 self._p.monitor.note(solved)
             elif not self._finished:
@@ -182,9 +202,9 @@ class Orchestrator:
 
     def _learn(self, batch: Sequence[Group], report: StepReport) -> None:
         """Tell each environment's order of rows how they went, before the next ones are drawn or replayed."""
-        for group in self._dispatcher.resolved_by(batch):
+        for group in self._dispatcher.tally.resolved_by(batch):
             rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
-            learn(self._p.courses[group.ticket.env].cursor, group.ticket.row, rewards)
+            self._p.courses[group.ticket.env].cursor.update(group.ticket.row, rewards)
         if not report.skipped:  # what broke one gradient must not come back to break another
             self._dispatcher.remember(batch)
 

@@ -30,9 +30,10 @@ from paceline.config.env import EnvConfig
 from paceline.config.failures import USUAL, FailurePolicy, FailuresConfig, failure_policy
 from paceline.config.filters import LengthConfig
 from paceline.config.model import ModelRef
-from paceline.data import BadRows, Draws, Row, Sample, Ticket, decontaminate, order_of, row_digest, skipped
+from paceline.data import BadRows, Cursor, Row, Sample, Ticket, decontaminate, order_of, row_digest, skipped
 from paceline.envs import EnvError, Environment, build_environment
 from paceline.errors import PacelineError
+from paceline.orchestrator.buffered import fitting
 from paceline.orchestrator.failures import Policies, policies
 from paceline.orchestrator.gate import fresh_enough
 from paceline.rollout import Group, Rollout, SamplingClient
@@ -49,7 +50,7 @@ class TrainEnv:
     algorithm: Algorithm
     rows: Sequence[Row]
     eval_rows: Sequence[Row]
-    cursor: Draws
+    cursor: Cursor
     draws: int | None = None
     """Tickets to draw in all; None is no end."""
     late: int = 0
@@ -254,14 +255,6 @@ class ReplayedGroup(Group):
     """The ticket of its first training."""
 
 
-@dataclass(slots=True)
-class ReplayEntry:
-    """A group in the memory, and how often it may still be replayed."""
-
-    group: Group
-    left: int
-
-
 class Replay:
     """The memory. Which groups it offers is a function of what it was given and of the version, nothing else."""
 
@@ -269,27 +262,23 @@ class Replay:
         self._size = config.groups if config.share else 0
         self._times = config.times
         self._staleness = staleness
-        self._kept: dict[Ticket, ReplayEntry] = {}
+        self._kept: dict[Ticket, tuple[Group, int]] = {}
+        """Groups, newest first, with how often each may still be replayed."""
 
     def remember(self, batch: Sequence[Group]) -> None:
         """A batch was trained. What it replayed is remembered by its first ticket, if at all."""
-        new = {group.ticket: ReplayEntry(group, self._times) for group in batch if not isinstance(group, ReplayedGroup)}
-        newest = sorted((self._kept | new).items(), reverse=True)
-        self._kept = dict(newest[: self._size])
+        new = {group.ticket: (group, self._times) for group in batch if not isinstance(group, ReplayedGroup)}
+        kept = self._kept | new
+        self._kept = {ticket: kept[ticket] for ticket in sorted(kept, reverse=True)[: self._size]}
 
     def choose(self, version: int, room: int) -> list[Group]:
         """The newest groups that may train at this version, as many as fit."""
-        self._kept = {t: kept for t, kept in self._kept.items() if kept.left and self._young(kept.group, version)}
-        chosen = []
-        for kept in self._kept.values():
-            if kept.group.places <= room:
-                chosen.append(kept.group)
-                room -= kept.group.places
-        return chosen
+        self._kept = {g.ticket: (g, left) for g, left in self._kept.values() if left and self._young(g, version)}
+        return fitting((group for group, _ in self._kept.values()), room)
 
     def again(self, group: Group, number: int) -> ReplayedGroup:
         """The group under a new ticket: a copy, so that whatever becomes of one leaves the other alone."""
-        self._kept[group.ticket].left -= 1
+        self._kept[group.ticket] = group, self._kept[group.ticket][1] - 1
         ticket = group.ticket._replace(number=number)
         rollouts = [
             replace(r, ticket=ticket, samples=[replace(s, ticket=ticket) for s in r.samples]) for r in group.rollouts
@@ -298,20 +287,15 @@ class Replay:
 
     def state(self) -> list[tuple[Group, int]]:
         """The memory, newest first, with how often each group may still be replayed."""
-        return [(kept.group, kept.left) for kept in self._kept.values()]
+        return list(self._kept.values())
 
     def load(self, state: Sequence[tuple[Group, int]]) -> None:
         """Back to a checkpoint's memory, as far as the run file leaves room for it."""
-        self._kept = {group.ticket: ReplayEntry(group, left) for group, left in state[: self._size]}
+        self._kept = {group.ticket: (group, left) for group, left in state[: self._size]}
 
     def still(self, groups: Sequence[Group], version: int, room: int) -> list[Group]:
         """Of groups chosen before a restart, those that may train now."""
-        chosen = []
-        for group in groups:
-            if group.ticket in self._kept and group.places <= room and self._young(group, version):
-                chosen.append(group)
-                room -= group.places
-        return chosen
+        return fitting((group for group in groups if group.ticket in self._kept and self._young(group, version)), room)
 
     def _young(self, group: Group, version: int) -> bool:
         """Whole or not at all: `on_stale` is for what came late, not a licence to choose what is too old."""

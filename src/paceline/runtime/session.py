@@ -30,6 +30,7 @@ from paceline.observe.monitor import (
 )
 from paceline.observe.monitor.text import show_as_written, shown
 from paceline.observe.record import RolloutRecorder
+from paceline.observe.record.advice import AdviceMemory
 from paceline.orchestrator import (
     CheckpointError,
     Checkpoints,
@@ -288,6 +289,7 @@ async def _orchestrate(
         checkpoints=Checkpoints(directory.checkpoints, config.checkpoint.keep),
         clock=RealClock(),
         past=parts.past,
+        advisor=AdviceMemory,
     )
     returns = Returns()
     with signals.run(monitor) as stopping:
