@@ -78,8 +78,6 @@ class ExternalEngine(HttpConnection, Engine):
         self._running = self._tokens = self._swaps = 0
         self._since = self._busy = self._paused = 0.0
 
-    # -- what each of them says in its own words ----------------------------------------------------------------------
-
     @abstractmethod
     async def _sample(self, request: GenerateRequest, adapter: LoadedAdapter | None) -> Completion:
         """One completion by an adapter or, with None, by the model itself."""
@@ -105,8 +103,6 @@ class ExternalEngine(HttpConnection, Engine):
     @abstractmethod
     def _best_logprob(self, temperature: float) -> float:
         """Of the most probable token after token 0."""
-
-    # -- the engine's protocol ----------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
         self._check(request)
@@ -197,8 +193,6 @@ class ExternalEngine(HttpConnection, Engine):
         content = orjson.dumps(body) if body is not None else None
         return await self._request("POST", path, content=content, params=query, headers=ALONE, timeout=ORDER_SECONDS)
 
-    # -- updates ------------------------------------------------------------------------------------------------------
-
     async def _take_whole(self, update: WeightUpdate) -> float:
         folder = await self._folders.whole(update)
         self._trouble = Unreachable(f"{self.name} was left with half of version {update.version}")
@@ -250,8 +244,6 @@ class ExternalEngine(HttpConnection, Engine):
         remove(adapter.folder)
         if adapter in self._loaded:
             self._loaded.remove(adapter)
-
-    # -- requests under way -------------------------------------------------------------------------------------------
 
     async def _settled(self, whatever: bool = False) -> None:
         """Return once no weights are changing; raise if they came to nothing."""

@@ -89,7 +89,9 @@ class FrozenPool(Pool):
 
 async def attach(ref: ModelRef, tokenizer: PreTrainedTokenizerBase) -> FrozenPool:
     """The endpoints' model, once each is known to answer and to have the policy's vocabulary."""
-    key = _key(ref)
+    key = os.environ.get(ref.api_key_env) if ref.api_key_env is not None else None
+    if ref.api_key_env is not None and not key:
+        raise EngineError(f"`{ref.name}`: the environment variable {ref.api_key_env} is not set: put its key there")
     engines: list[HttpEngine | CompletionsEngine] = []
     try:
         for url in ref.urls:
@@ -125,15 +127,6 @@ def same_words(who: str, ours: Sequence[int], theirs: Sequence[int]) -> None:
         )
 
 
-def _key(ref: ModelRef) -> str | None:
-    if ref.api_key_env is None:
-        return None
-    key = os.environ.get(ref.api_key_env)
-    if not key:
-        raise EngineError(f"`{ref.name}`: the environment variable {ref.api_key_env} is not set: put its key there")
-    return key
-
-
 class CompletionsEngine(HttpConnection, Engine):
     """Speaks what a frozen model needs of the `Engine` protocol to any OpenAI-compatible endpoint."""
 
@@ -141,8 +134,6 @@ class CompletionsEngine(HttpConnection, Engine):
         super().__init__(url, api_key, TIMEOUT, env_proxies=True)
         self._model = model
         self._ways = ASKING
-
-    # -- getting to know it -------------------------------------------------------------------------------------------
 
     async def is_paceline(self) -> bool:
         """Whether a `paceline serve` answers here, which can do more."""
@@ -168,8 +159,6 @@ class CompletionsEngine(HttpConnection, Engine):
                 "check that its vocabulary is the policy's: serve the model with `paceline serve` or vLLM"
             )
         return ids
-
-    # -- the engine's protocol ----------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
         choice = await self._complete(
@@ -236,8 +225,6 @@ class CompletionsEngine(HttpConnection, Engine):
     @property
     def busy_seconds(self) -> float:
         return 0.0
-
-    # -- the wire -----------------------------------------------------------------------------------------------------
 
     async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         answer = await self.post("/v1/completions", {"model": self._model, **body})

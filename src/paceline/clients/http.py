@@ -51,8 +51,6 @@ class HttpEngine(HttpConnection, RemoteEngine):
         self._asked = 0.0
         self._asking: asyncio.Task[EngineStats] | None = None
 
-    # -- the engine's protocol ----------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Check that a server answers here, takes our key and has an engine that lives."""
         for path in ("/health", "/limits"):
@@ -120,8 +118,6 @@ class HttpEngine(HttpConnection, RemoteEngine):
             return copied(update)
         return await self._carrier.keep(update)
 
-    # -- the wire -----------------------------------------------------------------------------------------------------
-
     @property
     def _carrier(self) -> Carrier:
         """Made when weights first travel: most engines behind HTTP only answer."""
@@ -144,17 +140,25 @@ class HttpEngine(HttpConnection, RemoteEngine):
     def _freshen(self) -> None:
         if time.monotonic() - self._asked > FRESH_SECONDS and (self._asking is None or self._asking.done()):
             self._asking = asyncio.ensure_future(self.stats())
-            self._asking.add_done_callback(_forgive)
+            # The next caller hears of a failure.
+            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def _read(self, response: httpx.Response) -> Any:
         """The answer, or the server's own sentence as the error it stands for."""
+        status = response.status_code
         try:
             answer = orjson.loads(response.content)
         except orjson.JSONDecodeError:
             answer = None
-        if response.status_code == 200 and answer is not None:
+        if status == 200 and answer is not None:
             return answer
-        raise _error(response, answer)
+        error = answer.get("error") if isinstance(answer, dict) else None
+        if not isinstance(error, dict):
+            # Nonsense in place of an answer says nothing of what became of the question, like no answer at all.
+            kind = Unreachable if status == 200 or status >= 500 else EngineError
+            raise kind(f"{response.url} answered {status}, but not as a Paceline server does")
+        by_status = {429: Overloaded, **dict.fromkeys((400, 413, 415), RequestError)}.get(status, EngineError)
+        raise KINDS.get(str(error.get("code")), by_status)(str(error.get("message")))
 
 
 KINDS = {
@@ -229,19 +233,3 @@ def _completion(choice: dict[str, Any]) -> Completion:
         cached=choice["cached_tokens"],
         weights={int(version): mark for version, mark in choice.get("weights", {}).items()},
     )
-
-
-def _error(response: httpx.Response, answer: Any) -> EngineError:
-    error = answer.get("error") if isinstance(answer, dict) else None
-    if not isinstance(error, dict):
-        # Nonsense in place of an answer says nothing of what became of the question, like no answer at all.
-        kind = Unreachable if response.status_code == 200 or response.status_code >= 500 else EngineError
-        return kind(f"{response.url} answered {response.status_code}, but not as a Paceline server does")
-    by_status = {429: Overloaded, **dict.fromkeys((400, 413, 415), RequestError)}.get(response.status_code, EngineError)
-    return KINDS.get(str(error.get("code")), by_status)(str(error.get("message")))
-
-
-def _forgive(task: "asyncio.Task[EngineStats]") -> None:
-    """Ignore a failure of stats that no caller awaits; the next caller will hear of it."""
-    if not task.cancelled():
-        task.exception()

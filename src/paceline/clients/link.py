@@ -77,8 +77,6 @@ class EngineLink(FramedEngine):
         """Holds weights on their way to the engine."""
         self.end_tokens: tuple[int, ...] = ()
 
-    # -- the engine's protocol ----------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Wait until the engine is ready, or say why it never will be."""
         self._sock.settimeout(START_SECONDS)
@@ -143,8 +141,6 @@ class EngineLink(FramedEngine):
         self._attach()
         assert self._lost is not None
         return await asyncio.shield(self._lost)  # unbounded: as long as the other side lives
-
-    # -- the socket ---------------------------------------------------------------------------------------------------
 
     async def _send(self, message: rpc.EngineMessage) -> Any:
         self._attach()

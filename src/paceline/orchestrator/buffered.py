@@ -162,9 +162,6 @@ def read_held(checkpoint: Path) -> Held:
         ) from error
 
 
-# -- one group ----------------------------------------------------------------------------------------------------
-
-
 def _written(group: Group) -> bytes | None:
     try:
         wired = _Group(tuple(group.ticket), group.places, _wired(group.rollouts), _wired(group.failed))

@@ -88,8 +88,6 @@ class Dispatcher:
         self.shunned: frozenset[tuple[str, int]] = frozenset()
         """Draws, by environment and number, that are dropped and not played: they broke a step in an earlier life."""
 
-    # -- drawing ----------------------------------------------------------------------------------------------------
-
     def refill(self) -> None:
         """Start groups while the gate has room."""
         if self._met != self._gate.version:
@@ -128,8 +126,6 @@ class Dispatcher:
         self._replays = self._replay.choose(self._gate.version, self._gate.replayable)
         self._gate.replay(places(self._replays))
 
-    # -- calling off ------------------------------------------------------------------------------------------------
-
     def _call_off_stale(self) -> None:
         """Cancel groups too old for the next batch. Those sampled by a frozen model never go stale."""
         oldest = self._gate.version - self._config.staleness
@@ -152,8 +148,6 @@ class Dispatcher:
         if reason in (STALE, OVERSAMPLED):
             self._courses[ticket.env].late += 1
 
-    # -- replaying --------------------------------------------------------------------------------------------------
-
     def remember(self, batch: Sequence[Group]) -> None:
         """These groups trained, and may train again."""
         self._replay.remember([group for group in batch if group.samples()])
@@ -172,8 +166,6 @@ class Dispatcher:
             entered.append(again)
         self._replays = []
         return entered
-
-    # -- landing ----------------------------------------------------------------------------------------------------
 
     def _landed(self, task: "asyncio.Task[Group]", ticket: Ticket) -> None:
         """A group came back. Whatever goes wrong from here on stops the run with its cause."""
@@ -222,8 +214,6 @@ class Dispatcher:
             self.let_go.append((group, verdict))
             if self.admission.solved:
                 self.stop()
-
-    # -- shipping ---------------------------------------------------------------------------------------------------
 
     async def next_batch(self, ahead: Ahead | None = None) -> list[Group] | None:
         """The oldest groups that fill a batch; a short one at the end of the data; None when nothing is left. `ahead`
@@ -312,8 +302,6 @@ class Dispatcher:
         if not tasks:
             return
         await asyncio.wait(tasks, timeout=CLEAN_UP_SECONDS)
-
-    # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> Held:
         """State for the checkpoint. Groups in flight are not in it: their tickets wait for a resume."""

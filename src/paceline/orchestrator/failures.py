@@ -1,8 +1,8 @@
 """Sorts failures by kind, decides what becomes of an episode, and stops a run that loses too many."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, get_args
 
 from paceline.config import BreakerConfig
 from paceline.config.failures import FailurePolicy, FailuresConfig, failure_policy
@@ -64,7 +64,7 @@ class Breaker:
 
 
 Kind = Literal["episode", "timeout", "worker", "engine", "request", "judge"]
-KINDS: tuple[Kind, ...] = ("episode", "timeout", "worker", "engine", "request", "judge")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Policies = Mapping[Kind, FailurePolicy]
 
@@ -77,18 +77,15 @@ def policies(config: FailuresConfig) -> Policies:
 def kind_of(error: BaseException) -> Kind:
     """Of which kind an exception out of an environment is. One that was raised `from` another, or as part of a group,
     is of the kind of what caused it: an engine that is gone is no fault of the code that asked it."""
-    return next((kind for cause in causes(error) if (kind := _known(cause))), "episode")
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """The exception, and what it says it was caused by, the latest first."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
+        if kind := _known(current):
+            return kind
         seen.add(id(current))
-        yield current
         inner = current.exceptions[0] if isinstance(current, BaseExceptionGroup) else None
         current = inner or current.__cause__
+    return "episode"
 
 
 def told(error: BaseException) -> str:

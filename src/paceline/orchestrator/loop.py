@@ -300,8 +300,6 @@ class Orchestrator:
         self._p.monitor.tickets(self._ticket_records)
         self._ticket_records.clear()
 
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
     async def _save(self) -> None:
         if self._saved_at == self.step:
             self._flush_tickets()  # groups may have been dropped since, with no step to tell of them

@@ -51,20 +51,17 @@ class Stopwatch:
         what, on = DOING.get(name, (name, ()))
         beat()
         with waiting(what, on):
-            yield from self._timed(name)
-
-    def _timed(self, name: str) -> Generator[None]:
-        outer, self._inner = self._inner, (0.0, 0.0)
-        start, busy = self._clock.now(), self._engine_busy()
-        try:
-            yield
-        finally:
-            end = self._clock.now()
-            seconds, engine = end - start, self._busy_since(busy)
-            self._spans.append((name, start, end))
-            self._seconds[name] += seconds - self._inner[0]
-            self._busy_in[name] += max(0.0, engine - self._inner[1])
-            self._inner = (outer[0] + seconds, outer[1] + engine)
+            outer, self._inner = self._inner, (0.0, 0.0)
+            start, busy = self._clock.now(), self._engine_busy()
+            try:
+                yield
+            finally:
+                end = self._clock.now()
+                seconds, engine = end - start, self._busy_since(busy)
+                self._spans.append((name, start, end))
+                self._seconds[name] += seconds - self._inner[0]
+                self._busy_in[name] += max(0.0, engine - self._inner[1])
+                self._inner = (outer[0] + seconds, outer[1] + engine)
 
     def _busy_since(self, then: float) -> float:
         """A server that was started again counts from zero: what it did before is not known any more."""

@@ -92,10 +92,13 @@ class Endpoint:
             answer = None
         if response.status_code == 200 and answer is not None:
             return answer
-        told = _told(answer) or " ".join(response.text[:200].split())
+        # The sentence of OpenAI's error object, or whatever stands in its place.
+        error = answer.get("error", answer.get("detail")) if isinstance(answer, dict) else None
+        sentence = str(error.get("message") if isinstance(error, dict) else error) if error else ""
+        sentence = sentence or " ".join(response.text[:200].split())
         # A refusal of this one request belongs to its episode; a wrong key or path, or a broken server, to all.
         kind = RequestError if response.status_code in (400, 413, 422) else EngineError
-        raise kind(f"{self.url}{path} answered {response.status_code}: {told}")
+        raise kind(f"{self.url}{path} answered {response.status_code}: {sentence}")
 
 
 class WordSeat(Seat):
@@ -126,7 +129,10 @@ class WordSeat(Seat):
 
     def note(self, choice: dict[str, Any], messages: list[Message] | None, tools: Tools | None = None) -> Reply:
         """Record what was said."""
-        said = _message(choice["message"])
+        given = choice["message"]
+        # Only what a conversation needs: endpoints add fields that they refuse when they come back.
+        said: Message = {"role": "assistant", "content": given.get("content") or ""}
+        said |= {"tool_calls": given["tool_calls"]} if given.get("tool_calls") else {}
         finish: Finish = "length" if choice["finish"] == "length" else "stop"
         text = said["content"] + "".join(_spelled(call) for call in said.get("tool_calls", []))
         self.turns.append(
@@ -177,19 +183,7 @@ class EndpointTable(SessionMap):
         return EndpointSeat(self._endpoint, actor=actor, model=model)
 
 
-def _message(given: dict[str, Any]) -> Message:
-    """Only what a conversation needs: endpoints add fields that they refuse when they come back."""
-    said: Message = {"role": "assistant", "content": given.get("content") or ""}
-    return said | ({"tool_calls": given["tool_calls"]} if given.get("tool_calls") else {})
-
-
 def _spelled(call: dict[str, Any]) -> str:
     function = call.get("function", {})
     name = json.dumps(function.get("name"))
     return f'<tool_call>{{"name": {name}, "arguments": {function.get("arguments")}}}</tool_call>'
-
-
-def _told(answer: Any) -> str:
-    """The sentence of OpenAI's error object, or whatever stands in its place."""
-    told = answer.get("error", answer.get("detail")) if isinstance(answer, dict) else None
-    return str(told.get("message") if isinstance(told, dict) else told) if told else ""

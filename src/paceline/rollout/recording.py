@@ -192,9 +192,9 @@ class RecordingServer:
         app.add_api_route("/{key}/v1/responses", self._responses, methods=["POST"], response_model=None)
         app.add_api_route("/{key}/v1/models", self._models, methods=["GET"], response_model=None)
         install_error_handlers(app)
-        app.add_exception_handler(SeatLeft, _over)
-        app.add_exception_handler(RenderError, _inexpressible)
-        app.add_exception_handler(HTTPException, _not_here)
+        app.add_exception_handler(SeatLeft, _refused)
+        app.add_exception_handler(RenderError, _refused)
+        app.add_exception_handler(HTTPException, _refused)
         return app
 
     def _session(self, request: Request) -> RecordingSession:
@@ -236,7 +236,10 @@ class RecordingServer:
     async def _replies(self, request: Request, session: RecordingSession, body: AgentBody) -> list[Reply]:
         """The policy's replies. Settings in whose place the run's own are used are counted."""
         given = body.model_dump(exclude_none=True)
-        _check(body)
+        if body.chat_template_kwargs:
+            raise bad("the run decides how the chat template is filled in: leave this out", "chat_template_kwargs")
+        if body.stream_options and not body.stream:
+            raise bad("stream_options needs `stream: true`", "stream_options")
         seat = session.seat
         for name in (*_overridden(given, seat), *ignored_fields(request)):
             seat.overrides[name] = seat.overrides.get(name, 0) + 1
@@ -269,28 +272,16 @@ class _Quiet(uvicorn.Server):
         return nullcontext()
 
 
-async def _over(request: Request, error: Exception) -> Response:
-    return error_response(410, str(error), code="episode_over")
-
-
-async def _inexpressible(request: Request, error: Exception) -> Response:
-    return error_response(400, str(error), "messages")
-
-
-async def _not_here(request: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, SeatLeft):
+        return error_response(410, str(error), code="episode_over")
+    if isinstance(error, RenderError):
+        return error_response(400, str(error), "messages")
     assert isinstance(error, HTTPException)
     message = (
         f"there is no {request.method} {request.url.path} here: only /v1/chat/completions, /v1/responses and /v1/models"
     )
     return error_response(error.status_code, message, headers=error.headers)
-
-
-def _check(body: AgentBody) -> None:
-    """Refuse what can neither be done nor overridden."""
-    if body.chat_template_kwargs:
-        raise bad("the run decides how the chat template is filled in: leave this out", "chat_template_kwargs")
-    if body.stream_options and not body.stream:
-        raise bad("stream_options needs `stream: true`", "stream_options")
 
 
 def _overridden(given: dict[str, Any], seat: Seat) -> list[str]:
