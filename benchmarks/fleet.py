@@ -155,9 +155,9 @@ async def lead(options, racks: list, folder: Path) -> dict:
     parts = OrchestratorParts(
         pool=pool,
         trainer=WaitingTrainer(options.seconds / 8),  # ty: ignore
-        voice=voice,
-        eval_voice=voice,
-        courses=lay_out(config, {"null": OneTurn()}),
+        client=voice,
+        eval_client=voice,
+        envs=lay_out(config, {"null": OneTurn()}),
         monitor=Monitors(RunRecorder(folder), steps),
         checkpoints=Checkpoints(folder / "checkpoints", 1),
         clock=RealClock(),

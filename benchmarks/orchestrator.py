@@ -158,9 +158,9 @@ async def lead(config: RunConfig, batches: int, folder: Path) -> Laps:
     parts = OrchestratorParts(
         pool=pool,
         trainer=NullTrainer(),  # ty: ignore
-        voice=voice,
-        eval_voice=voice,
-        courses=courses,
+        client=voice,
+        eval_client=voice,
+        envs=courses,
         monitor=Monitors(RunRecorder(folder), laps),
         checkpoints=Checkpoints(folder / "checkpoints", 1),
         clock=RealClock(),

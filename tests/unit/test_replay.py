@@ -151,7 +151,7 @@ def test_a_step_reports_what_led_to_its_fresh_groups(tmp_path, monkeypatch):
 def test_a_replayed_group_is_the_group_that_trained(tmp_path, monkeypatch):
     """The same tokens, weights and credit under another ticket; neither the algorithm nor the curriculum sees it."""
     credited, learned = [], []
-    algorithm = conduct(tmp_path / "any", CoinFlips(), steps=1)[2]._p.courses["coins"].algorithm
+    algorithm = conduct(tmp_path / "any", CoinFlips(), steps=1)[2]._p.envs["coins"].algorithm
     assign, learn = type(algorithm).assign, Cursor.update
     monkeypatch.setattr(type(algorithm), "assign", lambda self, g: credited.append(g.ticket.number) or assign(self, g))
     monkeypatch.setattr(Cursor, "update", lambda self, row, rewards: learned.append(row) or learn(self, row, rewards))

@@ -165,14 +165,14 @@ PATIENCE = 4
 class GroupAdmission:
     """Each group is judged once, and credited then. What it did is in the tally."""
 
-    def __init__(self, config: RunConfig, courses: Mapping[str, TrainEnv], warn: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, envs: Mapping[str, TrainEnv], warn: Callable[[str], None]) -> None:
         self._config = config
-        self._courses = courses
+        self._envs = envs
         self._warn = warn
         self._breaker = Breaker(config.breaker)
         self._filters = Filters(config)
         self._drops_in_a_row = 0
-        smallest = min(course.group_size for course in courses.values())
+        smallest = min(env.group_size for env in envs.values())
         self._next_warning = PATIENCE * config.batch_size // smallest
         self._no_signal = NoSignal(config, smallest)
         self.solved = ""
@@ -210,14 +210,14 @@ class GroupAdmission:
 
     def _credited(self, group: Group) -> str | None:
         """Credit the group; the reason if it must not train whatever its age."""
-        course = self._courses[group.ticket.env]
-        assert course.config.min_group_size is not None
-        if group.members < course.config.min_group_size:
+        env = self._envs[group.ticket.env]
+        assert env.config.min_group_size is not None
+        if group.members < env.config.min_group_size:
             return TOO_SMALL
         self._filters.before_credit(group)
-        course.algorithm.assign(group)
+        env.algorithm.assign(group)
         self._filters.after_credit(group)
-        if self._config.filters.zero_advantage and course.group_size > 1 and without_signal(group):
+        if self._config.filters.zero_advantage and env.group_size > 1 and without_signal(group):
             return NO_SIGNAL
         return None if self._filters.keeps(group) else USERS
 

@@ -43,7 +43,7 @@ class GroupInFlight:
     """A group being played."""
 
     task: "asyncio.Task[Group]"
-    course: TrainEnv
+    env: TrainEnv
     since: int
     """The version at which it started: none of its tokens can be older."""
 
@@ -54,20 +54,20 @@ class Dispatcher:
     def __init__(
         self,
         config: RunConfig,
-        courses: dict[str, TrainEnv],
+        envs: dict[str, TrainEnv],
         player: RolloutRunner,
         gate: Gate,
         ledger: Ledger,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config = config
-        self._courses = courses
+        self._envs = envs
         self._player = player
         self._gate = gate
         gate.extra = config.extra
         self._ledger = ledger
         self._warn = warn
-        self.admission = GroupAdmission(config, courses, warn)
+        self.admission = GroupAdmission(config, envs, warn)
         self._replay = Replay(config.replay, config.staleness)
         self._replays: list[Group] = []
         """Groups that the batch being filled replays."""
@@ -79,11 +79,11 @@ class Dispatcher:
         self._early: dict[Ticket, Group] = {}
         """Landed before others that must be judged first."""
         self._buffer = Buffer()
-        self._smallest = min(course.group_size for course in courses.values())
+        self._smallest = min(env.group_size for env in envs.values())
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._stopped = False
-        self.let_go: list[tuple[Group, str]] = []
+        self.dropped_groups: list[tuple[Group, str]] = []
         """Finished groups that were dropped, and why, until the orchestrator records them."""
         self.shunned: frozenset[tuple[str, int]] = frozenset()
         """Draws, by environment and number, that are dropped and not played: they broke a step in an earlier life."""
@@ -92,30 +92,30 @@ class Dispatcher:
         """Start groups while the gate has room."""
         if self._met != self._gate.version:
             self._meet_version()
-        while not self._stopped and (course := self._next_course()) is not None:
+        while not self._stopped and (env := self._next_env()) is not None:
             if not self._ledger.waiting:
-                self._ledger.draw(course.draw(self._ledger.drawn))
+                self._ledger.draw(env.draw(self._ledger.drawn))
             ticket = self._ledger.start()
             if self.shunned and (ticket.env, ticket.draw) in self.shunned:
                 self._drop(ticket, SHUNNED)
                 continue
-            if ticket.row in course.bad_rows:
+            if ticket.row in env.bad_rows:
                 self._drop(ticket, BAD_ROW)
                 continue
-            self._gate.start(course.group_size)
-            task = asyncio.create_task(self._player.group(course, ticket), name=f"ticket {ticket.number}")
-            self._flights[ticket] = GroupInFlight(task, course, self._gate.version)
+            self._gate.start(env.group_size)
+            task = asyncio.create_task(self._player.group(env, ticket), name=f"ticket {ticket.number}")
+            self._flights[ticket] = GroupInFlight(task, env, self._gate.version)
             task.add_done_callback(lambda done, t=ticket: self._landed(done, t))
 
-    def _next_course(self) -> TrainEnv | None:
+    def _next_env(self) -> TrainEnv | None:
         """Whose turn it is, if a whole group of it fits: a ticket that waits comes first, then the least served."""
         room = self._gate.capacity
         if room < self._smallest:
             return None
         if self._ledger.waiting:
-            course = self._courses[self._ledger.waiting[0].env]
-            return course if course.group_size <= room else None
-        fits = [c for c in self._courses.values() if c.group_size <= room and not (c.exhausted or c.paused)]
+            env = self._envs[self._ledger.waiting[0].env]
+            return env if env.group_size <= room else None
+        fits = [c for c in self._envs.values() if c.group_size <= room and not (c.exhausted or c.paused)]
         return min(fits, key=lambda c: c.share, default=None)
 
     def _meet_version(self) -> None:
@@ -130,7 +130,7 @@ class Dispatcher:
         """Cancel groups too old for the next batch. Those sampled by a frozen model never go stale."""
         oldest = self._gate.version - self._config.staleness
         for ticket, flight in list(self._flights.items()):
-            if flight.since < oldest and flight.course.algorithm.voice is None:
+            if flight.since < oldest and flight.env.algorithm.voice is None:
                 self._call_off(ticket, STALE)
         self._admit_early()
 
@@ -139,14 +139,14 @@ class Dispatcher:
         flight = self._flights.pop(ticket)
         self._leaving.add(flight.task)
         flight.task.cancel()
-        self._gate.reject(flight.course.group_size)
+        self._gate.reject(flight.env.group_size)
         self._drop(ticket, reason)
 
     def _drop(self, ticket: Ticket, reason: str) -> None:
         self._ledger.drop(ticket, reason)
         self.tally.dropped[reason] += 1
         if reason in (STALE, OVERSAMPLED):
-            self._courses[ticket.env].late += 1
+            self._envs[ticket.env].late += 1
 
     def remember(self, batch: Sequence[Group]) -> None:
         """These groups trained, and may train again."""
@@ -202,7 +202,7 @@ class Dispatcher:
         try:
             verdict = self.admission.verdict(group, self._gate.version)
         except BaseException:
-            self.let_go.append((group, "failed"))  # the run ends with it
+            self.dropped_groups.append((group, "failed"))  # the run ends with it
             raise
         if isinstance(verdict, ReadyGroup):
             self._gate.accept(group.places)
@@ -211,7 +211,7 @@ class Dispatcher:
         else:
             self._gate.reject(group.places)
             self._drop(group.ticket, verdict)
-            self.let_go.append((group, verdict))
+            self.dropped_groups.append((group, verdict))
             if self.admission.solved:
                 self.stop()
 
@@ -246,13 +246,13 @@ class Dispatcher:
         self._aged_at = self._gate.version
         for group in self._buffer.ageing(self._gate.version):
             if not self.admission.age(group, self._gate.version):
-                self._let_go(group, STALE)
+                self._drop_buffered(group, STALE)
 
-    def _let_go(self, group: Group, reason: str) -> None:
+    def _drop_buffered(self, group: Group, reason: str) -> None:
         self._buffer.take([group])
         self._gate.give_back(group.places)
         self._drop(group.ticket, reason)
-        self.let_go.append((group, reason))
+        self.dropped_groups.append((group, reason))
 
     def _ship(self, batch: list[Group]) -> list[Group]:
         self._buffer.take(batch)
@@ -265,17 +265,17 @@ class Dispatcher:
     def _drop_left_over(self) -> None:
         """Drop what would be too old at the next version: all groups but those sampled by a frozen model."""
         for group in self._buffer.groups():
-            if self._courses[group.ticket.env].algorithm.voice is None:
-                self._let_go(group, OVERSAMPLED)
+            if self._envs[group.ticket.env].algorithm.voice is None:
+                self._drop_buffered(group, OVERSAMPLED)
         for ticket, flight in list(self._flights.items()):
-            if flight.course.algorithm.voice is None:
+            if flight.env.algorithm.voice is None:
                 self._call_off(ticket, OVERSAMPLED)
 
     def playing(self) -> dict[str, float]:
         """Episodes under way, by environment; may be asked from any thread."""
-        counts = dict.fromkeys(self._courses, 0.0)
+        counts = dict.fromkeys(self._envs, 0.0)
         for flight in list(self._flights.values()):
-            counts[flight.course.name] += flight.course.group_size
+            counts[flight.env.name] += flight.env.group_size
         return counts
 
     @property
@@ -305,8 +305,8 @@ class Dispatcher:
 
     def state(self) -> Held:
         """State for the checkpoint. Groups in flight are not in it: their tickets wait for a resume."""
-        late = {course.name: course.late for course in self._courses.values()}
-        forgone = {course.name: course.forgone for course in self._courses.values()}
+        late = {env.name: env.late for env in self._envs.values()}
+        forgone = {env.name: env.forgone for env in self._envs.values()}
         return Held(
             buffered=self._buffer.groups(),
             resolved=list(self.tally.resolved),
@@ -329,15 +329,15 @@ class Dispatcher:
         self._met, self._aged_at = version, -1
         self._buffer, self._early = Buffer(), {}
         for group in held.buffered:
-            course = self._courses.get(group.ticket.env)
-            fits = course is not None and group.places == course.group_size <= self._gate.capacity
+            env = self._envs.get(group.ticket.env)
+            fits = env is not None and group.places == env.group_size <= self._gate.capacity
             if fits and (group.ticket.env, group.ticket.draw) not in self.shunned:
                 self._gate.start(group.places)
                 self._gate.accept(group.places)
                 self._buffer.put(ReadyGroup.of(group, self._config.staleness))
         again = {group.ticket for group in held.buffered if group.ticket not in self._buffer}
         self.admission.tally = Tally.of([g for g in held.resolved if g.ticket not in again], held.counts)
-        for course in self._courses.values():
-            course.late = held.counts.get("late", {}).get(course.name, 0)
-            course.forgone = held.counts.get("forgone", {}).get(course.name, 0.0)
+        for env in self._envs.values():
+            env.late = held.counts.get("late", {}).get(env.name, 0)
+            env.forgone = held.counts.get("forgone", {}).get(env.name, 0.0)
         return [group.ticket for group in self._buffer.groups()]

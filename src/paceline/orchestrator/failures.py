@@ -88,7 +88,7 @@ def kind_of(error: BaseException) -> Kind:
     return "episode"
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The exception as a user reads it: of a group, whatever went wrong first in it; of our own, the sentence alone."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -105,18 +105,18 @@ class TrainEnv:
 
 
 def lay_out(config: RunConfig, given: dict[str, Environment] | None = None) -> dict[str, TrainEnv]:
-    """The run's courses by name. `given` environments replace those the run file names."""
+    """The run's environments by name. `given` ones replace those the run file names."""
     given = given or {}
     unknown = given.keys() - {env.name for env in config.env}
     if unknown:
         raise EnvError(f"environments {sorted(unknown)} are not in the run file: add an [[env]] of that name")
-    return {env.name: _course(env, config, given.get(env.name)) for env in config.env}
+    return {env.name: _train_env(env, config, given.get(env.name)) for env in config.env}
 
 
 @asynccontextmanager
 async def opened(
-    courses: Mapping[str, TrainEnv],
-    voice: SamplingClient,
+    envs: Mapping[str, TrainEnv],
+    client: SamplingClient,
     find: Callable[[ModelRef], Awaitable[FrozenPool]] | None = None,
 ) -> AsyncGenerator[None]:
     """Every algorithm ready, with the frozen models it names; the connections end with the run. `find` knows models
@@ -126,21 +126,21 @@ async def opened(
     async def connect(ref: ModelRef) -> FrozenPool:
         key = ref.model_dump_json()
         if key not in pools:
-            pools[key] = await (find(ref) if find else attach(ref, voice.renderer.tokenizer))
+            pools[key] = await (find(ref) if find else attach(ref, client.renderer.tokenizer))
         return pools[key]
 
     try:
-        for course in courses.values():
-            await course.algorithm.begin(AlgorithmContext(course.name, course.rows, voice, connect, course.teacher))
-            course.skip(course.algorithm.bad_rows)
-            course.bad_rows = frozenset(course.algorithm.bad_rows.indices)
+        for env in envs.values():
+            await env.algorithm.begin(AlgorithmContext(env.name, env.rows, client, connect, env.teacher))
+            env.skip(env.algorithm.bad_rows)
+            env.bad_rows = frozenset(env.algorithm.bad_rows.indices)
         yield
     finally:
         for pool in pools.values():
             await pool.aclose()
 
 
-def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> TrainEnv:
+def _train_env(env: EnvConfig, config: RunConfig, given: Environment | None) -> TrainEnv:
     environment = given or build_environment(env)
     algorithm = credit_for(env, environment.actors)
     environment = algorithm.stage(environment)
@@ -153,7 +153,7 @@ def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Tra
         note = f"{env.name}: {report}"
     with user_code(f"the rows of environment `{env.name}`"):
         digest = row_digest(rows)
-    course = TrainEnv(
+    train_env = TrainEnv(
         config=env,
         environment=environment,
         algorithm=algorithm,
@@ -166,8 +166,8 @@ def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Tra
         teacher=failure_policy(config.failures.teacher, config.failures.tries),
         row_digest=digest,
     )
-    course.skip(*skipped(rows), *skipped(eval_rows))
-    return course
+    train_env.skip(*skipped(rows), *skipped(eval_rows))
+    return train_env
 
 
 FINE = "length/penalty"
@@ -240,10 +240,10 @@ def silence_if_cut(rollout: Rollout) -> None:
 
 
 def _silent(sample: Sample) -> Sample:
-    told = None if sample.ce_weights is None else np.where(sample.loss_mask, np.float32(0), sample.ce_weights)
+    context = None if sample.ce_weights is None else np.where(sample.loss_mask, np.float32(0), sample.ce_weights)
     nothing = np.zeros(len(sample), np.float32)
     return sample.with_streams(
-        rl_weights=nothing, ref_kl_weights=None, ce_weights=told if told is not None and told.any() else None
+        rl_weights=nothing, ref_kl_weights=None, ce_weights=context if context is not None and context.any() else None
     )
 
 

@@ -31,13 +31,13 @@ class Endpoint:
         *,
         model: str | None = None,
         api_key: str | None = None,
-        lodge: SessionAddress | None = None,
+        recorder: SessionAddress | None = None,
         timeout: float = 600.0,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         if not urlsplit(self.url).path:
             self.url += "/v1"
-        self.sampling, self.lodge = sampling, lodge
+        self.sampling, self.recorder = sampling, recorder
         self._model = model
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -77,8 +77,8 @@ class Endpoint:
 
     async def close(self) -> None:
         await self._client.aclose()
-        if self.lodge is not None:
-            await self.lodge.close()
+        if self.recorder is not None:
+            await self.recorder.close()
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         try:
@@ -104,8 +104,8 @@ class Endpoint:
 class WordSeat(Seat):
     """A seat that is answered in words. Turns hold what was said but no tokens."""
 
-    def __init__(self, sampling: SamplingConfig, lodge: SessionAddress | None, actor: str = "policy") -> None:
-        self._start(actor, sampling, lodge)  # not the parent's __init__, which is about tokens: none are seen here
+    def __init__(self, sampling: SamplingConfig, recorder: SessionAddress | None, actor: str = "policy") -> None:
+        self._start(actor, sampling, recorder)  # not the parent's __init__, which is about tokens: none are seen here
         self.tokens = 0
         """Tokens sampled, as far as answers count them in `usage`."""
 
@@ -159,7 +159,7 @@ class EndpointSeat(WordSeat):
     """A seat whose words come from an endpoint."""
 
     def __init__(self, endpoint: Endpoint, actor: str = "policy", model: str = "") -> None:
-        super().__init__(endpoint.sampling, endpoint.lodge, actor)
+        super().__init__(endpoint.sampling, endpoint.recorder, actor)
         self._endpoint, self._model = endpoint, model
 
     async def answer(self, messages: Sequence[Message], tools: Tools | None) -> dict[str, Any]:

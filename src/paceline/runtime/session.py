@@ -282,9 +282,9 @@ async def _orchestrate(
     given = OrchestratorParts(
         pool=parts.pool,
         trainer=parts.trainer,
-        voice=voice,
-        eval_voice=parts.voice(config.eval.sampling or config.sampling),
-        courses=parts.courses,
+        client=voice,
+        eval_client=parts.voice(config.eval.sampling or config.sampling),
+        envs=parts.courses,
         monitor=monitor,
         checkpoints=Checkpoints(directory.checkpoints, config.checkpoint.keep),
         clock=RealClock(),

@@ -189,9 +189,9 @@ async def _lead(plan: SimulationPlan, report: SimulationReport, folder: Path) ->
     parts = OrchestratorParts(
         pool=pool,
         trainer=SimulatedTrainer(plan.learner, plan.bundle),
-        voice=voice,
-        eval_voice=voice,
-        courses=lay_out(config, {NAME: SimulatedTask(plan.prompt, seed=plan.seed)}),
+        client=voice,
+        eval_client=voice,
+        envs=lay_out(config, {NAME: SimulatedTask(plan.prompt, seed=plan.seed)}),
         monitor=monitor,
         checkpoints=Checkpoints(folder / "checkpoints", 1),
         clock=clock,
