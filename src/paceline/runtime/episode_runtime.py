@@ -88,9 +88,7 @@ def open_house(
         engine.start()
         yield _exact(engine, tokenizer, _ends(tokenizer, config), config.model, sampling, recorder)
     else:
-        endpoint = Endpoint(
-            address.url, sampling, model=address.model, api_key=address.api_key, recording_server=recorder
-        )
+        endpoint = Endpoint(address.url, sampling, model=address.model, api_key=address.api_key, recorder=recorder)
 
         def table(noise: Sequence[int], actors: Sequence[str], guests: Guests) -> SessionMap:
             return EndpointTable(endpoint, actors, guests)
