@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from paceline.data.formats import StoredRows
 from paceline.data.rows import BadRows, DataError, Row, Rows, RowSubset
 from paceline.data.sampler import Curriculum, Cursor, MixtureCursor
-from paceline.data.sources import open_rows
+from paceline.data.sources import StoredRows, open_rows
 
 
 class Mixture(Rows):
@@ -39,10 +38,6 @@ class Mixture(Rows):
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(len(part) for part in self.parts)
-
-    def name_of(self, row: int) -> str:
-        """Which dataset a row belongs to."""
-        return self.names[self._locate(row)[0]]
 
     def keep(self, indices: Sequence[int]) -> "Mixture":
         """The same mixture of some of its rows, given in ascending order."""
