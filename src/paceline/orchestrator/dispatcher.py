@@ -19,7 +19,7 @@ from paceline.orchestrator.buffered import Buffer, Held, ReadyGroup, places
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.failures import RunStopped
 from paceline.orchestrator.gate import Gate
-from paceline.orchestrator.train_env import Replay, ReplayedGroup, TrainEnv
+from paceline.orchestrator.train_env import Replay, TrainEnv
 from paceline.rollout import Group
 from paceline.util.deadlines import ABANDON_SECONDS, waiting
 from paceline.util.user_code import raised
@@ -66,7 +66,6 @@ class Dispatcher:
         self._gate = gate
         gate.extra = config.extra
         self._ledger = ledger
-        self._warn = warn
         self.admission = GroupAdmission(config, envs, warn)
         self._replay = Replay(config.replay, config.staleness)
         self._replays: list[Group] = []
@@ -122,17 +121,14 @@ class Dispatcher:
         """New weights: settle who goes and what their batch replays, before fresh groups take the places."""
         self._met = self._gate.version
         if self._config.cancel_stale:
-            self._call_off_stale()
+            # Groups too old for the next batch; those sampled by a frozen model never go stale.
+            oldest = self._gate.version - self._config.staleness
+            for ticket, flight in list(self._flights.items()):
+                if flight.since < oldest and flight.env.algorithm.voice is None:
+                    self._call_off(ticket, STALE)
+            self._admit_early()
         self._replays = self._replay.choose(self._gate.version, self._gate.replayable)
         self._gate.replay(places(self._replays))
-
-    def _call_off_stale(self) -> None:
-        """Cancel groups too old for the next batch. Those sampled by a frozen model never go stale."""
-        oldest = self._gate.version - self._config.staleness
-        for ticket, flight in list(self._flights.items()):
-            if flight.since < oldest and flight.env.algorithm.voice is None:
-                self._call_off(ticket, STALE)
-        self._admit_early()
 
     def _call_off(self, ticket: Ticket, reason: str) -> None:
         """Cancel a group in flight. Its books are closed at once, however long its episodes take to go."""
@@ -151,21 +147,6 @@ class Dispatcher:
     def remember(self, batch: Sequence[Group]) -> None:
         """These groups trained, and may train again."""
         self._replay.remember([group for group in batch if group.samples()])
-
-    def _forgo_replays(self) -> None:
-        """Replay fills batches up; it does not stand in for the fresh groups that a batch lacks."""
-        self._gate.give_back(places(self._replays))
-        self._replays = []
-
-    def _enter_replays(self) -> list[ReplayedGroup]:
-        """The chosen groups under new tickets. Drawn only now, they are trained before the next checkpoint."""
-        entered = []
-        for group in self._replays:
-            again = self._replay.again(group, self._ledger.drawn)
-            self._ledger.replay(again.ticket, first=group.ticket.number)
-            entered.append(again)
-        self._replays = []
-        return entered
 
     def _landed(self, task: "asyncio.Task[Group]", ticket: Ticket) -> None:
         """A group came back. Whatever goes wrong from here on stops the run with its cause."""
@@ -227,7 +208,9 @@ class Dispatcher:
                 batch = self._buffer.oldest(self._config.batch_size - places(self._replays))
                 full = places([*batch, *self._replays]) + self._smallest > self._config.batch_size
                 if not (full or self._flights) and self._replays:
-                    self._forgo_replays()
+                    # Replay fills batches up; it does not stand in for the fresh groups that a batch lacks.
+                    self._gate.give_back(places(self._replays))
+                    self._replays = []
                     continue
                 if full or not self._flights:
                     return self._ship(batch) if batch else None
@@ -258,7 +241,11 @@ class Dispatcher:
         self._buffer.take(batch)
         if self._gate.extra and not self._config.staleness and self._config.on_stale == "drop":
             self._drop_left_over()
-        batch = [*batch, *self._enter_replays()]
+        for group in self._replays:  # under new tickets: drawn only now, they train before the next checkpoint
+            again = self._replay.again(group, self._ledger.drawn)
+            self._ledger.replay(again.ticket, first=group.ticket.number)
+            batch = [*batch, again]
+        self._replays = []
         self._gate.ship(places(batch))
         return batch
 
@@ -299,9 +286,8 @@ class Dispatcher:
         tasks = {*self._leaving, *(flight.task for flight in self._flights.values())}
         for task in tasks:
             task.cancel()
-        if not tasks:
-            return
-        await asyncio.wait(tasks, timeout=CLEAN_UP_SECONDS)
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLEAN_UP_SECONDS)
 
     def state(self) -> Held:
         """State for the checkpoint. Groups in flight are not in it: their tickets wait for a resume."""

@@ -116,7 +116,8 @@ class Orchestrator:
 
     async def run(self) -> None:
         """Train until the steps are done, the rows are used up, or `stop` is called."""
-        self._p.monitor.gauges(self._look)
+        # Busy seconds by engine, and running episodes by environment; asked from any thread.
+        self._p.monitor.gauges(lambda: (self._p.pool.busy, self._dispatcher.playing()))
         await self._begin()
         try:
             while not self._finished:
@@ -162,16 +163,12 @@ class Orchestrator:
     def _finished(self) -> bool:
         return self._stopping or (self._config.steps is not None and self.step >= self._config.steps)
 
-    @property
-    def _may_go_back(self) -> bool:
-        """Whether a checkpoint may be needed before the first one is due."""
-        return self._config.placement != "local" or self._config.trainer.on_bad_step == "roll_back"
-
     async def _begin(self) -> None:
         await self.restore()
         for note in (*self._notes, *(env.note for env in self._p.envs.values() if env.note)):
             self._p.monitor.note(note)
-        if self._may_go_back and not self._p.checkpoints.all():
+        may_roll_back = self._config.placement != "local" or self._config.trainer.on_bad_step == "roll_back"
+        if may_roll_back and not self._p.checkpoints.all():
             self._saved_at = None  # what it resumed from is another run's
             await self._save()
         await self._publish(self.step)
@@ -292,10 +289,6 @@ class Orchestrator:
         self._p.monitor.played(step, state, rollouts)
         self._pauses.played(state, rollouts)
 
-    def _look(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Busy seconds by engine, and running episodes by environment; may be called from any thread."""
-        return self._p.pool.busy, self._dispatcher.playing()
-
     def _flush_tickets(self) -> None:
         self._p.monitor.tickets(self._ticket_records)
         self._ticket_records.clear()
@@ -359,8 +352,9 @@ class Orchestrator:
         self._gate.publish(self._p.trainer.version)
         self._gate.accepted = self._gate.version * self._config.batch_size
         kept = self._dispatcher.load(read_held(path))
-        if changed:
-            state["ledger"]["open"] = self._redirected(state["ledger"]["open"], set(kept), changed)
+        for fields in state["ledger"]["open"]:  # a changed dataset must have the row, unless its group is finished
+            if (ticket := Ticket(*fields)).env in changed and ticket not in kept:
+                fields[:] = ticket._replace(row=ticket.row % len(self._p.envs[ticket.env].rows))
         self._ledger.load(state["ledger"], kept)
         if again := state["ledger"].get("buffered", 0) - len(kept):
             self._notes.append(
@@ -390,15 +384,6 @@ class Orchestrator:
             )
         self._notes += [f"{text}; the run goes on with the new rows" for text in changed]
         return {name for name, how in changes.items() if how}
-
-    def _redirected(self, tickets: list[list], kept: set[Ticket], changed: set[str]) -> list[list]:
-        """Open tickets of changed datasets, each for a row that exists. Those whose groups are finished stay."""
-        out = []
-        for ticket in (Ticket(*fields) for fields in tickets):
-            if ticket.env in changed and ticket not in kept:
-                ticket = ticket._replace(row=ticket.row % len(self._p.envs[ticket.env].rows))
-            out.append(list(ticket))
-        return out
 
     @property
     def checkpoint(self) -> Path | None:

@@ -198,9 +198,11 @@ class Filters:
 
     def after_credit(self, group: Group) -> None:
         """Silence what must not train."""
-        if self._length.mask_truncated:
-            for rollout in group.rollouts:
-                silence_if_cut(rollout)
+        for rollout in group.rollouts if self._length.mask_truncated else ():
+            # A reply that was cut off may have been right so far: its reward blames tokens that did nothing wrong. So
+            # nothing it said trains; its context may.
+            if any(sample.ended == "truncated" for sample in rollout.samples):
+                rollout.samples = [_silent(sample) for sample in rollout.samples]
 
     def keeps(self, group: Group) -> bool:
         """The user's own judgement."""
@@ -230,13 +232,6 @@ def fine(rollout: Rollout, rule: LengthConfig, max_tokens: int) -> None:
 def unfined(rollout: Rollout) -> float:
     """The environment's reward, before the length penalty."""
     return (rollout.reward or 0.0) + rollout.metrics.get(FINE, 0.0)
-
-
-def silence_if_cut(rollout: Rollout) -> None:
-    """A reply that was cut off may have been right so far: its reward blames tokens that did nothing wrong. So nothing
-    it said trains; what it was told may."""
-    if any(sample.ended == "truncated" for sample in rollout.samples):
-        rollout.samples = [_silent(sample) for sample in rollout.samples]
 
 
 def _silent(sample: Sample) -> Sample:
