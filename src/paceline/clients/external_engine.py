@@ -105,7 +105,13 @@ class ExternalEngine(HttpConnection, Engine):
         """Of the most probable token after token 0."""
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
-        self._check(request)
+        if request.grammar is not None:
+            raise RequestError(f"{self.name} is not asked for grammars: use the embedded engine for such replies")
+        if request.top_p < 1 or request.top_k > 0:
+            raise RequestError(
+                f"{self.name} reports log probabilities of what top-p and top-k have left, not of the policy itself: "
+                "leave both out"
+            )
         await self._settled()
         with self._adapter_in_use(request.model) as adapter:
             completion = await self._sample(request, adapter)
@@ -279,15 +285,6 @@ class ExternalEngine(HttpConnection, Engine):
         cold, hot = self._best_logprob(0.5), self._best_logprob(2.0)
         if cold < -1e-3 and abs(cold - hot) < 1e-6:
             raise EngineError(f"{self.name} leaves the temperature out: {self.remedy}")
-
-    def _check(self, request: GenerateRequest) -> None:
-        if request.grammar is not None:
-            raise RequestError(f"{self.name} is not asked for grammars: use the embedded engine for such replies")
-        if request.top_p < 1 or request.top_k > 0:
-            raise RequestError(
-                f"{self.name} reports log probabilities of what top-p and top-k have left, not of the policy itself: "
-                "leave both out"
-            )
 
     def _limits(self, context: int) -> EngineLimits:
         adapters = {name: adapter.version for name, adapter in self._adapters.items() if name}

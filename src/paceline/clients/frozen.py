@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import Awaitable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import httpx
@@ -93,29 +94,18 @@ async def attach(ref: ModelRef, tokenizer: PreTrainedTokenizerBase) -> FrozenPoo
     if ref.api_key_env is not None and not key:
         raise EngineError(f"`{ref.name}`: the environment variable {ref.api_key_env} is not set: put its key there")
     engines: list[HttpEngine | CompletionsEngine] = []
-    try:
+    async with AsyncExitStack() as on_failure:
         for url in ref.urls:
-            engines.append(await _engine(url, ref.name, key, tokenizer))
-    except BaseException:
-        for engine in engines:
-            await engine.aclose()
-        raise
+            engine = CompletionsEngine(url, ref.name, key)
+            on_failure.push_async_callback(engine.aclose)
+            same_words(f"`{ref.name}` at {url}", tokenizer.encode(SAMPLE), await engine.tokens(SAMPLE))
+            if await engine.is_paceline():
+                await engine.aclose()
+                engines.append(HttpEngine(url, api_key=key))
+            else:
+                engines.append(engine)
+        on_failure.pop_all()
     return FrozenPool(engines, ref)
-
-
-async def _engine(
-    url: str, name: str, key: str | None, tokenizer: PreTrainedTokenizerBase
-) -> "HttpEngine | CompletionsEngine":
-    asked = CompletionsEngine(url, name, key)
-    try:
-        same_words(f"`{name}` at {url}", tokenizer.encode(SAMPLE), await asked.tokens(SAMPLE))
-        if not await asked.is_paceline():
-            return asked
-    except BaseException:
-        await asked.aclose()
-        raise
-    await asked.aclose()
-    return HttpEngine(url, api_key=key)
 
 
 def same_words(who: str, ours: Sequence[int], theirs: Sequence[int]) -> None:

@@ -241,8 +241,7 @@ class EngineHost:
             if task := self._running.get(message.id):
                 task.cancel()
             return
-        task = asyncio.ensure_future(self._answer(message))
-        self._running[message.id] = task
+        task = self._running[message.id] = asyncio.ensure_future(self._answer(message))
         task.add_done_callback(lambda _: self._running.pop(message.id, None))
 
     async def _answer(self, message: EngineMessage) -> None:

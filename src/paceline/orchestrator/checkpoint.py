@@ -67,7 +67,11 @@ class Checkpoints:
     def find(self, resume: str) -> tuple[Path, dict]:
         """The checkpoint behind `latest`, the name of one of this run (`step-000020`) or a path, and the orchestrator's
         state in it."""
-        path = self._newest() if resume == LATEST else self._named(resume)
+        path, own = Path(resume), self._folder / Path(resume).name
+        if resume == LATEST:  # should a crash have left the link dangling, the newest whole checkpoint
+            path = own if (own / STATE).is_file() else next(reversed(self.all()), own)
+        elif not path.exists() and own.is_dir():
+            path = own
         if not (path / STATE).is_file():
             lost = f"{path} has no {STATE}" if path.is_dir() else f"no checkpoint at {path}"
             raise CheckpointError(f"resume = `{resume}`: {lost}; {self.offer()}")
@@ -121,16 +125,6 @@ class Checkpoints:
             self._remove(path)
         for path in self._folder.glob(".*.tmp"):
             path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
-
-    def _named(self, resume: str) -> Path:
-        """A path that exists as it is given, else a checkpoint of this run of that name."""
-        path, own = Path(resume), self._folder / Path(resume).name
-        return own if not path.exists() and own.is_dir() else path
-
-    def _newest(self) -> Path:
-        """The checkpoint that `latest` names; should a crash have left it dangling, the newest whole checkpoint."""
-        link = self._folder / LATEST
-        return link if (link / STATE).is_file() else next(reversed(self.all()), link)
 
     def _swap_in(self, draft: Path, final: Path) -> None:
         if final.exists():

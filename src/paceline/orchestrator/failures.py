@@ -66,6 +66,13 @@ class Breaker:
 Kind = Literal["episode", "timeout", "worker", "engine", "request", "judge"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+BY_CLASS: Mapping[type[BaseException], Kind] = {
+    DeadlineError: "timeout",
+    JudgeFailed: "judge",
+    RequestError: "request",
+    EngineError: "engine",
+}
+"""A request error is an engine error too: the first that fits counts."""
 Policies = Mapping[Kind, FailurePolicy]
 
 
@@ -100,17 +107,6 @@ def error_text(error: BaseException) -> str:
 
 
 def _known(error: BaseException) -> Kind | None:
-    match error:
-        case DeadlineError():
-            return "timeout"
-        case JudgeFailed():
-            return "judge"
-        case RequestError():
-            return "request"
-        case EngineError():
-            return "engine"
-        case WorkerFailed(kind="exited"):
-            return "worker"
-        case WorkerFailed(kind="timed_out"):
-            return "timeout"
-    return None
+    if isinstance(error, WorkerFailed):
+        return {"exited": "worker", "timed_out": "timeout"}.get(error.kind)
+    return next((kind for known, kind in BY_CLASS.items() if isinstance(error, known)), None)
