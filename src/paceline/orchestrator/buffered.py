@@ -238,49 +238,33 @@ class ReadyGroup:
         return cls(group, min((inf if version is None else version + staleness for version in oldest), default=-1))
 
 
-class Buffer:
-    """Groups by ticket, each in one record."""
-
-    def __init__(self) -> None:
-        self._held: dict[Ticket, ReadyGroup] = {}
-
-    def put(self, finished: ReadyGroup) -> None:
-        self._held[finished.group.ticket] = finished
+class Buffer(dict[Ticket, ReadyGroup]):
+    """Groups that may train, by ticket."""
 
     def take(self, groups: Iterable[Group]) -> None:
         """These leave, into a batch or dropped."""
         for group in groups:
-            del self._held[group.ticket]
+            del self[group.ticket]
 
     def oldest(self, room: int) -> list[Group]:
         """As many groups as fit, in ticket order, those promised before."""
-        order = sorted(self._held.items(), key=lambda item: (not item[1].promised, item[0]))
-        return fitting((held.group for _, held in order), room)
+        order = sorted(self.items(), key=lambda item: (not item[1].promised, item[0]))
+        return fitting((ready.group for _, ready in order), room)
 
     def promise(self, batch: Sequence[Group]) -> list[Group]:
         """Mark groups that the next batch begins to train on; returns those that were not promised already."""
-        new = [held for group in batch if not (held := self._held[group.ticket]).promised]
-        for held in new:
-            held.promised = True
-        return [held.group for held in new]
+        new = [ready for group in batch if not (ready := self[group.ticket]).promised]
+        for ready in new:
+            ready.promised = True
+        return [ready.group for ready in new]
 
     def ageing(self, version: int) -> list[Group]:
         """Groups of which something may be too old at this version."""
-        return [held.group for held in self._held.values() if version > held.young_until]
+        return [ready.group for ready in self.values() if version > ready.young_until]
 
     def groups(self) -> list[Group]:
         """All, in ticket order."""
-        return [self._held[ticket].group for ticket in sorted(self._held)]
-
-    @property
-    def places(self) -> int:
-        return places(held.group for held in self._held.values())
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __contains__(self, ticket: Ticket) -> bool:
-        return ticket in self._held
+        return [self[ticket].group for ticket in sorted(self)]
 
 
 def places(groups: Iterable[Group]) -> int:

@@ -188,7 +188,7 @@ class Dispatcher:
         if isinstance(verdict, ReadyGroup):
             self._gate.accept(group.places)
             self._ledger.buffer(group.ticket)
-            self._buffer.put(verdict)
+            self._buffer[group.ticket] = verdict
         else:
             self._gate.reject(group.places)
             self._drop(group.ticket, verdict)
@@ -320,7 +320,7 @@ class Dispatcher:
             if fits and (group.ticket.env, group.ticket.draw) not in self.shunned:
                 self._gate.start(group.places)
                 self._gate.accept(group.places)
-                self._buffer.put(ReadyGroup.of(group, self._config.staleness))
+                self._buffer[group.ticket] = ReadyGroup.of(group, self._config.staleness)
         again = {group.ticket for group in held.buffered if group.ticket not in self._buffer}
         self.admission.tally = Tally.of([g for g in held.resolved if g.ticket not in again], held.counts)
         for env in self._envs.values():
