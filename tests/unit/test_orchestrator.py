@@ -27,7 +27,7 @@ from paceline.orchestrator import (
     OrchestratorParts,
     RealClock,
     RunStopped,
-    lay_out,
+    build_train_envs,
 )
 from paceline.orchestrator.evaluation import pass_at
 from paceline.orchestrator.gate import fresh_enough, staleness
@@ -154,7 +154,7 @@ def conduct(tmp_path: Path, environment: Environment, seed: int = 0, also: dict 
     trainer, log = CountingTrainer(seed), Log()
     pool = Pool([ScriptedEngine(seed)])
     voice = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
-    courses = lay_out(config, {"coins": environment, **(also or {})})
+    courses = build_train_envs(config, {"coins": environment, **(also or {})})
     parts = OrchestratorParts(
         pool, trainer, voice, voice, courses, log, Checkpoints(tmp_path / "ckpt", 100), RealClock()
     )

@@ -20,7 +20,7 @@ from paceline.model import load_tokenizer, quick_handover
 from paceline.observe.monitor import Monitor, RunOutcome
 from paceline.observe.record import open_run
 from paceline.observe.record.paired import Verdict, verdict
-from paceline.orchestrator import lay_out
+from paceline.orchestrator import build_train_envs
 from paceline.orchestrator.league_checkpoints import members
 from paceline.runtime.local import Placed, share_cores, with_sections, with_trainer
 from paceline.runtime.model_backends import ModelBackend, load_backend, with_settled_dtype
@@ -205,7 +205,7 @@ class _House:
             config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
         ) -> AsyncGenerator[Placed]:
             phase("preparing environments")
-            courses = lay_out(config, given)
+            courses = build_train_envs(config, given)
             if members(courses):
                 raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
             config = share_cores(config, self.backend.parameters)

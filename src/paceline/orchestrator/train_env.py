@@ -104,7 +104,7 @@ class TrainEnv:
         return Ticket(number, self.name, epoch, draw, row)
 
 
-def lay_out(config: RunConfig, given: dict[str, Environment] | None = None) -> dict[str, TrainEnv]:
+def build_train_envs(config: RunConfig, given: dict[str, Environment] | None = None) -> dict[str, TrainEnv]:
     """The run's environments by name. `given` ones replace those the run file names."""
     given = given or {}
     unknown = given.keys() - {env.name for env in config.env}

@@ -17,7 +17,7 @@ from paceline.config.model import ModelConfig, ModelRef
 from paceline.engine.base import Engine
 from paceline.envs import Environment
 from paceline.model import load_tokenizer, quick_handover
-from paceline.orchestrator import TrainEnv, lay_out
+from paceline.orchestrator import TrainEnv, build_train_envs
 from paceline.orchestrator.league_checkpoints import members
 from paceline.planner.hardware import split_threads, usable_cores
 from paceline.rollout import RecordingServer, Renderer, SamplingClient
@@ -53,7 +53,7 @@ def local(
 ) -> Generator[Placed]:
     """Build the parts, and take them down again whatever happens."""
     phase("preparing environments")
-    courses = lay_out(config, environments)
+    courses = build_train_envs(config, environments)
     phase(f"loading model {config.model.name}")
     tokenizer = load_tokenizer(config.model)
     backend = load_backend(config)

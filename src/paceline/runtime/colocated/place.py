@@ -21,7 +21,7 @@ from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.model import end_tokens, load_tokenizer, quick_handover, small_products
 from paceline.observe.monitor import Monitor, RunDirectory, RunOutcome
-from paceline.orchestrator import lay_out
+from paceline.orchestrator import build_train_envs
 from paceline.runtime.colocated.rank_info import RankInfo, again, find_rank
 from paceline.runtime.colocated.rank_sockets import RankSockets, accept_ranks, listening, send_address
 from paceline.runtime.colocated.worker import (
@@ -183,7 +183,7 @@ async def in_place(
     """Meet the other ranks, load the model on all of them, and end them with the run."""
     async with AsyncExitStack() as stack:
         phase("preparing environments")
-        courses = lay_out(config, given)
+        courses = build_train_envs(config, given)
         tokenizer = load_tokenizer(config.model)
         past = past_versions(courses)
         config = make_room_for_adapters(config, past)

@@ -20,7 +20,7 @@ from paceline.errors import EngineError, PacelineError
 from paceline.model import end_tokens, load_tokenizer, small_products
 from paceline.observe.monitor import Monitors, watching
 from paceline.observe.monitor.plain import PlainLines
-from paceline.orchestrator import lay_out
+from paceline.orchestrator import build_train_envs
 from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of, share_cores
 from paceline.runtime.processes.launch_spec import FATAL, OUTCOME, LaunchSpec, read_launch_spec
 from paceline.runtime.processes.remote_trainer import RETURN_SECONDS, WORD_SECONDS, RemoteTrainer, TrainerHost, life
@@ -94,7 +94,7 @@ def main(role: str) -> int:
 async def connected(config: RunConfig, spec: LaunchSpec, phase: Callable[[str], None]) -> AsyncGenerator[Placed]:
     """Wait for server and trainer, and let go of them at the end."""
     phase("preparing environments")
-    courses = lay_out(config)
+    courses = build_train_envs(config)
     tokenizer = load_tokenizer(config.model)
     phase(f"waiting for a server and a trainer of {config.model.name}")
     trainer = RemoteTrainer(Path(spec.trainer))

@@ -20,7 +20,7 @@ from paceline.envs.workers import elsewhere
 from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
 from paceline.observe.monitor import RunDirectory
-from paceline.orchestrator import lay_out
+from paceline.orchestrator import build_train_envs
 from paceline.runtime.local import Placed, make_room_for_adapters, past_versions, policy_clients, pool_of, with_sections
 from paceline.runtime.ray.cluster import Needs, Room, joined, last_line
 from paceline.runtime.ray.collective import WeightsGroup, weights_group
@@ -115,7 +115,7 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
     """Reserve room, start engines, ranks and workers, and end them all with the run."""
     async with AsyncExitStack() as stack:
         phase("preparing environments")
-        courses = lay_out(config, given)
+        courses = build_train_envs(config, given)
         tokenizer = load_tokenizer(config.model)
         past = past_versions(courses)
         config = make_room_for_adapters(config, past)
