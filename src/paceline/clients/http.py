@@ -66,7 +66,10 @@ class HttpEngine(HttpConnection, RemoteEngine):
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
         completion = _completion((await self.post("/v1/completions", _body(request)))["choices"][0])
-        self._freshen()
+        if time.monotonic() - self._asked > FRESH_SECONDS and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.ensure_future(self.stats())
+            # The next caller hears of a failure.
+            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         return in_one_piece(completion, listener)
 
     async def score(
@@ -136,12 +139,6 @@ class HttpEngine(HttpConnection, RemoteEngine):
             self._asking.cancel()
         if self._carries is not None:
             self._carries.close()
-
-    def _freshen(self) -> None:
-        if time.monotonic() - self._asked > FRESH_SECONDS and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.ensure_future(self.stats())
-            # The next caller hears of a failure.
-            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def _read(self, response: httpx.Response) -> Any:
         """The answer, or the server's own sentence as the error it stands for."""

@@ -248,7 +248,9 @@ class VllmProcess:
         async with httpx.AsyncClient(base_url=self.url, timeout=5.0, trust_env=False) as client:
             while time.monotonic() < deadline:
                 if self.dead:
-                    words = self._last_words()
+                    lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+                    last = next(reversed(lines), "nothing was said")
+                    words = next((line for line in reversed(lines) if "Error" in line), last).strip()
                     raise EngineError(f"vLLM ended before it could be asked: {words} (all of it: {self.log})")
                 with contextlib.suppress(httpx.TransportError):
                     if (await client.get("/health")).is_success:
@@ -277,10 +279,6 @@ class VllmProcess:
         _end_group(process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
-
-    def _last_words(self) -> str:
-        lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing was said")
 
 
 class LaunchedVllm(VllmEngine):

@@ -152,13 +152,10 @@ def _mismatch(rollouts: Sequence[Rollout]) -> dict[str, float]:
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     cut = sum(-sum(turn.log_z) for turn in turns if turn.log_z)
     tokens = sum(len(turn.completion_ids) for turn in turns) if cut else 1
-    changed = sum(rewritten(rollout.turns) for rollout in rollouts if len(rollout.turns) > 1 and not _whole(rollout))
+    # Where all turns are in one sample, as mostly, each went on from the one before.
+    apart = (r.turns for r in rollouts if len(r.samples) != 1 or len(r.samples[0].spans) != len(r.turns))
+    changed = sum(rewritten(some) for some in apart)
     return {"mismatch/mask": cut / max(1, tokens), "mismatch/template": changed / max(1, len(turns))}
-
-
-def _whole(rollout: Rollout) -> bool:
-    """Whether all turns are in one sample, so that each went on from the one before; most are."""
-    return len(rollout.samples) == 1 and len(rollout.samples[0].spans) == len(rollout.turns)
 
 
 def _lengths(rollouts: Sequence[Rollout]) -> dict[str, float]:

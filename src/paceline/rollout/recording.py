@@ -228,7 +228,16 @@ class RecordingServer:
         chat = as_chat(body, AgentBody)
         chat.top_logprobs = body.top_logprobs
         (reply,) = replies = await self._replies(request, session, chat)
-        writer = ResponseWriter(body, body.model or MODEL, **_in_effect(session.seat, body))
+        writer = ResponseWriter(  # settings as the run has them, and not as the agent asked
+            body,
+            body.model or MODEL,
+            temperature=session.seat.setting("temperature"),
+            top_p=session.seat.setting("top_p"),
+            max_output_tokens=session.seat.setting("max_tokens"),
+            parallel_tool_calls=True,
+            text={"format": {"type": "text"}},
+            tool_choice="none" if body.tool_choice == "none" else "auto",
+        )
         if body.stream:
             return await EventStream.begin(request, _response_events(writer, reply))
         return FastJsonResponse(writer.whole(reply.message, _finish(reply), _usage(replies)))
@@ -333,17 +342,6 @@ async def _events(replies: list[Reply], body: ChatBody) -> AsyncGenerator[bytes]
 async def _response_events(writer: ResponseWriter, reply: Reply) -> AsyncGenerator[bytes]:
     yield writer.begin() + writer.add(reply.message)
     yield writer.end(_finish(reply), _usage([reply]))
-
-
-def _in_effect(seat: Seat, body: ResponseBody) -> dict[str, Any]:
-    """Settings of a response as the run has them, and not as the agent asked."""
-    settings = {name: seat.setting(name) for name in ("temperature", "top_p")}
-    return settings | {
-        "max_output_tokens": seat.setting("max_tokens"),
-        "parallel_tool_calls": True,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": "none" if body.tool_choice == "none" else "auto",
-    }
 
 
 def _finish(reply: Reply) -> str:
