@@ -17,7 +17,6 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from paceline.data.rollout import Message
 from paceline.rollout.render import RenderError
 from paceline.rollout.seat import Reply, Seat, SeatLeft
 from paceline.server.answers import heading
@@ -27,6 +26,8 @@ from paceline.server.errors import PROMPT_FIELDS, Refusal, bad, error_response, 
 from paceline.server.http import DONE, EventStream, FastJsonResponse, event, read_body, unless_gone
 from paceline.server.responses import CHAT_FIELDS, ResponseBody, ResponseWriter, as_chat
 from paceline.util.connections import BoundedProtocol, why_foreign
+from paceline.util.deadlines import together
+from paceline.util.user_code import is_cancelled
 
 MAX_BODY_BYTES = 16 << 20
 START_SECONDS = 30.0
@@ -105,16 +106,11 @@ class RecordingSession:
         try:
             return await task  # bounded: by the episode's timeout
         except asyncio.CancelledError:
-            ours = asyncio.current_task()
-            if ours is not None and ours.cancelling():
+            if is_cancelled():
                 raise
             raise SeatLeft("the episode ended while the policy was speaking") from None
         finally:
             self.calls.discard(task)
-
-    def close(self) -> None:
-        for task in self.calls:
-            task.cancel()
 
 
 class RecordingServer:
@@ -147,7 +143,8 @@ class RecordingServer:
     def vacate(self, seat: Seat) -> None:
         if session := self._by_seat.pop(seat, None):
             del self._by_key[session.key]
-            session.close()
+            for call in session.calls:
+                call.cancel()
 
     async def close(self) -> None:
         """Stop serving. The next address that is asked for starts it again."""
@@ -253,7 +250,11 @@ class RecordingServer:
         for name in (*_overridden(given, seat), *ignored_fields(request)):
             seat.overrides[name] = seat.overrides.get(name, 0) + 1
         tools = given.get("tools") if body.tool_choice != "none" else None
-        return await unless_gone(request.receive, session.answer(_all(seat, given["messages"], tools, body.n or 1)))
+
+        async def chat() -> list[Reply]:
+            return await together([seat.chat(given["messages"], tools) for _ in range(body.n or 1)])
+
+        return await unless_gone(request.receive, session.answer(chat()))
 
 
 def reachable(host: str) -> str:
@@ -300,16 +301,6 @@ def _overridden(given: dict[str, Any], seat: Seat) -> list[str]:
     if given.get("tool_choice", "auto") not in ("auto", "none"):  # the policy decides by itself whether it calls a tool
         differs.append("tool_choice")
     return differs + [name for name, nothing in _WITHOUT_EFFECT.items() if name in asked and asked[name] != nothing]
-
-
-async def _all(seat: Seat, messages: list[Message], tools: list[dict[str, Any]] | None, count: int) -> list[Reply]:
-    """All replies, or none: once one fails the others are not waited for."""
-    tasks = [asyncio.ensure_future(seat.chat(messages, tools)) for _ in range(count)]
-    try:
-        return list(await asyncio.gather(*tasks))  # bounded: by the episode's timeout
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _choice(index: int, reply: Reply) -> dict[str, Any]:
