@@ -229,10 +229,6 @@ class GroupAdmission:
 
     def _count_failures(self, group: Group) -> None:
         self.tally.failed_rollouts += len(group.failed)
-        if not group.failed:
-            for _ in group.rollouts:
-                self._breaker.success()
-            return
         for rollout in sorted([*group.failed, *group.rollouts], key=lambda rollout: rollout.member):
             if rollout.error is None:
                 self._breaker.success()

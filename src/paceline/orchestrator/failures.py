@@ -54,13 +54,13 @@ class Breaker:
         self._recent.append(False)
         if self._first is None:
             self._first, self._cause = cause, raised
-        failed = self._recent.count(False)
+        failed, window, text = self._recent.count(False), self._config.window, ""
         if self._row >= self._config.consecutive:
-            text = f"{self._row} rollouts failed in a row; the first cause: {self._first}{MEND}"
-            raise stopped(text, self._cause)
-        if len(self._recent) == self._config.window and 2 * failed >= self._config.window:
-            text = f"{failed} of the last {self._config.window} rollouts failed; the first cause: {self._first}{MEND}"
-            raise stopped(text, self._cause)
+            text = f"{self._row} rollouts failed in a row"
+        elif len(self._recent) == window and 2 * failed >= window:
+            text = f"{failed} of the last {window} rollouts failed"
+        if text:
+            raise stopped(f"{text}; the first cause: {self._first}{MEND}", self._cause)
 
 
 Kind = Literal["episode", "timeout", "worker", "engine", "request", "judge"]
