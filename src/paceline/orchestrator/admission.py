@@ -63,8 +63,9 @@ class Tally:
     @classmethod
     def of(cls, resolved: list[Group], counts: Mapping[str, Any]) -> "Tally":
         """Back to a checkpoint's."""
-        found = {name: counts[name] for name in COUNTS if name in counts}
-        return cls(resolved, **{name: Counter(n) if isinstance(n, dict) else n for name, n in found.items()})
+        found: dict[str, Any] = {name: counts[name] for name in COUNTS if name in counts}
+        found |= {name: Counter(numbers) for name, numbers in found.items() if isinstance(numbers, dict)}
+        return cls(resolved, **found)
 
 
 SOLVED_SHARE = 0.9

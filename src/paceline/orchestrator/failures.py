@@ -108,5 +108,5 @@ def error_text(error: BaseException) -> str:
 
 def _known(error: BaseException) -> Kind | None:
     if isinstance(error, WorkerFailed):
-        return {"exited": "worker", "timed_out": "timeout"}.get(error.kind)
+        return "worker" if error.kind == "exited" else "timeout" if error.kind == "timed_out" else None
     return next((kind for known, kind in BY_CLASS.items() if isinstance(error, known)), None)

@@ -7,7 +7,7 @@ run pauses at the same draw.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.config import RunConfig
@@ -22,7 +22,7 @@ class Advisor(Protocol):
     """Remembers the last steps and finds problems in them (`observe.record.advice`)."""
 
     def take(self, step: int, metrics: Mapping[str, float], played: Played) -> None: ...
-    def advise(self, rules: Collection[str]) -> Sequence[Any]: ...
+    def advise(self, rules: frozenset[str]) -> Sequence[Any]: ...
     def forget(self, env: str) -> None: ...
 
 

@@ -1,7 +1,7 @@
 """Keeps the last steps of a running run in memory, so that advisories need no file."""
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ class AdviceMemory:
             for name in [name for name in line if f"/{env}/" in name]:
                 del line[name]
 
-    def advise(self, rules: Collection[str]) -> list[Advisory]:
+    def advise(self, rules: frozenset[str]) -> list[Advisory]:
         """The advisories of these rules that fire now."""
         return advise(self.sight(), rules)
 
