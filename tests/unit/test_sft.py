@@ -19,7 +19,7 @@ from paceline.config.env import ReverseTextConfig
 from paceline.data import Ticket
 from paceline.envs import POLICY, Environment, Outcome
 from paceline.orchestrator import build_train_envs
-from paceline.orchestrator.dispatcher import without_signal
+from paceline.orchestrator.admission import without_signal
 from paceline.orchestrator.gate import fresh_enough, staleness
 from paceline.rollout import Renderer, Rollout, SessionMap, assemble
 from teaching import Oracle, grouped, means, spoken

@@ -5,6 +5,7 @@ import base64
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,6 @@ class HttpEngine(HttpConnection, RemoteEngine):
     ) -> None:
         super().__init__(url, api_key, timeout)
         self._travel = path, folder
-        self._carries: Carrier | None = None
         self._asked = 0.0
         self._asking: asyncio.Task[EngineStats] | None = None
 
@@ -121,12 +121,10 @@ class HttpEngine(HttpConnection, RemoteEngine):
             return copied(update)
         return await self._carrier.keep(update)
 
-    @property
+    @cached_property
     def _carrier(self) -> Carrier:
         """Made when weights first travel: most engines behind HTTP only answer."""
-        if self._carries is None:
-            self._carries = carrier_for(*self._travel)
-        return self._carries
+        return carrier_for(*self._travel)
 
     async def stream(self, path: str, head: dict[str, Any], size: int, pieces: AsyncIterator[bytes]) -> Any:
         """For the carrier: a request with raw bytes, the head in a header of its own."""
@@ -137,8 +135,8 @@ class HttpEngine(HttpConnection, RemoteEngine):
     def _leave(self) -> None:
         if self._asking is not None:
             self._asking.cancel()
-        if self._carries is not None:
-            self._carries.close()
+        if "_carrier" in self.__dict__:
+            self._carrier.close()
 
     def _read(self, response: httpx.Response) -> Any:
         """The answer, or the server's own sentence as the error it stands for."""

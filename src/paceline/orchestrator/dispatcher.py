@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.data import Ledger, State, Ticket
-from paceline.orchestrator.admission import GroupAdmission, Tally, without_signal
+from paceline.orchestrator.admission import GroupAdmission, Tally
 from paceline.orchestrator.buffered import Buffer, Held, ReadyGroup, places
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.failures import RunStopped
@@ -23,8 +23,6 @@ from paceline.orchestrator.train_env import Replay, TrainEnv
 from paceline.rollout import Group
 from paceline.util.deadlines import ABANDON_SECONDS, waiting
 from paceline.util.user_code import raised
-
-__all__ = ["Ahead", "Dispatcher", "Tally", "without_signal"]
 
 STALE, OVERSAMPLED = "stale", "oversampled"
 """Why groups are dropped that nothing is wrong with: they came too late. Their environment may draw in their place, or

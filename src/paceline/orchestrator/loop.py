@@ -17,9 +17,10 @@ from paceline.clients.pool import LeaguePool
 from paceline.config import RunConfig
 from paceline.data import DataError, Ledger, Sample, Ticket, encode, row_change
 from paceline.errors import PacelineError
+from paceline.orchestrator.admission import Tally
 from paceline.orchestrator.buffered import FILE, encode_held, read_held
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
-from paceline.orchestrator.dispatcher import Dispatcher, Tally
+from paceline.orchestrator.dispatcher import Dispatcher
 from paceline.orchestrator.episodes import EVAL, MATCH, RolloutRunner
 from paceline.orchestrator.evaluation import evaluate
 from paceline.orchestrator.failures import RunStopped

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from statistics import fmean, pstdev
 
 from paceline.data import Sample
-from paceline.orchestrator.dispatcher import Tally
+from paceline.orchestrator.admission import Tally
 from paceline.orchestrator.gate import staleness
 from paceline.orchestrator.train_env import ReplayedGroup, unfined
 from paceline.rollout import Group, Rollout

@@ -11,7 +11,7 @@ from paceline.config import algorithm as config
 from paceline.config.env.base import ArenaEnvConfig
 from paceline.data import Cursor, Ticket
 from paceline.orchestrator import Breaker, RealClock, TrainEnv
-from paceline.orchestrator.dispatcher import without_signal
+from paceline.orchestrator.admission import without_signal
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.rollout import Group, Rollout, assemble
 from paceline.runtime.selfplay.trainer import SelfPlayTrainer, TrainingBatch
