@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from paceline.config.model import QUICKSTART
-from paceline.data import decode
-from paceline.data.mixture import Cursor
+from paceline.data import Cursor, decode
 from paceline.model import resolve
 
 CLOSE = 2e-4

@@ -36,7 +36,7 @@ from paceline.config.inference import SamplingConfig
 from paceline.data import State
 from paceline.envs import Environment, Outcome
 from paceline.observe.monitor import Monitor, Monitors, RunRecorder
-from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, lay_out
+from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, build_train_envs
 from paceline.rollout import SamplingClient
 from paceline.runtime.ray.engines import RayEngine
 from paceline.trainer import StepReport
@@ -155,9 +155,9 @@ async def lead(options, racks: list, folder: Path) -> dict:
     parts = OrchestratorParts(
         pool=pool,
         trainer=WaitingTrainer(options.seconds / 8),  # ty: ignore
-        voice=voice,
-        eval_voice=voice,
-        courses=lay_out(config, {"null": OneTurn()}),
+        client=voice,
+        eval_client=voice,
+        envs=build_train_envs(config, {"null": OneTurn()}),
         monitor=Monitors(RunRecorder(folder), steps),
         checkpoints=Checkpoints(folder / "checkpoints", 1),
         clock=RealClock(),

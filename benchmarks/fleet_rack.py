@@ -2,7 +2,7 @@
 
 import msgspec
 
-from paceline.clients.rpc import Answer, EngineRpcHandler, FromEngine, Load, decode_to_engine
+from paceline.clients.rpc import Answer, FromEngine, Load, answer, decode_to_engine
 from paceline.simulate.cost import Lengths
 from paceline.simulate.engine import SimulatedEngine
 from paceline.weights.update import WeightUpdate
@@ -16,18 +16,18 @@ class Rack:
 
     def __init__(self, engines: int, slots: int, seconds: float) -> None:
         pace = seconds / LENGTHS.mean
-        self._desks = [EngineRpcHandler(SimulatedEngine(slots, lambda running: pace, LENGTHS)) for _ in range(engines)]
+        self._engines = [SimulatedEngine(slots, lambda running: pace, LENGTHS) for _ in range(engines)]
         self._encode = msgspec.msgpack.Encoder().encode
 
     async def answer(self, number: int, question: bytes) -> bytes:
         (message,) = decode_to_engine(question).messages
-        return self._framed(number, await self._desks[number].answer(message))
+        return self._framed(number, await answer(self._engines[number], message))
 
     async def load(self, number: int, head: bytes, weights: object) -> bytes:
         (message,) = decode_to_engine(head).messages
         assert isinstance(message, Load)
-        seconds = await self._desks[number].engine.load_weights(WeightUpdate(message.version, {}))
+        seconds = await self._engines[number].load_weights(WeightUpdate(message.version, {}))
         return self._framed(number, Answer(message.id, seconds=seconds))
 
     def _framed(self, number: int, answer) -> bytes:
-        return self._encode(FromEngine([answer], self._desks[number].engine.busy_seconds))
+        return self._encode(FromEngine([answer], self._engines[number].busy_seconds))

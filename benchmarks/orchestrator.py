@@ -34,7 +34,7 @@ from paceline.config.inference import SamplingConfig
 from paceline.engine import Completion, GenerateRequest
 from paceline.envs import Environment, Outcome
 from paceline.observe.monitor import Monitor, Monitors, RunRecorder
-from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, lay_out
+from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, build_train_envs
 from paceline.rollout import SamplingClient
 from paceline.trainer import StepReport
 from paceline.util.gc_tuning import rarely_collected
@@ -154,13 +154,13 @@ async def lead(config: RunConfig, batches: int, folder: Path) -> Laps:
     laps = Laps(environment, batches)
     pool = Pool([NullEngine()])  # ty: ignore
     voice = SamplingClient(pool, Silent(), SamplingConfig(max_tokens=REPLY), frozenset({7}))  # ty: ignore
-    courses = lay_out(config, {"null": environment})
+    courses = build_train_envs(config, {"null": environment})
     parts = OrchestratorParts(
         pool=pool,
         trainer=NullTrainer(),  # ty: ignore
-        voice=voice,
-        eval_voice=voice,
-        courses=courses,
+        client=voice,
+        eval_client=voice,
+        envs=courses,
         monitor=Monitors(RunRecorder(folder), laps),
         checkpoints=Checkpoints(folder / "checkpoints", 1),
         clock=RealClock(),

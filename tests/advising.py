@@ -13,8 +13,7 @@ from paceline.config.env import ReverseTextConfig
 from paceline.data import Sample, Ticket
 from paceline.observe.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
 from paceline.observe.record import RolloutRecorder
-from paceline.observe.record.advice import AdviceWindow
-from paceline.orchestrator.pausing import AdviceMemory
+from paceline.observe.record.advice import AdviceMemory, AdviceWindow
 from paceline.rollout import Rollout, Turn
 
 STEPS, GROUPS, GROUP = 20, 10, 4

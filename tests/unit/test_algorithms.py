@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.algorithms import Algorithm, AlgorithmError, build_algorithm, spread
 from paceline.config import algorithm as config
 from paceline.data import Sample, Ticket
-from paceline.orchestrator.dispatcher import without_signal
+from paceline.orchestrator.admission import without_signal
 from paceline.rollout import Group, Rollout, Turn, assemble
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")

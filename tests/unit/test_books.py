@@ -30,7 +30,7 @@ from paceline.data import Curriculum, State, Ticket
 from paceline.engine import Completion
 from paceline.envs import Environment, Outcome
 from paceline.observe.monitor import RunPlan, RunRecorder, read_jsonl
-from paceline.orchestrator import Checkpoints, Gate, Orchestrator, OrchestratorParts, lay_out
+from paceline.orchestrator import Checkpoints, Gate, Orchestrator, OrchestratorParts, build_train_envs
 from paceline.orchestrator.buffered import read_held
 from paceline.rollout import Group, SamplingClient
 from paceline.simulate.engine import VirtualClock, VirtualLoop
@@ -210,7 +210,7 @@ class Life(RuleBasedStateMachine):
         config = self.config.model_copy(update={"resume": resume})
         pool = Pool([Engine()])
         voice = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
-        self.courses = lay_out(config, {"stage": self.stage})
+        self.courses = build_train_envs(config, {"stage": self.stage})
         self.courses["stage"].algorithm = Once()
         self.courses["stage"].cursor = InOrder(self.rows)
         recorder = RunRecorder(self.folder)

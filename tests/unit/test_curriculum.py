@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data import Curriculum, Cursor, DataError, Mixture, MixtureCursor, learn, order_of
-from paceline.data.curriculum import SumTree
+from paceline.data import Curriculum, Cursor, DataError, Mixture, MixtureCursor, order_of
+from paceline.data.sampler import SumTree
 
 laws = settings(max_examples=40, deadline=None)
 REWARDS = st.lists(st.sampled_from([-1.0, 0.0, 0.49, 0.5, 1.0, 3.0]), max_size=4)
@@ -158,9 +158,9 @@ def test_the_order_is_chosen_once():
     assert isinstance(order_of(mixture, 0, "env"), MixtureCursor)
     for order in (order_of(rows, 0, "env"), order_of(mixture, 0, "env")):
         before = order.state()
-        learn(order, 1, [1.0])
+        order.update(1, [1.0])
         assert order.state() == before
     for listening in (order_of(rows, 0, "env", curriculum=True), order_of(mixture, 0, "env", curriculum=True)):
         before = listening.state()
-        learn(listening, 1, [1.0])
+        listening.update(1, [1.0])
         assert listening.state() != before

@@ -18,7 +18,7 @@ from paceline.envs.base import EnvError
 from paceline.envs.module import ModuleEnvironment
 from paceline.envs.offloop import Threads, run_user_code
 from paceline.envs.reasoning_gym import shares
-from paceline.orchestrator import RealClock, lay_out
+from paceline.orchestrator import RealClock, build_train_envs
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.rollout import SamplingClient
 from paceline.util.importing import HookError, import_object
@@ -409,7 +409,7 @@ def rolled(stage, tmp_path):
     def play(name, **kwargs):
         path = f"{tmp_path / 'play.py'}:{name}"
         section = CustomEnvConfig(name="mine", import_path=path, dataset=str(tmp_path / "rows.jsonl"), kwargs=kwargs)
-        course = lay_out(RunConfig(env=[section], group_size=2, batch_size=2))["mine"]
+        course = build_train_envs(RunConfig(env=[section], group_size=2, batch_size=2))["mine"]
         voice = SamplingClient(stage._pool, stage._renderer, SamplingConfig(max_tokens=8), frozenset(stage._ends))
         return asyncio.run(RolloutRunner(voice, RealClock(), seed=0).group(course, Ticket(4, "mine", 0, 0, 0)))
 

@@ -12,7 +12,7 @@ from conftest import ENDS
 from paceline.algorithms import AlgorithmError, build_algorithm
 from paceline.config.algorithm import EchoConfig, GRPOConfig
 from paceline.config.base import Hook
-from paceline.orchestrator.dispatcher import without_signal
+from paceline.orchestrator.admission import without_signal
 from paceline.rollout import Renderer, RenderError, assemble
 from teaching import Oracle, grouped, means, spoken
 

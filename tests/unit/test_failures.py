@@ -35,7 +35,14 @@ from paceline.envs import Environment, JudgeFailed, Outcome
 from paceline.envs.workers import WorkerFailed, Workers
 from paceline.errors import EngineError, Overloaded, RequestError, Unreachable
 from paceline.observe.monitor import Monitor, RunRecorder, read_jsonl
-from paceline.orchestrator import CheckpointError, Checkpoints, Orchestrator, OrchestratorParts, RunStopped, lay_out
+from paceline.orchestrator import (
+    CheckpointError,
+    Checkpoints,
+    Orchestrator,
+    OrchestratorParts,
+    RunStopped,
+    build_train_envs,
+)
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.failures import kind_of
 from paceline.rollout import Group, Rollout, SamplingClient
@@ -190,7 +197,7 @@ def conduct(tmp_path, environment, engine=None, trainer=None, monitor=None, **mo
         voice = SamplingClient(pool, Mute(), SamplingConfig(), frozenset({1}))
         clock = VirtualClock(asyncio.get_running_loop())
         store = Checkpoints(tmp_path / "ckpt", 100)
-        courses = lay_out(config, {"coins": environment})
+        courses = build_train_envs(config, {"coins": environment})
         conductor = Orchestrator(
             config, OrchestratorParts(pool, trainer, voice, voice, courses, monitor or Monitor(), store, clock)
         )
@@ -229,7 +236,7 @@ def group(environment, engine=None, **more) -> tuple[Group, RolloutRunner, float
     async def run():
         voice = SamplingClient(Pool([engine or Near()], jitter=lambda: 0.0), Mute(), SamplingConfig(), frozenset({1}))
         player = RolloutRunner(voice, VirtualClock(asyncio.get_running_loop()), seed=0)
-        done = await player.group(lay_out(config, {"coins": environment})["coins"], TICKET)
+        done = await player.group(build_train_envs(config, {"coins": environment})["coins"], TICKET)
         return done, player, asyncio.get_running_loop().time()
 
     return leap(run())
@@ -399,7 +406,7 @@ def called_off(environment, seconds: float) -> tuple[float, RolloutRunner]:
     async def run():
         voice = SamplingClient(Pool([Near()], jitter=lambda: 0.0), Mute(), SamplingConfig(), frozenset({1}))
         player = RolloutRunner(voice, VirtualClock(asyncio.get_running_loop()), seed=0)
-        course = lay_out(configured(failures=FailuresConfig(episode="retry")), {"coins": environment})["coins"]
+        course = build_train_envs(configured(failures=FailuresConfig(episode="retry")), {"coins": environment})["coins"]
         task = asyncio.ensure_future(player.group(course, TICKET))
         asyncio.get_running_loop().call_later(seconds, task.cancel)
         with pytest.raises(asyncio.CancelledError):
@@ -785,7 +792,7 @@ def school(renderer, *grades):
             Pool([engine], jitter=lambda: 0.0), renderer, SamplingConfig(max_tokens=8), renderer.end_tokens
         )
         player = RolloutRunner(voice, VirtualClock(asyncio.get_running_loop()), seed=0)
-        course = lay_out(config, {"coins": ArenaEnvironment(School())})["coins"]
+        course = build_train_envs(config, {"coins": ArenaEnvironment(School())})["coins"]
         return await player.group(course, TICKET), player
 
     return *leap(run()), engine

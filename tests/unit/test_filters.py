@@ -17,7 +17,7 @@ from paceline.config.filters import FiltersConfig, LengthConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import ModelRef
 from paceline.envs import Outcome
-from paceline.orchestrator.dispatcher import without_signal
+from paceline.orchestrator.admission import without_signal
 from paceline.orchestrator.train_env import FINE, FilterError, Filters
 from paceline.rollout import Group
 from paceline.util.importing import HookError

@@ -23,7 +23,7 @@ from paceline.config.inference import SamplingConfig
 from paceline.config.run import ConfigWarning
 from paceline.engine import Completion, GenerateRequest
 from paceline.envs import Environment, Outcome
-from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RunStopped, TrainEnv, lay_out
+from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RunStopped, TrainEnv, build_train_envs
 from paceline.rollout import SamplingClient
 from paceline.simulate import Lengths, SimulatedEngine, leap
 from paceline.simulate.engine import VirtualClock
@@ -162,7 +162,7 @@ def lead(tmp_path: Path, environments: dict[str, Environment], training: float =
     trainer = Trainer(training, config.staleness, engine)
     pool = Pool([engine])
     voice = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
-    courses = lay_out(config, dict(environments))
+    courses = build_train_envs(config, dict(environments))
     for course in courses.values():
         course.algorithm.voice = voice if somebody_else else None
 

@@ -20,7 +20,7 @@ from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import Ticket
 from paceline.engine import Completion, GenerateRequest
 from paceline.model import load_tokenizer
-from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, RunStopped, lay_out
+from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, RunStopped, build_train_envs
 from paceline.orchestrator.episodes import MATCH, RolloutRunner, assigned
 from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
 from paceline.rollout import Renderer, SamplingClient, SessionMap
@@ -152,7 +152,7 @@ def conduct(folder: Path, arena: ArenaEnvironment, timing: int = 0, **more) -> L
     wanted, log = run_config(**more), Log()
     pool = Shelf(Restless(timing))
     said = voice(pool)
-    courses = lay_out(wanted, {"words": arena})
+    courses = build_train_envs(wanted, {"words": arena})
     parts = OrchestratorParts(
         pool, CountingTrainer(timing), said, said, courses, log, Checkpoints(folder, 100), RealClock(), past=pool
     )
@@ -219,7 +219,7 @@ def test_another_seed_meets_others():
 
 def past_of(arena: ArenaEnvironment, notes: list[str] | None = None) -> tuple[LeagueCheckpoints, Shelf]:
     pool = Shelf(Restless())
-    courses = lay_out(run_config(), {"words": arena})
+    courses = build_train_envs(run_config(), {"words": arena})
     return LeagueCheckpoints(courses, pool, (notes if notes is not None else []).append), pool
 
 

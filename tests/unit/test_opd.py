@@ -9,7 +9,7 @@ from test_references import REF, renderer  # noqa: F401 - a fixture
 from paceline.algorithms import AlgorithmError, build_algorithm
 from paceline.config.algorithm import OPDConfig
 from paceline.errors import EngineError
-from paceline.orchestrator.dispatcher import without_signal
+from paceline.orchestrator.admission import without_signal
 from teaching import Attached, Oracle, grouped, means, spoken, truth
 
 USER = {"role": "user", "content": "go"}

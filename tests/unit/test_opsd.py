@@ -11,7 +11,7 @@ from test_references import REF, renderer  # noqa: F401 - a fixture
 
 from paceline.algorithms import AlgorithmError, build_algorithm
 from paceline.config.algorithm import OPSDConfig
-from paceline.orchestrator.dispatcher import without_signal
+from paceline.orchestrator.admission import without_signal
 from paceline.rollout import Renderer
 from teaching import Oracle, grouped, means, spoken, truth
 

@@ -27,7 +27,7 @@ from paceline.orchestrator import (
     OrchestratorParts,
     RealClock,
     RunStopped,
-    lay_out,
+    build_train_envs,
 )
 from paceline.orchestrator.evaluation import pass_at
 from paceline.orchestrator.gate import fresh_enough, staleness
@@ -154,7 +154,7 @@ def conduct(tmp_path: Path, environment: Environment, seed: int = 0, also: dict 
     trainer, log = CountingTrainer(seed), Log()
     pool = Pool([ScriptedEngine(seed)])
     voice = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
-    courses = lay_out(config, {"coins": environment, **(also or {})})
+    courses = build_train_envs(config, {"coins": environment, **(also or {})})
     parts = OrchestratorParts(
         pool, trainer, voice, voice, courses, log, Checkpoints(tmp_path / "ckpt", 100), RealClock()
     )
@@ -440,7 +440,7 @@ def test_batches_that_groups_cannot_fill_do_not_open_the_gate(tmp_path):
     trainer, _, conductor = conduct(tmp_path, CoinFlips(), also={"six": CoinFlips()}, **config)
     for version, batch in trainer.trained:
         assert max(version - s.versions[t] for s in batch for t in range(len(s)) if s.rl[t]) <= 1
-    left = conductor._dispatcher._buffer.places
+    left = sum(group.places for group in conductor._dispatcher._buffer.groups())
     assert conductor._gate.accepted - left == 12 * 12  # each batch counted whole, and what no batch had room for
 
 

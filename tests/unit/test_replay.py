@@ -13,8 +13,8 @@ from test_orchestrator import CoinFlips, ScriptedEngine, conduct, states
 
 from paceline.config import BreakerConfig, CheckpointConfig, ConfigWarning, FiltersConfig, ReplayConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
-from paceline.data import Ledger, LedgerError, Sample, State, Ticket
-from paceline.orchestrator import Checkpoints, Gate, RunStopped, loop
+from paceline.data import Cursor, Ledger, LedgerError, Sample, State, Ticket
+from paceline.orchestrator import Checkpoints, Gate, RunStopped
 from paceline.orchestrator.buffered import read_held
 from paceline.orchestrator.dispatcher import Dispatcher
 from paceline.orchestrator.train_env import Replay as Memory
@@ -151,10 +151,10 @@ def test_a_step_reports_what_led_to_its_fresh_groups(tmp_path, monkeypatch):
 def test_a_replayed_group_is_the_group_that_trained(tmp_path, monkeypatch):
     """The same tokens, weights and credit under another ticket; neither the algorithm nor the curriculum sees it."""
     credited, learned = [], []
-    algorithm = conduct(tmp_path / "any", CoinFlips(), steps=1)[2]._p.courses["coins"].algorithm
-    assign, learn = type(algorithm).assign, loop.learn
+    algorithm = conduct(tmp_path / "any", CoinFlips(), steps=1)[2]._p.envs["coins"].algorithm
+    assign, learn = type(algorithm).assign, Cursor.update
     monkeypatch.setattr(type(algorithm), "assign", lambda self, g: credited.append(g.ticket.number) or assign(self, g))
-    monkeypatch.setattr(loop, "learn", lambda order, row, rewards: learned.append(row) or learn(order, row, rewards))
+    monkeypatch.setattr(Cursor, "update", lambda self, row, rewards: learned.append(row) or learn(self, row, rewards))
     trainer, log, _ = conduct(
         tmp_path, CoinFlips(), steps=10, staleness=2, on_stale="mask", replay=ReplayConfig(share=0.5, times=2)
     )
@@ -230,7 +230,7 @@ def test_groups_of_several_sizes_leave_room_for_one_another(tmp_path):
             assert places <= 12
             assert places > 12 - 4 or version >= 10  # in the end, what may still be drawn need not fill a batch
             assert {s.ticket.number for s in samples} - replays(log).keys()
-        left = conductor._dispatcher._buffer.places
+        left = sum(group.places for group in conductor._dispatcher._buffer.groups())
         assert conductor._gate.accepted - left == 12 * 12
 
 

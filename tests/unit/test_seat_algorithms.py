@@ -26,7 +26,7 @@ from paceline.config import algorithm as config
 from paceline.config.env import ArenaEnvConfig, ReverseTextConfig
 from paceline.config.load import dump, load
 from paceline.data import Ticket, decode, encode
-from paceline.orchestrator import lay_out
+from paceline.orchestrator import build_train_envs
 from paceline.rollout import Group, Rollout
 
 laws = settings(max_examples=12, deadline=None)
@@ -223,10 +223,10 @@ def test_seats_are_those_the_environment_has_each_once():
     path = "examples/arenas/kuhn_poker.py:KuhnPoker"
     third, second = ({"name": name, "algo": {"type": "rae"}} for name in ("third", "second"))
     with pytest.raises(AlgorithmError, match="`arena` has no seat `third`: its seats are `first`, `second`"):
-        lay_out(RunConfig(env=[ArenaEnvConfig(import_path=path, seats=[third])]))
+        build_train_envs(RunConfig(env=[ArenaEnvConfig(import_path=path, seats=[third])]))
     with pytest.raises(AlgorithmError, match="seat `second` is given twice"):
-        lay_out(RunConfig(env=[ArenaEnvConfig(import_path=path, seats=[second, second])]))
+        build_train_envs(RunConfig(env=[ArenaEnvConfig(import_path=path, seats=[second, second])]))
     assert isinstance(
-        lay_out(RunConfig(env=[ArenaEnvConfig(import_path=path, seats=[second])]))["arena"].algorithm, Seats
+        build_train_envs(RunConfig(env=[ArenaEnvConfig(import_path=path, seats=[second])]))["arena"].algorithm, Seats
     )
     assert type(credit_for(RunConfig().env[0], ["policy"])) is GRPO

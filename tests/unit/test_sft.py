@@ -18,8 +18,8 @@ from paceline.config.algorithm import SFTConfig
 from paceline.config.env import ReverseTextConfig
 from paceline.data import Ticket
 from paceline.envs import POLICY, Environment, Outcome
-from paceline.orchestrator import lay_out
-from paceline.orchestrator.dispatcher import without_signal
+from paceline.orchestrator import build_train_envs
+from paceline.orchestrator.admission import without_signal
 from paceline.orchestrator.gate import fresh_enough, staleness
 from paceline.rollout import Renderer, Rollout, SessionMap, assemble
 from teaching import Oracle, grouped, means, spoken
@@ -118,7 +118,7 @@ class Rows(Environment):
 def course(rows: Environment, demonstrations):
     algo = SFTConfig(demonstrations=demonstrations)
     config = RunConfig(batch_size=8, env=[ReverseTextConfig(name="maze", algo=algo)])
-    return lay_out(config, {"maze": rows})["maze"]
+    return build_train_envs(config, {"maze": rows})["maze"]
 
 
 def begun(quick, rows, demonstrations):

@@ -24,13 +24,13 @@ from paceline.data import (
     MixtureCursor,
     Scheme,
     decontaminate,
-    formats,
     open_mixture,
     open_rows,
     order_of,
     parse_address,
     register_scheme,
     skipped,
+    sources,
 )
 from paceline.data.mixture import normalised
 from paceline.rollout import Renderer, RenderError
@@ -108,7 +108,7 @@ OPERATIONS = st.lists(st.integers(-9, 9) | st.slices(9), max_size=8)
 def test_any_way_of_asking_gives_the_rows_of_the_file(tmp_path, monkeypatch, kind, rows, cut, limit, asked, cache):
     if kind not in WRITERS:
         pytest.skip('needs pyarrow: pip install "paceline[data]"')
-    monkeypatch.setattr(formats, "CACHE_BYTES", cache * 2**30)  # decoded once, or again for each row
+    monkeypatch.setattr(sources, "CACHE_BYTES", cache * 2**30)  # decoded once, or again for each row
     path = tmp_path / f"rows.{kind}"
     WRITERS[kind](path, rows, cut)
     opened, rows = open_rows(str(path), limit=limit), rows[:limit]
@@ -168,7 +168,7 @@ def test_a_file_that_changes_under_a_run_is_noticed(tmp_path):
 def test_a_relative_path_is_meant_where_it_was_opened(tmp_path, monkeypatch, kind):
     if kind not in WRITERS:
         pytest.skip('needs pyarrow: pip install "paceline[data]"')
-    monkeypatch.setattr(formats, "CACHE_BYTES", 0)
+    monkeypatch.setattr(sources, "CACHE_BYTES", 0)
     rows = [{"messages": [{"role": "user", "content": str(i)}], "answer": ""} for i in range(3)]
     (tmp_path / "elsewhere").mkdir()
     WRITERS[kind](tmp_path / f"rows.{kind}", rows, 1)
@@ -494,7 +494,6 @@ def test_a_mixture_is_all_its_rows(sizes, asked):
     for ask in asked:
         if isinstance(ask, slice) or -len(rows) <= ask < len(rows):
             assert mixture[ask] == rows[ask]
-    assert [mixture.name_of(i) for i in range(len(rows))] == [row["prompt"].split(".")[0] for row in rows]
 
 
 def test_datasets_are_mixed_by_uri(tmp_path):

@@ -25,8 +25,8 @@ from paceline.errors import EngineError, Mismatch
 from paceline.model import Adapter, LMHead, WeightUpdate, fingerprint, twin
 from paceline.model.head import make_canary
 from paceline.orchestrator import buffered
+from paceline.orchestrator.admission import Tally
 from paceline.orchestrator.buffered import Held, decode_held, encode_held
-from paceline.orchestrator.dispatcher import Tally
 from paceline.orchestrator.metrics import batch_metrics
 from paceline.rollout import Group, Rollout, Turn, assemble
 from paceline.rollout.assemble import rewritten

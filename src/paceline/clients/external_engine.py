@@ -78,8 +78,6 @@ class ExternalEngine(HttpConnection, Engine):
         self._running = self._tokens = self._swaps = 0
         self._since = self._busy = self._paused = 0.0
 
-    # -- what each of them says in its own words ----------------------------------------------------------------------
-
     @abstractmethod
     async def _sample(self, request: GenerateRequest, adapter: LoadedAdapter | None) -> Completion:
         """One completion by an adapter or, with None, by the model itself."""
@@ -106,10 +104,14 @@ class ExternalEngine(HttpConnection, Engine):
     def _best_logprob(self, temperature: float) -> float:
         """Of the most probable token after token 0."""
 
-    # -- the engine's protocol ----------------------------------------------------------------------------------------
-
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
-        self._check(request)
+        if request.grammar is not None:
+            raise RequestError(f"{self.name} is not asked for grammars: use the embedded engine for such replies")
+        if request.top_p < 1 or request.top_k > 0:
+            raise RequestError(
+                f"{self.name} reports log probabilities of what top-p and top-k have left, not of the policy itself: "
+                "leave both out"
+            )
         await self._settled()
         with self._adapter_in_use(request.model) as adapter:
             completion = await self._sample(request, adapter)
@@ -197,8 +199,6 @@ class ExternalEngine(HttpConnection, Engine):
         content = orjson.dumps(body) if body is not None else None
         return await self._request("POST", path, content=content, params=query, headers=ALONE, timeout=ORDER_SECONDS)
 
-    # -- updates ------------------------------------------------------------------------------------------------------
-
     async def _take_whole(self, update: WeightUpdate) -> float:
         folder = await self._folders.whole(update)
         self._trouble = Unreachable(f"{self.name} was left with half of version {update.version}")
@@ -251,8 +251,6 @@ class ExternalEngine(HttpConnection, Engine):
         if adapter in self._loaded:
             self._loaded.remove(adapter)
 
-    # -- requests under way -------------------------------------------------------------------------------------------
-
     async def _settled(self, whatever: bool = False) -> None:
         """Return once no weights are changing; raise if they came to nothing."""
         while self._changing is not None:
@@ -287,15 +285,6 @@ class ExternalEngine(HttpConnection, Engine):
         cold, hot = self._best_logprob(0.5), self._best_logprob(2.0)
         if cold < -1e-3 and abs(cold - hot) < 1e-6:
             raise EngineError(f"{self.name} leaves the temperature out: {self.remedy}")
-
-    def _check(self, request: GenerateRequest) -> None:
-        if request.grammar is not None:
-            raise RequestError(f"{self.name} is not asked for grammars: use the embedded engine for such replies")
-        if request.top_p < 1 or request.top_k > 0:
-            raise RequestError(
-                f"{self.name} reports log probabilities of what top-p and top-k have left, not of the policy itself: "
-                "leave both out"
-            )
 
     def _limits(self, context: int) -> EngineLimits:
         adapters = {name: adapter.version for name, adapter in self._adapters.items() if name}

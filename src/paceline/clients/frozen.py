@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import Awaitable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import httpx
@@ -89,31 +90,22 @@ class FrozenPool(Pool):
 
 async def attach(ref: ModelRef, tokenizer: PreTrainedTokenizerBase) -> FrozenPool:
     """The endpoints' model, once each is known to answer and to have the policy's vocabulary."""
-    key = _key(ref)
+    key = os.environ.get(ref.api_key_env) if ref.api_key_env is not None else None
+    if ref.api_key_env is not None and not key:
+        raise EngineError(f"`{ref.name}`: the environment variable {ref.api_key_env} is not set: put its key there")
     engines: list[HttpEngine | CompletionsEngine] = []
-    try:
+    async with AsyncExitStack() as on_failure:
         for url in ref.urls:
-            engines.append(await _engine(url, ref.name, key, tokenizer))
-    except BaseException:
-        for engine in engines:
-            await engine.aclose()
-        raise
+            engine = CompletionsEngine(url, ref.name, key)
+            on_failure.push_async_callback(engine.aclose)
+            same_words(f"`{ref.name}` at {url}", tokenizer.encode(SAMPLE), await engine.tokens(SAMPLE))
+            if await engine.is_paceline():
+                await engine.aclose()
+                engines.append(HttpEngine(url, api_key=key))
+            else:
+                engines.append(engine)
+        on_failure.pop_all()
     return FrozenPool(engines, ref)
-
-
-async def _engine(
-    url: str, name: str, key: str | None, tokenizer: PreTrainedTokenizerBase
-) -> "HttpEngine | CompletionsEngine":
-    asked = CompletionsEngine(url, name, key)
-    try:
-        same_words(f"`{name}` at {url}", tokenizer.encode(SAMPLE), await asked.tokens(SAMPLE))
-        if not await asked.is_paceline():
-            return asked
-    except BaseException:
-        await asked.aclose()
-        raise
-    await asked.aclose()
-    return HttpEngine(url, api_key=key)
 
 
 def same_words(who: str, ours: Sequence[int], theirs: Sequence[int]) -> None:
@@ -125,15 +117,6 @@ def same_words(who: str, ours: Sequence[int], theirs: Sequence[int]) -> None:
         )
 
 
-def _key(ref: ModelRef) -> str | None:
-    if ref.api_key_env is None:
-        return None
-    key = os.environ.get(ref.api_key_env)
-    if not key:
-        raise EngineError(f"`{ref.name}`: the environment variable {ref.api_key_env} is not set: put its key there")
-    return key
-
-
 class CompletionsEngine(HttpConnection, Engine):
     """Speaks what a frozen model needs of the `Engine` protocol to any OpenAI-compatible endpoint."""
 
@@ -141,8 +124,6 @@ class CompletionsEngine(HttpConnection, Engine):
         super().__init__(url, api_key, TIMEOUT, env_proxies=True)
         self._model = model
         self._ways = ASKING
-
-    # -- getting to know it -------------------------------------------------------------------------------------------
 
     async def is_paceline(self) -> bool:
         """Whether a `paceline serve` answers here, which can do more."""
@@ -168,8 +149,6 @@ class CompletionsEngine(HttpConnection, Engine):
                 "check that its vocabulary is the policy's: serve the model with `paceline serve` or vLLM"
             )
         return ids
-
-    # -- the engine's protocol ----------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
         choice = await self._complete(
@@ -236,8 +215,6 @@ class CompletionsEngine(HttpConnection, Engine):
     @property
     def busy_seconds(self) -> float:
         return 0.0
-
-    # -- the wire -----------------------------------------------------------------------------------------------------
 
     async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         answer = await self.post("/v1/completions", {"model": self._model, **body})

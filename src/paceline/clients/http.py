@@ -5,6 +5,7 @@ import base64
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,11 @@ class HttpEngine(HttpConnection, RemoteEngine):
     ) -> None:
         super().__init__(url, api_key, timeout)
         self._travel = path, folder
-        self._carries: WeightTransport | None = None
         self._asked = 0.0
         self._asking: asyncio.Task[EngineStats] | None = None
 
-    # -- the engine's protocol ----------------------------------------------------------------------------------------
-
     def start(self) -> None:
-        """Check that a server answers at this address, takes our key and has an engine that lives."""
+        """Check that a server answers here, takes our key and has an engine that lives."""
         for path in ("/health", "/limits"):
             self.look(path, seconds=CONNECT_SECONDS)
 
@@ -68,7 +66,10 @@ class HttpEngine(HttpConnection, RemoteEngine):
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
         completion = _completion((await self.post("/v1/completions", _body(request)))["choices"][0])
-        self._freshen()
+        if time.monotonic() - self._asked > FRESH_SECONDS and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.ensure_future(self.stats())
+            # The next caller hears of a failure.
+            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         return in_one_piece(completion, listener)
 
     async def score(
@@ -90,9 +91,9 @@ class HttpEngine(HttpConnection, RemoteEngine):
         if adapter is None:
             answer = await self._carrier.send(self, head, await self.keep(update))
         else:
-            weights = await asyncio.to_thread(_packed, update)
+            packed = await asyncio.to_thread(lambda: base64.b64encode(libraries.packed(update.tensors)))
             head |= {"name": adapter.name} if adapter.name else {}
-            answer = await self.post("/adapters/load", head | {"weights": weights, "scale": adapter.scale})
+            answer = await self.post("/adapters/load", head | {"weights": packed.decode(), "scale": adapter.scale})
         await self.stats()
         return answer["pause_seconds"]
 
@@ -120,14 +121,10 @@ class HttpEngine(HttpConnection, RemoteEngine):
             return copied(update)
         return await self._carrier.keep(update)
 
-    # -- the wire -----------------------------------------------------------------------------------------------------
-
-    @property
+    @cached_property
     def _carrier(self) -> WeightTransport:
         """Made when weights first travel: most engines behind HTTP only answer."""
-        if self._carries is None:
-            self._carries = transport_for(*self._travel)
-        return self._carries
+        return transport_for(*self._travel)
 
     async def stream(self, path: str, head: dict[str, Any], size: int, pieces: AsyncIterator[bytes]) -> Any:
         """For the carrier: a request with raw bytes, the head in a header of its own."""
@@ -138,29 +135,36 @@ class HttpEngine(HttpConnection, RemoteEngine):
     def _leave(self) -> None:
         if self._asking is not None:
             self._asking.cancel()
-        if self._carries is not None:
-            self._carries.close()
-
-    def _freshen(self) -> None:
-        if time.monotonic() - self._asked > FRESH_SECONDS and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.ensure_future(self.stats())
-            self._asking.add_done_callback(_forgive)
+        if "_carrier" in self.__dict__:
+            self._carrier.close()
 
     def _read(self, response: httpx.Response) -> Any:
         """The answer, or the server's own sentence as the error it stands for."""
+        status = response.status_code
         try:
             answer = orjson.loads(response.content)
         except orjson.JSONDecodeError:
             answer = None
-        if response.status_code == 200 and answer is not None:
+        if status == 200 and answer is not None:
             return answer
-        raise _error(response, answer)
+        error = answer.get("error") if isinstance(answer, dict) else None
+        if not isinstance(error, dict):
+            # Nonsense in place of an answer says nothing of what became of the question, like no answer at all.
+            kind = Unreachable if status == 200 or status >= 500 else EngineError
+            raise kind(f"{response.url} answered {status}, but not as a Paceline server does")
+        by_status = {429: Overloaded, **dict.fromkeys((400, 413, 415), RequestError)}.get(status, EngineError)
+        raise KINDS.get(str(error.get("code")), by_status)(str(error.get("message")))
 
 
-MISMATCH = "weights_mismatch"
-"""The code of a refusal because weights are not what they claim to be."""
-OTHER_BASE = "other_base"
-"""The code of a refusal because the engine does not hold what a delta builds on."""
+KINDS = {
+    "weights_mismatch": Mismatch,
+    "other_base": OtherBase,
+    "model_not_found": UnknownModel,
+    "shutting_down": Unreachable,
+    "engine_unavailable": Unreachable,
+    "update_refused": EngineError,
+}
+"""What a refusal means, by its code; by its status for all others."""
 
 
 def _portions(sequences: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
@@ -224,36 +228,3 @@ def _completion(choice: dict[str, Any]) -> Completion:
         cached=choice["cached_tokens"],
         weights={int(version): mark for version, mark in choice.get("weights", {}).items()},
     )
-
-
-def _packed(update: WeightUpdate) -> str:
-    data = libraries.packed(update.tensors)
-    return base64.b64encode(data).decode("ascii")
-
-
-def _error(response: httpx.Response, answer: Any) -> EngineError:
-    error = answer.get("error") if isinstance(answer, dict) else None
-    if not isinstance(error, dict):
-        # Nonsense in place of an answer says nothing of what became of the question, like no answer at all.
-        kind = Unreachable if response.status_code == 200 or response.status_code >= 500 else EngineError
-        return kind(f"{response.url} answered {response.status_code}, but not as a Paceline server does")
-    message, code, status = str(error.get("message")), error.get("code"), response.status_code
-    if code == MISMATCH:
-        return Mismatch(message)
-    if code == OTHER_BASE:
-        return OtherBase(message)
-    if code == "model_not_found":
-        return UnknownModel(message)
-    if code in ("shutting_down", "engine_unavailable"):
-        return Unreachable(message)
-    if status == 429:
-        return Overloaded(message)
-    if status in (400, 413, 415) and code != "update_refused":
-        return RequestError(message)
-    return EngineError(message)
-
-
-def _forgive(task: "asyncio.Task[EngineStats]") -> None:
-    """Ignore a failure of stats that no caller awaits; the next caller will hear of it."""
-    if not task.cancelled():
-        task.exception()

@@ -7,28 +7,8 @@ from itertools import count
 from socket import AF_UNIX, socket
 from typing import Any
 
+from paceline.clients import rpc
 from paceline.clients.remote import Question, RemoteEngine
-from paceline.clients.rpc import (
-    HEAD,
-    Answer,
-    Ask,
-    Cancel,
-    CompletionFrame,
-    EngineHello,
-    EngineMessage,
-    FailureFrame,
-    FromEngine,
-    Generate,
-    Load,
-    ScoreFrame,
-    Scores,
-    ToEngine,
-    TokensFrame,
-    decode_from_engine,
-    frame,
-    opened,
-    read_frame,
-)
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, PacelineError
 from paceline.util.private_folder import PrivateFolder
@@ -50,15 +30,14 @@ class FramedEngine(RemoteEngine):
         self._numbers = count(1)
 
     @abstractmethod
-    async def _send(self, message: EngineMessage) -> Any:
+    async def _send(self, message: rpc.EngineMessage) -> Any:
         """The answer to a message; failures are raised."""
 
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
     ) -> list[list[float]]:
         asked = [list(map(int, ids)) for ids in sequences]
-        scores: Scores = await self._send(ScoreFrame(next(self._numbers), asked, temperature, model))
-        return scores.logprobs
+        return (await self._send(rpc.ScoreFrame(next(self._numbers), asked, temperature, model))).scores
 
     async def policy(self) -> ServedPolicy:
         return await self._ask("policy")
@@ -70,10 +49,12 @@ class FramedEngine(RemoteEngine):
         return await self._ask("stats")
 
     async def _ask(self, what: Question) -> Any:
-        return getattr(await self._send(Ask(next(self._numbers), what)), what, None)
+        return getattr(await self._send(rpc.Ask(next(self._numbers), what)), what, None)
 
-    def _load_message(self, update: WeightUpdate, weights: bytes | list[str], delta: bytes = b"") -> Load:
-        return Load(next(self._numbers), update.version, weights, update.adapter, update.expected, update.canary, delta)
+    def _load_message(self, update: WeightUpdate, weights: bytes | list[str], delta: bytes = b"") -> rpc.Load:
+        return rpc.Load(
+            next(self._numbers), update.version, weights, update.adapter, update.expected, update.canary, delta
+        )
 
 
 class EngineLink(FramedEngine):
@@ -96,8 +77,6 @@ class EngineLink(FramedEngine):
         """Holds weights on their way to the engine."""
         self.end_tokens: tuple[int, ...] = ()
 
-    # -- the engine's protocol ----------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Wait until the engine is ready, or say why it never will be."""
         self._sock.settimeout(START_SECONDS)
@@ -108,8 +87,8 @@ class EngineLink(FramedEngine):
         self._sock.settimeout(None)
         if body is None:
             raise EngineError(f"the engine's process ended before it was ready: {self._cause()}")
-        hello = decode_from_engine(body).messages[0]
-        assert isinstance(hello, EngineHello)
+        hello = rpc.decode_from_engine(body).messages[0]
+        assert isinstance(hello, rpc.EngineHello)
         if hello.error is not None:
             raise PacelineError(hello.error)
         self.end_tokens = hello.end_tokens
@@ -127,13 +106,12 @@ class EngineLink(FramedEngine):
         if listener is not None:
             self._listeners[number] = listener
         try:
-            done: CompletionFrame = await self._send(Generate(number, request, listener is not None))
+            return (await self._send(rpc.Generate(number, request, listener is not None))).completion
         except asyncio.CancelledError:
-            self._post(Cancel(number))
+            self._post(rpc.Cancel(number))
             raise
         finally:
             self._listeners.pop(number, None)
-        return done.completion
 
     async def load_weights(self, update: WeightUpdate) -> float:
         tensors = update.tensors
@@ -156,8 +134,7 @@ class EngineLink(FramedEngine):
 
     async def _load(self, update: WeightUpdate, weights: bytes | list[str]) -> float:
         delta = b"" if update.delta is None else update.delta.data
-        answer: Answer = await self._send(self._load_message(update, weights, delta))
-        return answer.seconds
+        return (await self._send(self._load_message(update, weights, delta))).seconds
 
     async def lost(self) -> EngineError:
         """Waits until the other side is gone, and tells why."""
@@ -165,9 +142,7 @@ class EngineLink(FramedEngine):
         assert self._lost is not None
         return await asyncio.shield(self._lost)  # unbounded: as long as the other side lives
 
-    # -- the socket ---------------------------------------------------------------------------------------------------
-
-    async def _send(self, message: EngineMessage) -> Any:
+    async def _send(self, message: rpc.EngineMessage) -> Any:
         self._attach()
         assert self._lost is not None
         if self._lost.done():
@@ -196,14 +171,14 @@ class EngineLink(FramedEngine):
             return  # not connected yet: the reader flushes when it is
         messages, self._outbox = self._outbox, []
         if not self._writer.is_closing():
-            self._writer.writelines(frame(ToEngine(messages)))
+            self._writer.writelines(rpc.frame(rpc.ToEngine(messages)))
 
     async def _read(self) -> None:
         assert self._lost is not None
-        reader, self._writer = await opened(self._sock)
+        reader, self._writer = await rpc.opened(self._sock)
         self._flush()
-        while (body := await read_frame(reader)) is not None:
-            self._hear(decode_from_engine(body))
+        while (body := await rpc.read_frame(reader)) is not None:
+            self._hear(rpc.decode_from_engine(body))
         self._writer.close()
         message = f"the engine's process ended: {await asyncio.to_thread(self._cause)}"
         self._lost.set_result(EngineError(message))
@@ -211,17 +186,17 @@ class EngineLink(FramedEngine):
             if not answer.done():
                 answer.set_exception(EngineError(message))
 
-    def _hear(self, batch: FromEngine) -> None:
+    def _hear(self, batch: rpc.FromEngine) -> None:
         self._busy = batch.busy_seconds
         for message in batch.messages:
-            if isinstance(message, TokensFrame):
+            if isinstance(message, rpc.TokensFrame):
                 if listener := self._listeners.get(message.id):
                     listener(message.piece)
                 continue
             answer = self._waiting.get(message.id)
             if answer is None or answer.done():
                 continue  # cancelled meanwhile
-            if isinstance(message, FailureFrame):
+            if isinstance(message, rpc.FailureFrame):
                 answer.set_exception(message.error())
             else:
                 answer.set_result(message)
@@ -229,8 +204,8 @@ class EngineLink(FramedEngine):
 
 def received(sock: socket) -> bytes | None:
     """The next frame's body, without an event loop; None when the other side is gone."""
-    head = _receive(sock, HEAD.size)
-    return _receive(sock, HEAD.unpack(head)[0]) if head else None
+    head = _receive(sock, rpc.HEAD.size)
+    return _receive(sock, rpc.HEAD.unpack(head)[0]) if head else None
 
 
 def _receive(sock: socket, size: int) -> bytes | None:

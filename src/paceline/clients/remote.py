@@ -24,6 +24,9 @@ KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     if hasattr(socket, name)
 ]
 """A machine that vanished without a word is noticed within half a minute, however long its requests may take."""
+REFUSED = (400, 405, 413, 422)
+STATUS_ERRORS = {404: UnknownModel, 429: Overloaded, 503: Overloaded, **dict.fromkeys(REFUSED, RequestError)}
+"""Overload passes, a request that is refused stays refused."""
 Question = Literal["policy", "limits", "stats", "pause", "resume", "sleep", "wake"]
 
 
@@ -142,13 +145,4 @@ class HttpConnection:
         message = answer.get("error", answer) if isinstance(answer, dict) else answer
         message = message.get("message", message) if isinstance(message, dict) else message
         where, words = str(response.url).partition("?")[0], hidden(str(message), self._key)[:500]
-        raise _kind(response.status_code)(f"{where} answered {response.status_code}: {words}")
-
-
-def _kind(status: int) -> type[EngineError]:
-    """The error class of an HTTP status: overload passes, a request that is refused stays refused."""
-    if status == 404:
-        return UnknownModel
-    if status in (429, 503):
-        return Overloaded
-    return RequestError if status in (400, 405, 413, 422) else EngineError
+        raise STATUS_ERRORS.get(response.status_code, EngineError)(f"{where} answered {response.status_code}: {words}")

@@ -8,8 +8,7 @@ import asyncio
 import socket
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ ERRORS = {
 
 
 class EngineMessage(msgspec.Struct, array_like=True, tag=True):
-    """Whatever is said, about the request of this number."""
+    """A message about the request of this number."""
 
     id: int
 
@@ -48,19 +47,16 @@ class Cancel(EngineMessage):
 
 
 class ScoreFrame(EngineMessage):
-    """Score sequences."""
-
     sequences: list[list[int]]
     temperature: float
     model: str
 
 
 class Load(EngineMessage):
-    """Take new weights."""
+    """Take new weights: safetensors bytes, or paths of safetensors files."""
 
     version: int
     weights: bytes | list[str]
-    """Safetensors bytes, or paths of safetensors files."""
     adapter: Adapter | None
     expected: str | None
     canary: Canary | None
@@ -69,13 +65,13 @@ class Load(EngineMessage):
 
 
 class Ask(EngineMessage):
-    """Anything that takes no arguments."""
+    """Call a method that takes no arguments."""
 
     what: Question
 
 
 class EngineHello(EngineMessage):
-    """The first word of the engine's process: ready, or why it never will be."""
+    """The first message of the engine's process: ready, or why it never will be."""
 
     end_tokens: tuple[int, ...]
     error: str | None = None
@@ -87,21 +83,11 @@ class TokensFrame(EngineMessage):
     piece: Piece
 
 
-class CompletionFrame(EngineMessage):
-    """A completion, whole."""
-
-    completion: Completion
-
-
-class Scores(EngineMessage):
-    """Log probabilities, sequence by sequence."""
-
-    logprobs: list[list[float]]
-
-
 class Answer(EngineMessage):
-    """The result of a question or an update."""
+    """The result of a request, in the field of its kind."""
 
+    completion: Completion | None = None
+    scores: list[list[float]] | None = None
     policy: ServedPolicy | None = None
     limits: EngineLimits | None = None
     stats: EngineStats | None = None
@@ -132,7 +118,7 @@ class ToEngine(msgspec.Struct, array_like=True):
 class FromEngine(msgspec.Struct, array_like=True):
     """A batch of messages from the engine: everything that happened since its last frame."""
 
-    messages: list[EngineHello | TokensFrame | CompletionFrame | Scores | Answer | FailureFrame]
+    messages: list[EngineHello | TokensFrame | Answer | FailureFrame]
     busy_seconds: float = 0.0
 
 
@@ -175,42 +161,33 @@ def join(pieces: Sequence[Piece]) -> Piece:
     )
 
 
-class EngineRpcHandler:
-    """One engine's answers. Whatever goes wrong is an answer too."""
+async def answer(engine: Engine, message: EngineMessage, listener: Listener | None = None) -> Answer | FailureFrame:
+    """The engine's answer to a message. An error is an answer too, and a bug keeps its name."""
+    try:
+        match message:
+            case Generate():
+                return Answer(message.id, completion=await engine.generate(message.request, listener))
+            case ScoreFrame():
+                scores = await engine.score(message.sequences, message.temperature, message.model)
+                return Answer(message.id, scores=scores)
+            case Load():
+                return Answer(message.id, seconds=await engine.load_weights(await _update(message)))
+            case _:
+                assert isinstance(message, Ask)
+                value = await getattr(engine, message.what)()
+                return Answer(message.id, **({} if value is None else {message.what: value}))
+    except Exception as error:
+        return FailureFrame.of(message.id, error)
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._answers: dict[type[EngineMessage], Callable[..., Awaitable[EngineMessage]]] = {
-            ScoreFrame: self._score,
-            Load: self._load,
-            Ask: self._ask,
-        }
 
-    async def answer(self, message: EngineMessage, listener: Listener | None = None) -> EngineMessage:
-        """A completion, scores, or what became of it; a bug keeps its name."""
-        try:
-            if isinstance(message, Generate):
-                return CompletionFrame(message.id, await self.engine.generate(message.request, listener))
-            return await self._answers[type(message)](message)
-        except Exception as error:
-            return FailureFrame.of(message.id, error)
-
-    async def _score(self, message: ScoreFrame) -> EngineMessage:
-        return Scores(message.id, await self.engine.score(message.sequences, message.temperature, message.model))
-
-    async def _load(self, message: Load) -> EngineMessage:
-        if isinstance(message.weights, bytes):
-            tensors: Mapping[str, Array] = await asyncio.to_thread(unpacked, message.weights)
-        else:
-            tensors = stored = StoredTensors([Path(file) for file in message.weights])
-            await asyncio.to_thread(stored.fill)
-        delta = await asyncio.to_thread(read_delta, message.delta) if message.delta else None
-        update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary, delta)
-        return Answer(message.id, seconds=await self.engine.load_weights(update))
-
-    async def _ask(self, message: Ask) -> EngineMessage:
-        value = await getattr(self.engine, message.what)()
-        return Answer(message.id, **({} if value is None else {message.what: value}))
+async def _update(message: Load) -> WeightUpdate:
+    if isinstance(message.weights, bytes):
+        tensors: Mapping[str, Array] = await asyncio.to_thread(unpacked, message.weights)
+    else:
+        tensors = stored = StoredTensors([Path(file) for file in message.weights])
+        await asyncio.to_thread(stored.fill)
+    delta = await asyncio.to_thread(read_delta, message.delta) if message.delta else None
+    return WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary, delta)
 
 
 def unpacked(data: bytes) -> dict[str, Array]:
@@ -239,7 +216,6 @@ class EngineHost:
         self._outbox: deque[EngineMessage | tuple[int, Piece]] = deque()
         self._woken = False
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._handler = EngineRpcHandler(engine)
 
     @property
     def waited_for(self) -> bool:
@@ -265,16 +241,13 @@ class EngineHost:
             if task := self._running.get(message.id):
                 task.cancel()
             return
-        task = asyncio.ensure_future(self._answer(message))
-        self._running[message.id] = task
+        task = self._running[message.id] = asyncio.ensure_future(self._answer(message))
         task.add_done_callback(lambda _: self._running.pop(message.id, None))
 
     async def _answer(self, message: EngineMessage) -> None:
         listens = isinstance(message, Generate) and message.listen
-        self._post(await self._handler.answer(message, partial(self._heard, message.id) if listens else None))
-
-    def _heard(self, number: int, piece: Piece) -> None:
-        self._post((number, piece))
+        listener = (lambda piece: self._post((message.id, piece))) if listens else None
+        self._post(await answer(self._engine, message, listener))
 
     def _post(self, message: EngineMessage | tuple[int, Piece]) -> None:
         """Send soon, with all that is piled up by then. From any thread."""

@@ -28,8 +28,6 @@ class SglangEngine(ExternalEngine):
     unload_path = "/unload_lora_adapter"
     _names: frozenset[str] = frozenset()
 
-    # -- the engine's protocol ----------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Check that an SGLang answers at this address, takes our key, and tells what the trainer needs."""
         self.look("/health")
@@ -44,8 +42,8 @@ class SglangEngine(ExternalEngine):
         return float(place[0][0])
 
     async def limits(self) -> EngineLimits:
-        told = await self.get("/server_info")
-        context = told.get("max_req_input_len") or told.get("context_length") or 1 << 30
+        info = await self.get("/server_info")
+        context = info.get("max_req_input_len") or info.get("context_length") or 1 << 30
         return self._limits(int(context))
 
     async def pause(self) -> None:
@@ -62,8 +60,6 @@ class SglangEngine(ExternalEngine):
     async def wake(self) -> None:
         await self.order("/resume_memory_occupation", {"tags": ["kv_cache"]})
         await self.order("/continue_generation", {})
-
-    # -- tokens -------------------------------------------------------------------------------------------------------
 
     async def _sample(self, request: GenerateRequest, adapter: LoadedAdapter | None) -> Completion:
         """Stretch after stretch, until one ends of itself."""
@@ -108,12 +104,10 @@ class SglangEngine(ExternalEngine):
             "logprob_start_len": 0,
         }
         answer = await self.post("/generate", body | ({"lora_path": model} if model else {}))
-        told = answer["meta_info"]["input_token_logprobs"]
-        if [int(entry[1]) for entry in told] != list(ids):
+        scored = answer["meta_info"]["input_token_logprobs"]
+        if [int(entry[1]) for entry in scored] != list(ids):
             raise EngineError(f"{self.name} scored other tokens than it was given")
-        return [0.0, *(float(entry[0]) for entry in told[1:])]
-
-    # -- weights ------------------------------------------------------------------------------------------------------
+        return [0.0, *(float(entry[0]) for entry in scored[1:])]
 
     async def _replace(self, folder: Path, version: int) -> float:
         began = time.monotonic()

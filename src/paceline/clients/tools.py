@@ -55,7 +55,8 @@ class ToolReader:
                 return said, calls
             before, mark, rest = self._held.partition(OPEN)
             body, closed, after = rest.partition(CLOSE)
-            sure = self._sure(before, mark)
+            # White space that only separates calls is no answer, so it waits like a mark that has only begun.
+            sure = before[: len(before) - (0 if mark else _overlap(before, OPEN))].rstrip()
             said, self._held = said + sure, self._held[len(sure) :]
             self._began = self._began or bool(sure)
             if not closed:
@@ -66,10 +67,6 @@ class ToolReader:
             else:
                 calls.append(call)
             self._began, self._after_call, self._held = True, call is not None, after
-
-    def _sure(self, before: str, mark: str) -> str:
-        """The part that is text whatever comes. White space that only separates calls is no answer, so it waits too."""
-        return before[: len(before) - (0 if mark else _overlap(before, OPEN))].rstrip()
 
     def flush(self) -> Heard:
         """The reply is over: what was held back is calls, if all of it is, or else text."""
@@ -82,7 +79,7 @@ class ToolReader:
 
     def _may_be_bare(self) -> bool:
         start = self._held.lstrip()
-        return not self._began and (start == "" or start.startswith("{") or _begins(start, PYTHON_TAG))
+        return not self._began and (start.startswith(("{", PYTHON_TAG)) or PYTHON_TAG.startswith(start))
 
     def _bare(self, text: str) -> list[ToolCall] | None:
         """Every object of a reply that is nothing but calls, separated by semicolons or white space."""
@@ -110,8 +107,11 @@ class ToolReader:
         if not isinstance(arguments, dict):
             return None
         text = json.dumps(arguments, ensure_ascii=False)
-        # JSON can spell half a character, which no text may hold.
-        return ToolCall(value["name"], text) if _is_text(text) else None
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # JSON can spell half a character, which no text may hold
+            return None
+        return ToolCall(value["name"], text)
 
 
 def _json(text: str) -> Any:
@@ -119,19 +119,6 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _begins(text: str, mark: str) -> bool:
-    """Whether the text begins with the mark, or may yet."""
-    return text.startswith(mark) or mark.startswith(text)
 
 
 def _overlap(text: str, mark: str) -> int:

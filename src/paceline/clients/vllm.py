@@ -52,14 +52,15 @@ class VllmEngine(ExternalEngine):
         self._tied, self._recompute, self._priority = tied, recompute, priority
         self._model = ""
 
-    # -- the engine's protocol ----------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Check that a vLLM answers at this address, takes our key, and was started as a run needs it."""
         self.look("/health")
         card = next(card for card in self.look("/v1/models")["data"] if not card.get("parent"))
         self._model = card["id"]
-        self._folders.head = self._tied if _apart(Path(card["root"])) else None
+        config = Path(card["root"]) / "config.json"
+        # The server's copy of the model may have an output layer of its own.
+        apart = config.is_file() and json.loads(config.read_text("utf-8")).get("tie_word_embeddings") is False
+        self._folders.head = self._tied if apart else None
         try:
             self.look("/weight_info")
         except EngineError as error:
@@ -80,16 +81,18 @@ class VllmEngine(ExternalEngine):
         return self._limits(next(card["max_model_len"] for card in cards if not card.get("parent")))
 
     async def stats(self) -> EngineStats:
-        told = _metrics(await self.get("/metrics"))
+        found: dict[str, float] = {}
+        for name, value in METRIC.findall(await self.get("/metrics")):  # each name summed over its labels
+            found[name] = found.get(name, 0.0) + float(value)
         return replace(
             await super().stats(),
-            running=int(told.get("num_requests_running", 0)),
-            waiting=int(told.get("num_requests_waiting", 0)),
-            tokens=int(told.get("generation_tokens_total", self._tokens)),
-            prompt_tokens=int(told.get("prompt_tokens_total", 0)),
-            cached_tokens=int(told.get("prompt_tokens_cached_total", 0)),
-            preempted=int(told.get("num_preemptions_total", 0)),
-            cache_used=told.get("kv_cache_usage_perc", 0.0),
+            running=int(found.get("num_requests_running", 0)),
+            waiting=int(found.get("num_requests_waiting", 0)),
+            tokens=int(found.get("generation_tokens_total", self._tokens)),
+            prompt_tokens=int(found.get("prompt_tokens_total", 0)),
+            cached_tokens=int(found.get("prompt_tokens_cached_total", 0)),
+            preempted=int(found.get("num_preemptions_total", 0)),
+            cache_used=found.get("kv_cache_usage_perc", 0.0),
             asleep=bool((await self.get("/is_sleeping"))["is_sleeping"]),
         )
 
@@ -106,13 +109,19 @@ class VllmEngine(ExternalEngine):
     async def wake(self) -> None:
         await self.order("/wake_up")
 
-    # -- tokens -------------------------------------------------------------------------------------------------------
-
     async def _sample(self, request: GenerateRequest, adapter: LoadedAdapter | None) -> Completion:
         if 0 < request.temperature < COLDEST:
             raise RequestError(f"temperature is {request.temperature}: vLLM samples at 0 or at {COLDEST} and above")
         body = self._body(request.prompt_ids, adapter.name if adapter else None)
-        body["sampling_params"] = _params(request)
+        body["sampling_params"] = {
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.noise & SEED_BITS,
+            "logprobs": request.top_logprobs,
+            "stop_token_ids": sorted(request.stop_token_ids),
+            "ignore_eos": True,  # the request's own stop tokens are all there are
+            "detokenize": False,
+        }
         if self._priority:
             body["priority"] = request.order
         answer = await self.post(GENERATE, body)
@@ -135,15 +144,13 @@ class VllmEngine(ExternalEngine):
     async def _logprobs(self, ids: Sequence[int], model: str | None) -> list[float]:
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
         answer = await self.post(GENERATE, self._body(ids, model) | {"sampling_params": params})
-        told = answer["prompt_logprobs"]
-        return [0.0, *(told[place][str(ids[place])]["logprob"] for place in range(1, len(ids)))]
+        found = answer["prompt_logprobs"]
+        return [0.0, *(found[place][str(ids[place])]["logprob"] for place in range(1, len(ids)))]
 
     def _body(self, ids: Sequence[int], model: str | None) -> dict[str, Any]:
         # Adapters have a name for each version, which vLLM keeps prefixes apart by; whole weights need a salt.
         salt = {} if model else {"cache_salt": self._label(self._version or 0)}
         return {"token_ids": list(ids), "model": model or self._model or None, **salt}
-
-    # -- weights ------------------------------------------------------------------------------------------------------
 
     async def _replace(self, folder: Path, version: int) -> float:
         began = time.monotonic()
@@ -170,36 +177,10 @@ class VllmEngine(ExternalEngine):
         return {card["id"] for card in (await self.get("/v1/models"))["data"]}
 
 
-def _apart(source: Path) -> bool:
-    """Whether the server's copy of the model has an output layer of its own."""
-    config = source / "config.json"
-    return config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("tie_word_embeddings") is False
-
-
-def _params(request: GenerateRequest) -> dict[str, Any]:
-    return {
-        "max_tokens": request.max_tokens,
-        "temperature": request.temperature,
-        "seed": request.noise & SEED_BITS,
-        "logprobs": request.top_logprobs,
-        "stop_token_ids": sorted(request.stop_token_ids),
-        "ignore_eos": True,  # the request's own stop tokens are all there are
-        "detokenize": False,
-    }
-
-
 def _top(place: dict[str, Any], most: int) -> TopLogprobs:
     """vLLM puts the sampled token first, whatever its rank."""
     found = {entry["token_id"]: entry["logprob"] for entry in place["top_logprobs"]}
     return sorted(found.items(), key=lambda item: -item[1])[:most]
-
-
-def _metrics(text: str) -> dict[str, float]:
-    """Prometheus' lines, each name summed over its labels."""
-    told: dict[str, float] = {}
-    for name, value in METRIC.findall(text):
-        told[name] = told.get(name, 0.0) + float(value)
-    return told
 
 
 GUARD = Path(__file__).parent / "guard"
@@ -267,7 +248,9 @@ class VllmProcess:
         async with httpx.AsyncClient(base_url=self.url, timeout=5.0, trust_env=False) as client:
             while time.monotonic() < deadline:
                 if self.dead:
-                    words = self._last_words()
+                    lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+                    last = next(reversed(lines), "nothing was said")
+                    words = next((line for line in reversed(lines) if "Error" in line), last).strip()
                     raise EngineError(f"vLLM ended before it could be asked: {words} (all of it: {self.log})")
                 with contextlib.suppress(httpx.TransportError):
                     if (await client.get("/health")).is_success:
@@ -296,10 +279,6 @@ class VllmProcess:
         _end_group(process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
-
-    def _last_words(self) -> str:
-        lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing was said")
 
 
 class LaunchedVllm(VllmEngine):

@@ -16,7 +16,7 @@ from paceline.model import load_tokenizer, quick_handover
 from paceline.observe.monitor import Monitor, RunOutcome
 from paceline.observe.record import open_run
 from paceline.observe.record.paired import Verdict, verdict
-from paceline.orchestrator import lay_out
+from paceline.orchestrator import build_train_envs
 from paceline.orchestrator.league_checkpoints import members
 from paceline.runtime.local import DriverParts, Placed, share_cores, with_sections, with_trainer
 from paceline.runtime.model_backends import load_backend, with_settled_dtype
@@ -198,7 +198,7 @@ def _shared_engine(arms: Mapping[str, RunConfig]) -> Generator[Callable[[str], P
             config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
         ) -> AsyncGenerator[Placed]:
             phase("preparing environments")
-            envs = lay_out(config, given)
+            envs = build_train_envs(config, given)
             if members(envs):
                 raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
             driver = DriverParts(share_cores(config, backend.parameters), tokenizer, envs)

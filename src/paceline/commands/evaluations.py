@@ -13,7 +13,7 @@ from paceline.config import RunConfig, load
 from paceline.config.model import ModelConfig
 from paceline.config.target import load_target, names_environment, names_run_file, nearest_target
 from paceline.errors import PacelineError
-from paceline.orchestrator import RealClock, lay_out
+from paceline.orchestrator import RealClock, build_train_envs
 from paceline.orchestrator.episodes import EVAL, RolloutRunner
 from paceline.orchestrator.evaluation import by_actor, evaluate, intervals, summarise
 from paceline.rollout import Rollout
@@ -139,7 +139,7 @@ def _with_model(config: RunConfig, model: ModelConfig, name: str = "") -> RunCon
 def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Evaluation:
     """Play the held-out rows with the target's weights in this process."""
     config, began = target.config, perf_counter()
-    envs = lay_out(config)
+    envs = build_train_envs(config)
     if not any(env.eval_rows for env in envs.values()):
         known = ", ".join(f"`{name}`" for name in envs)
         raise PacelineError(f"{target.name}: {known} has no held-out rows (the `eval` split of its dataset)")

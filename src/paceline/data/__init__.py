@@ -1,16 +1,10 @@
 """Dataset rows, samples, packing, and the ledger of tickets."""
 
 from paceline.data.balance import Cost, Cut, balanced, cuts, imbalance, lockstep
-from paceline.data.curriculum import Curriculum
 from paceline.data.ledger import Ledger, LedgerError, State
 from paceline.data.mixture import (
-    ContaminationReport,
-    Cursor,
-    Draws,
     Mixture,
-    MixtureCursor,
     decontaminate,
-    learn,
     open_dataset,
     open_mixture,
     order_of,
@@ -18,28 +12,25 @@ from paceline.data.mixture import (
 )
 from paceline.data.packing import MicroBatch, first_fit_decreasing, lay, minibatches, pack
 from paceline.data.rows import BadRow, BadRows, DataError, Row, look_through, part_problem, row_change, row_digest
-from paceline.data.sample import Ended, Sample, Ticket, WireError, decode, encode
-from paceline.data.scales import Normalise, Scales, count, fold
+from paceline.data.sample import Sample, Ticket, WireError, decode, encode
+from paceline.data.sampler import Curriculum, Cursor, MixtureCursor
+from paceline.data.scales import Scales, count, fold
 from paceline.data.sources import DatasetUri, Scheme, listed_rows, open_rows, parse_address, register_scheme
 
 __all__ = [
     "BadRow",
     "BadRows",
-    "ContaminationReport",
     "Cost",
     "Curriculum",
     "Cursor",
     "Cut",
     "DataError",
     "DatasetUri",
-    "Draws",
-    "Ended",
     "Ledger",
     "LedgerError",
     "MicroBatch",
     "Mixture",
     "MixtureCursor",
-    "Normalise",
     "Row",
     "Sample",
     "Scales",
@@ -57,7 +48,6 @@ __all__ = [
     "fold",
     "imbalance",
     "lay",
-    "learn",
     "listed_rows",
     "lockstep",
     "look_through",

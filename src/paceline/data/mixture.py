@@ -1,60 +1,19 @@
-"""Mixes datasets by weight, orders their draws, and drops training rows that overlap held-out ones.
-
-A draw is a pure function of (seed, epoch, index), so a resumed run draws as an unbroken one.
-"""
+"""Mixes datasets by weight, and drops training rows that overlap held-out ones."""
 
 import math
 import re
 import unicodedata
-import zlib
 from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from paceline.data.curriculum import Curriculum
-from paceline.data.formats import StoredRows
 from paceline.data.rows import BadRows, DataError, Row, Rows, RowSubset
-from paceline.data.sources import open_rows
-
-
-class Cursor:
-    """Walks shuffled epochs over `rows` rows of one environment.
-
-    >>> cursor = Cursor(rows=2, seed=0, name="demo")
-    >>> [epoch for epoch, _, _ in (cursor.draw() for _ in range(5))]
-    [0, 0, 1, 1, 2]
-    """
-
-    def __init__(self, rows: int, seed: int, name: str) -> None:
-        self.rows = rows
-        self.draws = 0
-        self._key = (seed, zlib.crc32(name.encode()))
-        self._epoch = -1
-        self._order: NDArray = np.empty(0, np.int64)
-
-    def draw(self) -> tuple[int, int, int]:
-        """The next (epoch, draw index, row)."""
-        draw, epoch = self.draws, self.draws // self.rows
-        self.draws += 1
-        return epoch, draw, int(self._order_of(epoch)[draw % self.rows])
-
-    def _order_of(self, epoch: int) -> NDArray:
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng((*self._key, epoch)).permutation(self.rows)
-        return self._order
-
-    def state(self) -> int:
-        return self.draws
-
-    def load(self, draws: int) -> None:
-        self.draws = draws
+from paceline.data.sampler import Curriculum, Cursor, MixtureCursor
+from paceline.data.sources import StoredRows, open_rows
 
 
 class Mixture(Rows):
@@ -70,19 +29,15 @@ class Mixture(Rows):
                 raise DataError(f"dataset {name}: its weight must be a number above 0, not {weights.get(name)}")
         self.names = tuple(parts)
         self.weights = tuple(float(weights[name]) for name in parts)
-        self._parts = self.parts = tuple(parts.values())
-        self._ends = tuple(accumulate(len(part) for part in self._parts))
+        self.parts = tuple(parts.values())
+        self._ends = tuple(accumulate(len(part) for part in self.parts))
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(len(part) for part in self._parts)
-
-    def name_of(self, row: int) -> str:
-        """Which dataset a row belongs to."""
-        return self.names[self._locate(row)[0]]
+        return tuple(len(part) for part in self.parts)
 
     def keep(self, indices: Sequence[int]) -> "Mixture":
         """The same mixture of some of its rows, given in ascending order."""
@@ -90,16 +45,16 @@ class Mixture(Rows):
         for index in indices:
             part, offset = self._locate(index)
             kept[self.names[part]].append(offset)
-        parts = {name: RowSubset(part, kept[name]) for name, part in zip(self.names, self._parts, strict=True)}
+        parts = {name: RowSubset(part, kept[name]) for name, part in zip(self.names, self.parts, strict=True)}
         return Mixture(parts, dict(zip(self.names, self.weights, strict=True)))
 
     def _row(self, index: int) -> Row:
         part, offset = self._locate(index)
-        return self._parts[part][offset]
+        return self.parts[part][offset]
 
     def _locate(self, index: int) -> tuple[int, int]:
         part = bisect_right(self._ends, index)
-        return part, index - self._ends[part] + len(self._parts[part])
+        return part, index - self._ends[part] + len(self.parts[part])
 
 
 def skipped(rows: Sequence[Row]) -> list[BadRows]:
@@ -125,92 +80,11 @@ def open_dataset(
     return open_mixture(source if isinstance(source, Mapping) else dict.fromkeys(source, 1.0), fields, **options)
 
 
-class MixtureCursor:
-    """Walks each part by a cursor of its own; the part that lags most behind its share is next.
-
-    After any n draws the parts have been served as fairly as whole draws allow (Sainte-Laguë: the least
-    (draws + 1/2) / weight goes first), so each batch is mixed alike and no part comes in streaks. Order inside a part
-    is its cursor's: a pure function of (seed, epoch, index), and under a curriculum of its state.
-
-    >>> cursor = MixtureCursor(sizes=(2, 10), weights=(1.0, 2.0), seed=0, name="demo")
-    >>> [cursor.draw()[2] >= 2 for _ in range(6)]
-    [True, False, True, True, False, True]
-    """
-
-    def __init__(
-        self, sizes: Sequence[int], weights: Sequence[float], seed: int, name: str, *, curriculum: bool = False
-    ) -> None:
-        walk = Curriculum if curriculum else Cursor
-        self.rows = sum(sizes)
-        self._weights = tuple(weights)
-        self._parts = [walk(size, seed, f"{name}/{part}") for part, size in enumerate(sizes)]
-        self._ends = list(accumulate(sizes))
-
-    @property
-    def draws(self) -> int:
-        return sum(part.draws for part in self._parts)
-
-    def draw(self) -> tuple[int, int, int]:
-        """The next (epoch, draw index, row). An epoch is as many draws as there are rows, whichever they are."""
-        draw = self.draws
-        part = min(range(len(self._parts)), key=lambda p: (self._parts[p].draws + 0.5) / self._weights[p])
-        _, _, row = self._parts[part].draw()
-        return draw // self.rows, draw, self._start(part) + row
-
-    def update(self, row: int, rewards: Sequence[float]) -> None:
-        """How a row went, for its part's curriculum; shuffled epochs do not care."""
-        index = bisect_right(self._ends, row)
-        part = self._parts[index]
-        if isinstance(part, Curriculum):
-            part.update(row - self._start(index), rewards)
-
-    def _start(self, part: int) -> int:
-        return self._ends[part] - self._parts[part].rows
-
-    def state(self) -> list:
-        return [part.state() for part in self._parts]
-
-    def load(self, state: list) -> None:
-        if len(state) != len(self._parts):
-            raise DataError(f"the checkpoint mixes {len(state)} datasets, the run file {len(self._parts)}")
-        for part, its in zip(self._parts, state, strict=True):
-            part.load(its)
-
-
-class Draws(Protocol):
-    """A place in a dataset that a checkpoint can keep."""
-
-    rows: int
-
-    @property
-    def draws(self) -> int:
-        """How many there have been."""
-        ...
-
-    def draw(self) -> tuple[int, int, int]:
-        """The next (epoch, draw index, row)."""
-        ...
-
-    def state(self) -> Any:
-        """For the checkpoint: plain JSON."""
-        ...
-
-    def load(self, state: Any, /) -> None:
-        """Go on from a checkpoint."""
-        ...
-
-
-def order_of(rows: Sequence[Row], seed: int, name: str, curriculum: bool = False) -> Draws:
+def order_of(rows: Sequence[Row], seed: int, name: str, curriculum: bool = False) -> Cursor:
     """The order in which an environment's rows are drawn: by weight for a mixture, by accuracy under a curriculum."""
     if isinstance(rows, Mixture):
         return MixtureCursor(rows.sizes, rows.weights, seed, name, curriculum=curriculum)
     return Curriculum(len(rows), seed, name) if curriculum else Cursor(len(rows), seed, name)
-
-
-def learn(order: Draws, row: int, rewards: Sequence[float]) -> None:
-    """Tell an order how a row went. Shuffled epochs ignore it."""
-    if isinstance(order, Curriculum | MixtureCursor):
-        order.update(row, rewards)
 
 
 LENGTH = 13

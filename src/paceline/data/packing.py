@@ -171,32 +171,21 @@ def lay(
     chosen = [samples[i] for i in members]
     nan, zero = np.float32(np.nan), np.float32(0)
 
-    def filled(parts: Iterable[NDArray | None], absent: np.float32) -> NDArray:
-        return np.concatenate([np.full(len(s), absent) if p is None else p for s, p in zip(chosen, parts, strict=True)])
+    def filled(parts: Iterable[NDArray | None], value: np.generic) -> NDArray:
+        return np.concatenate([np.full(len(s), value) if p is None else p for s, p in zip(chosen, parts, strict=True)])
 
-    def joined(name: str, absent: np.float32) -> NDArray:
-        return filled((getattr(s, name) for s in chosen), absent)
-
+    whole = ("token_ids", "loss_mask", "versions", "temperatures")
+    absent = {"advantages": zero, "ref_logprobs": zero, "logprobs": nan, "rewards": nan, "base_logprobs": nan}
     return MicroBatch(
         lengths=np.array([len(s) for s in chosen]),
         members=tuple(members),
         names=tuple(s.where for s in chosen),
-        token_ids=np.concatenate([s.token_ids for s in chosen]),
         positions=np.concatenate([np.arange(len(s)) for s in chosen]),
-        loss_mask=np.concatenate([s.loss_mask for s in chosen]),
-        versions=np.concatenate([s.versions for s in chosen]),
-        temperatures=np.concatenate([s.temperatures for s in chosen]),
-        logprobs=joined("logprobs", nan),
-        advantages=joined("advantages", zero),
-        rewards=joined("rewards", nan),
-        ref_logprobs=joined("ref_logprobs", zero),
-        base_logprobs=joined("base_logprobs", nan),
+        **{name: np.concatenate([getattr(s, name) for s in chosen]) for name in whole},
+        **{name: filled((getattr(s, name) for s in chosen), value) for name, value in absent.items()},
         prox_logprobs=filled((prox.get(i) for i in members), nan),
-        rl_scale=np.concatenate([scales[i].rl for i in members]),
-        ce_scale=np.concatenate([scales[i].ce for i in members]),
-        ref_kl_scale=np.concatenate([scales[i].ref_kl for i in members]),
-        policy_scale=np.concatenate([scales[i].policy for i in members]),
-        kv_kept=np.concatenate([np.zeros(len(s), np.bool_) if s.kv_kept is None else s.kv_kept for s in chosen]),
+        **{f"{name}_scale": np.concatenate([getattr(scales[i], name) for i in members]) for name in Scales.__slots__},
+        kv_kept=filled((s.kv_kept for s in chosen), np.bool_(False)),
     )
 
 

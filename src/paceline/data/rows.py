@@ -210,7 +210,8 @@ class RowShape:
             raise DataError(f"fields: `{twice[0]}` is given by more than one field: map one of them only")
 
     def __call__(self, row: Row) -> Row:
-        row = self._renamed(row)
+        taken = {ours: _value(row, theirs) for theirs, ours in self.fields.items()}
+        row = {name: value for name, value in row.items() if name not in self.fields} | taken
         if "input_token_ids" in row:
             row["input_token_ids"] = _token_ids(row["input_token_ids"])
         if (messages := _messages(row, self.demonstrations)) is not None:
@@ -228,10 +229,6 @@ class RowShape:
                 f'a row needs `{missing[0]}`: if it has another name, write fields = {{NAME = "{missing[0]}"}}'
             )
         return row if self.refine is None else self.refine(row)
-
-    def _renamed(self, row: Row) -> Row:
-        taken = {ours: _value(row, theirs) for theirs, ours in self.fields.items()}
-        return {name: value for name, value in row.items() if name not in self.fields} | taken
 
 
 def _value(row: Row, path: str) -> Any:

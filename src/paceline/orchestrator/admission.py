@@ -17,6 +17,9 @@ from paceline.orchestrator.gate import fresh_enough
 from paceline.orchestrator.train_env import USERS, Filters, ReplayedGroup, TrainEnv
 from paceline.rollout import Group
 
+COUNTS = ("dropped", "lost_samples", "failed_rollouts", "stale_samples", "stale_tokens")
+"""The numbers of a tally."""
+
 
 @dataclass(slots=True)
 class Tally:
@@ -55,25 +58,14 @@ class Tally:
 
     def counts(self) -> dict[str, Any]:
         """The numbers alone, as a checkpoint keeps them."""
-        return {
-            "dropped": dict(self.dropped),
-            "lost_samples": dict(self.lost_samples),
-            "failed_rollouts": self.failed_rollouts,
-            "stale_samples": self.stale_samples,
-            "stale_tokens": self.stale_tokens,
-        }
+        return {name: getattr(self, name) for name in COUNTS}
 
     @classmethod
     def of(cls, resolved: list[Group], counts: Mapping[str, Any]) -> "Tally":
         """Back to a checkpoint's."""
-        return cls(
-            resolved=resolved,
-            dropped=Counter(counts.get("dropped")),
-            lost_samples=Counter(counts.get("lost_samples")),
-            failed_rollouts=counts.get("failed_rollouts", 0),
-            stale_samples=counts.get("stale_samples", 0),
-            stale_tokens=counts.get("stale_tokens", 0),
-        )
+        found: dict[str, Any] = {name: counts[name] for name in COUNTS if name in counts}
+        found |= {name: Counter(numbers) for name, numbers in found.items() if isinstance(numbers, dict)}
+        return cls(resolved, **found)
 
 
 SOLVED_SHARE = 0.9
@@ -174,14 +166,14 @@ PATIENCE = 4
 class GroupAdmission:
     """Each group is judged once, and credited then. What it did is in the tally."""
 
-    def __init__(self, config: RunConfig, courses: Mapping[str, TrainEnv], warn: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, envs: Mapping[str, TrainEnv], warn: Callable[[str], None]) -> None:
         self._config = config
-        self._courses = courses
+        self._envs = envs
         self._warn = warn
         self._breaker = Breaker(config.breaker)
         self._filters = Filters(config)
         self._drops_in_a_row = 0
-        smallest = min(course.group_size for course in courses.values())
+        smallest = min(env.group_size for env in envs.values())
         self._next_warning = PATIENCE * config.batch_size // smallest
         self._no_signal = NoSignal(config, smallest)
         self.solved = ""
@@ -219,14 +211,14 @@ class GroupAdmission:
 
     def _credited(self, group: Group) -> str | None:
         """Credit the group; the reason if it must not train whatever its age."""
-        course = self._courses[group.ticket.env]
-        assert course.config.min_group_size is not None
-        if group.members < course.config.min_group_size:
+        env = self._envs[group.ticket.env]
+        assert env.config.min_group_size is not None
+        if group.members < env.config.min_group_size:
             return TOO_SMALL
         self._filters.before_credit(group)
-        course.algorithm.assign(group)
+        env.algorithm.assign(group)
         self._filters.after_credit(group)
-        if self._config.filters.zero_advantage and course.group_size > 1 and without_signal(group):
+        if self._config.filters.zero_advantage and env.group_size > 1 and without_signal(group):
             return NO_SIGNAL
         return None if self._filters.keeps(group) else USERS
 
@@ -238,10 +230,6 @@ class GroupAdmission:
 
     def _count_failures(self, group: Group) -> None:
         self.tally.failed_rollouts += len(group.failed)
-        if not group.failed:
-            for _ in group.rollouts:
-                self._breaker.success()
-            return
         for rollout in sorted([*group.failed, *group.rollouts], key=lambda rollout: rollout.member):
             if rollout.error is None:
                 self._breaker.success()

@@ -1,11 +1,9 @@
-"""Writes and reads the groups that the dispatcher holds between two batches, as a checkpoint file.
+"""Holds finished groups on their way into a batch, and writes them to a checkpoint file.
 
 A finished group is sampled, credited and counted; to play it again after a resume would count it twice with every
 baseline that saw it, and would not give the same tokens. So a checkpoint keeps it whole: exact turns, rewards, and the
 samples with all their streams, as msgpack with raw array buffers. What has no place there (a message that holds an
 object of the user's own) keeps its group out of the file, and its ticket waits again.
-
-Finished groups on their way into a batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,17 +40,6 @@ class Held:
     """Of those, what the batch being filled replays."""
     counts: dict[str, Any] = field(default_factory=dict)
     """The tally's numbers."""
-
-    def without(self, again: Iterable[Ticket]) -> "Held":
-        """Less the groups of tickets that are played again."""
-        gone = set(again)
-        return Held(
-            [group for group in self.buffered if group.ticket not in gone],
-            [group for group in self.resolved if group.ticket not in gone],
-            self.remembered,
-            self.chosen,
-            self.counts,
-        )
 
 
 class _BufferedTurn(msgspec.Struct, array_like=True):
@@ -175,9 +162,6 @@ def read_held(checkpoint: Path) -> Held:
         ) from error
 
 
-# -- one group ----------------------------------------------------------------------------------------------------
-
-
 def _written(group: Group) -> bytes | None:
     try:
         wired = _Group(tuple(group.ticket), group.places, _wired(group.rollouts), _wired(group.failed))
@@ -188,7 +172,10 @@ def _written(group: Group) -> bytes | None:
 
 def _read(raw: msgspec.Raw) -> Group | None:
     try:
-        return _group(_group_decoder.decode(raw))
+        wired = _group_decoder.decode(raw)
+        ticket = Ticket(*wired.ticket)
+        rollouts, failed = ([_rollout(r, ticket) for r in some] for some in (wired.rollouts, wired.failed))
+        return Group(ticket=ticket, rollouts=rollouts, places=wired.places, failed=failed)
     except (msgspec.ValidationError, TypeError, ValueError):
         return None
 
@@ -217,16 +204,6 @@ def _fields(value: Rollout | Turn, struct: type[msgspec.Struct]) -> dict[str, An
     return {name: getattr(value, name) for name in struct.__struct_fields__}
 
 
-def _group(wired: _Group) -> Group:
-    ticket = Ticket(*wired.ticket)
-    return Group(
-        ticket=ticket,
-        rollouts=[_rollout(rollout, ticket) for rollout in wired.rollouts],
-        places=wired.places,
-        failed=[_rollout(rollout, ticket) for rollout in wired.failed],
-    )
-
-
 def _rollout(wired: _Rollout, ticket: Ticket) -> Rollout:
     fields = asdict(wired)
     fields["turns"] = [_turn(turn) for turn in wired.turns]
@@ -237,15 +214,11 @@ def _rollout(wired: _Rollout, ticket: Ticket) -> Rollout:
 def _turn(wired: _BufferedTurn) -> Turn:
     fields = asdict(wired)
     for name, kind in _NUMBERS.items():
-        if fields[name] is not None:
-            fields[name] = _values(fields[name], kind)
+        if (array := fields[name]) is not None:
+            if array.dtype != (expected := np.dtype(kind).str):
+                raise WireError(f"a turn's numbers have dtype {array.dtype}, not {expected}")
+            fields[name] = array.view().tolist()
     return Turn(**fields)
-
-
-def _values(array: WiredArray, kind: type) -> list:
-    if array.dtype != (expected := np.dtype(kind).str):
-        raise WireError(f"a turn's numbers have dtype {array.dtype}, not {expected}")
-    return array.view().tolist()
 
 
 @dataclass(slots=True)
@@ -265,55 +238,45 @@ class ReadyGroup:
         return cls(group, min((inf if version is None else version + staleness for version in oldest), default=-1))
 
 
-class Buffer:
-    """Groups by ticket, each in one record."""
-
-    def __init__(self) -> None:
-        self._held: dict[Ticket, ReadyGroup] = {}
-
-    def put(self, finished: ReadyGroup) -> None:
-        self._held[finished.group.ticket] = finished
+class Buffer(dict[Ticket, ReadyGroup]):
+    """Groups that may train, by ticket."""
 
     def take(self, groups: Iterable[Group]) -> None:
         """These leave, into a batch or dropped."""
         for group in groups:
-            del self._held[group.ticket]
+            del self[group.ticket]
 
     def oldest(self, room: int) -> list[Group]:
         """As many groups as fit, in ticket order, those promised before."""
-        batch = []
-        for _, _, finished in sorted((not held.promised, ticket, held) for ticket, held in self._held.items()):
-            if finished.group.places <= room:
-                batch.append(finished.group)
-                room -= finished.group.places
-        return batch
+        order = sorted(self.items(), key=lambda item: (not item[1].promised, item[0]))
+        return fitting((ready.group for _, ready in order), room)
 
     def promise(self, batch: Sequence[Group]) -> list[Group]:
         """Mark groups that the next batch begins to train on; returns those that were not promised already."""
-        new = [held for group in batch if not (held := self._held[group.ticket]).promised]
-        for held in new:
-            held.promised = True
-        return [held.group for held in new]
+        new = [ready for group in batch if not (ready := self[group.ticket]).promised]
+        for ready in new:
+            ready.promised = True
+        return [ready.group for ready in new]
 
     def ageing(self, version: int) -> list[Group]:
         """Groups of which something may be too old at this version."""
-        return [held.group for held in self._held.values() if version > held.young_until]
+        return [ready.group for ready in self.values() if version > ready.young_until]
 
     def groups(self) -> list[Group]:
         """All, in ticket order."""
-        return [self._held[ticket].group for ticket in sorted(self._held)]
-
-    @property
-    def places(self) -> int:
-        return places(held.group for held in self._held.values())
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __contains__(self, ticket: Ticket) -> bool:
-        return ticket in self._held
+        return [self[ticket].group for ticket in sorted(self)]
 
 
 def places(groups: Iterable[Group]) -> int:
     """Places that the groups take in a batch."""
     return sum(group.places for group in groups)
+
+
+def fitting(groups: Iterable[Group], room: int) -> list[Group]:
+    """Those that still fit into so many places, in their order."""
+    chosen = []
+    for group in groups:
+        if group.places <= room:
+            chosen.append(group)
+            room -= group.places
+    return chosen

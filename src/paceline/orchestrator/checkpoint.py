@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from paceline.orchestrator.failures import RunStopped
@@ -48,10 +48,11 @@ class Checkpoints:
             with waiting("writing a checkpoint"):
                 await trainer(draft)
                 (draft / STATE).write_text(state, encoding="utf-8")
-                # Hashed while the disk is busy; both leave the event loop to the episodes.
+                # Hashed while the disk is busy; both leave the event loop to the episodes. Everything is on disk
+                # before the rename that makes it count.
                 written = list(draft.rglob("*"))  # before the manifest's own draft is among them
-                await asyncio.gather(asyncio.to_thread(write_manifest, draft), asyncio.to_thread(_flush, written))
-                await asyncio.to_thread(_flush, [draft / MANIFEST, draft])
+                await asyncio.gather(asyncio.to_thread(write_manifest, draft), asyncio.to_thread(_sync, *written))
+                await asyncio.to_thread(_sync, draft / MANIFEST, draft)
             self._swap_in(draft, final)
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
@@ -59,13 +60,18 @@ class Checkpoints:
             raise CheckpointError(
                 f"checkpoint {final} could not be written ({error.strerror or error}): {then}; {self.offer()}"
             ) from error
-        self._prune()
+        for old in self.all()[: -self._keep]:
+            self._remove(old)
         return final
 
     def find(self, resume: str) -> tuple[Path, dict]:
         """The checkpoint behind `latest`, the name of one of this run (`step-000020`) or a path, and the orchestrator's
         state in it."""
-        path = self._newest() if resume == LATEST else self._named(resume)
+        path, own = Path(resume), self._folder / Path(resume).name
+        if resume == LATEST:  # should a crash have left the link dangling, the newest whole checkpoint
+            path = own if (own / STATE).is_file() else next(reversed(self.all()), own)
+        elif not path.exists() and own.is_dir():
+            path = own
         if not (path / STATE).is_file():
             lost = f"{path} has no {STATE}" if path.is_dir() else f"no checkpoint at {path}"
             raise CheckpointError(f"resume = `{resume}`: {lost}; {self.offer()}")
@@ -91,12 +97,10 @@ class Checkpoints:
         """Names the damage, and what to go on from instead."""
         others = (other for other in reversed(self.all()) if other.resolve() != path)
         whole = next((other for other in others if _is_whole(other)), None)
-        if whole is None:
-            then = "there is no other whole checkpoint: bring the files back from a copy"
-        else:
-            then = (
-                f"write --resume {whole.name} to go on from the newest whole one, or bring the files back from a copy"
-            )
+        then = "there is no other whole checkpoint:"
+        if whole is not None:
+            then = f"write --resume {whole.name} to go on from the newest whole one, or"
+        then += " bring the files back from a copy"
         return DamagedCheckpoint(f"checkpoint {path} is damaged: {several(found)}; {then}", whole)
 
     def offer(self) -> str:
@@ -122,16 +126,6 @@ class Checkpoints:
         for path in self._folder.glob(".*.tmp"):
             path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
 
-    def _named(self, resume: str) -> Path:
-        """A path that exists as it is given, else a checkpoint of this run of that name."""
-        path, own = Path(resume), self._folder / Path(resume).name
-        return own if not path.exists() and own.is_dir() else path
-
-    def _newest(self) -> Path:
-        """The checkpoint that `latest` names; should a crash have left it dangling, the newest whole checkpoint."""
-        link = self._folder / LATEST
-        return link if (link / STATE).is_file() else next(reversed(self.all()), link)
-
     def _swap_in(self, draft: Path, final: Path) -> None:
         if final.exists():
             replaced = self._folder / f".{final.name}.replaced.tmp"
@@ -150,10 +144,6 @@ class Checkpoints:
         link.symlink_to(final.name)
         link.replace(self._folder / LATEST)
         _sync(self._folder)
-
-    def _prune(self) -> None:
-        for old in self.all()[: -self._keep]:
-            self._remove(old)
 
     def _remove(self, path: Path) -> None:
         """By a rename first: a checkpoint whose removal is cut short must not look like a whole one."""
@@ -179,15 +169,10 @@ def _is_whole(path: Path) -> bool:
     return not problems(path)
 
 
-def _flush(paths: Iterable[Path]) -> None:
-    """Everything on disk before the rename that makes it count."""
+def _sync(*paths: Path) -> None:
     for path in paths:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

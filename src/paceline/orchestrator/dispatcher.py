@@ -14,17 +14,15 @@ from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.data import Ledger, State, Ticket
-from paceline.orchestrator.admission import GroupAdmission, Tally, without_signal
+from paceline.orchestrator.admission import GroupAdmission, Tally
 from paceline.orchestrator.buffered import Buffer, Held, ReadyGroup, places
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.failures import RunStopped
 from paceline.orchestrator.gate import Gate
-from paceline.orchestrator.train_env import Replay, ReplayedGroup, TrainEnv
+from paceline.orchestrator.train_env import Replay, TrainEnv
 from paceline.rollout import Group
 from paceline.util.deadlines import ABANDON_SECONDS, waiting
 from paceline.util.user_code import raised
-
-__all__ = ["Ahead", "Dispatcher", "Tally", "without_signal"]
 
 STALE, OVERSAMPLED = "stale", "oversampled"
 """Why groups are dropped that nothing is wrong with: they came too late. Their environment may draw in their place, or
@@ -43,7 +41,7 @@ class GroupInFlight:
     """A group being played."""
 
     task: "asyncio.Task[Group]"
-    course: TrainEnv
+    env: TrainEnv
     since: int
     """The version at which it started: none of its tokens can be older."""
 
@@ -54,20 +52,19 @@ class Dispatcher:
     def __init__(
         self,
         config: RunConfig,
-        courses: dict[str, TrainEnv],
+        envs: dict[str, TrainEnv],
         player: RolloutRunner,
         gate: Gate,
         ledger: Ledger,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config = config
-        self._courses = courses
+        self._envs = envs
         self._player = player
         self._gate = gate
         gate.extra = config.extra
         self._ledger = ledger
-        self._warn = warn
-        self._judge = GroupAdmission(config, courses, warn)
+        self.admission = GroupAdmission(config, envs, warn)
         self._replay = Replay(config.replay, config.staleness)
         self._replays: list[Group] = []
         """Groups that the batch being filled replays."""
@@ -79,101 +76,75 @@ class Dispatcher:
         self._early: dict[Ticket, Group] = {}
         """Landed before others that must be judged first."""
         self._buffer = Buffer()
-        self._smallest = min(course.group_size for course in courses.values())
+        self._smallest = min(env.group_size for env in envs.values())
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._stopped = False
-        self.let_go: list[tuple[Group, str]] = []
+        self.dropped_groups: list[tuple[Group, str]] = []
         """Finished groups that were dropped, and why, until the orchestrator records them."""
         self.shunned: frozenset[tuple[str, int]] = frozenset()
         """Draws, by environment and number, that are dropped and not played: they broke a step in an earlier life."""
-
-    # -- drawing ----------------------------------------------------------------------------------------------------
 
     def refill(self) -> None:
         """Start groups while the gate has room."""
         if self._met != self._gate.version:
             self._meet_version()
-        while not self._stopped and (course := self._next_course()) is not None:
+        while not self._stopped and (env := self._next_env()) is not None:
             if not self._ledger.waiting:
-                self._ledger.draw(course.draw(self._ledger.drawn))
+                self._ledger.draw(env.draw(self._ledger.drawn))
             ticket = self._ledger.start()
             if self.shunned and (ticket.env, ticket.draw) in self.shunned:
                 self._drop(ticket, SHUNNED)
                 continue
-            if ticket.row in course.bad_rows:
+            if ticket.row in env.bad_rows:
                 self._drop(ticket, BAD_ROW)
                 continue
-            self._gate.start(course.group_size)
-            task = asyncio.create_task(self._player.group(course, ticket), name=f"ticket {ticket.number}")
-            self._flights[ticket] = GroupInFlight(task, course, self._gate.version)
+            self._gate.start(env.group_size)
+            task = asyncio.create_task(self._player.group(env, ticket), name=f"ticket {ticket.number}")
+            self._flights[ticket] = GroupInFlight(task, env, self._gate.version)
             task.add_done_callback(lambda done, t=ticket: self._landed(done, t))
 
-    def _next_course(self) -> TrainEnv | None:
+    def _next_env(self) -> TrainEnv | None:
         """Whose turn it is, if a whole group of it fits: a ticket that waits comes first, then the least served."""
         room = self._gate.capacity
         if room < self._smallest:
             return None
         if self._ledger.waiting:
-            course = self._courses[self._ledger.waiting[0].env]
-            return course if course.group_size <= room else None
-        fits = [c for c in self._courses.values() if c.group_size <= room and not (c.exhausted or c.paused)]
+            env = self._envs[self._ledger.waiting[0].env]
+            return env if env.group_size <= room else None
+        fits = [c for c in self._envs.values() if c.group_size <= room and not (c.exhausted or c.paused)]
         return min(fits, key=lambda c: c.share, default=None)
 
     def _meet_version(self) -> None:
         """New weights: settle who goes and what their batch replays, before fresh groups take the places."""
         self._met = self._gate.version
         if self._config.cancel_stale:
-            self._call_off_stale()
+            # Groups too old for the next batch; those sampled by a frozen model never go stale.
+            oldest = self._gate.version - self._config.staleness
+            for ticket, flight in list(self._flights.items()):
+                if flight.since < oldest and flight.env.algorithm.voice is None:
+                    self._call_off(ticket, STALE)
+            self._admit_early()
         self._replays = self._replay.choose(self._gate.version, self._gate.replayable)
         self._gate.replay(places(self._replays))
-
-    # -- calling off ------------------------------------------------------------------------------------------------
-
-    def _call_off_stale(self) -> None:
-        """Cancel groups too old for the next batch. Those sampled by a frozen model never go stale."""
-        oldest = self._gate.version - self._config.staleness
-        for ticket, flight in list(self._flights.items()):
-            if flight.since < oldest and flight.course.algorithm.voice is None:
-                self._call_off(ticket, STALE)
-        self._judge_early()
 
     def _call_off(self, ticket: Ticket, reason: str) -> None:
         """Cancel a group in flight. Its books are closed at once, however long its episodes take to go."""
         flight = self._flights.pop(ticket)
         self._leaving.add(flight.task)
         flight.task.cancel()
-        self._gate.reject(flight.course.group_size)
+        self._gate.reject(flight.env.group_size)
         self._drop(ticket, reason)
 
     def _drop(self, ticket: Ticket, reason: str) -> None:
         self._ledger.drop(ticket, reason)
         self.tally.dropped[reason] += 1
         if reason in (STALE, OVERSAMPLED):
-            self._courses[ticket.env].late += 1
-
-    # -- replaying --------------------------------------------------------------------------------------------------
+            self._envs[ticket.env].late += 1
 
     def remember(self, batch: Sequence[Group]) -> None:
         """These groups trained, and may train again."""
         self._replay.remember([group for group in batch if group.samples()])
-
-    def _forgo_replays(self) -> None:
-        """Replay fills batches up; it does not stand in for the fresh groups that a batch lacks."""
-        self._gate.give_back(places(self._replays))
-        self._replays = []
-
-    def _enter_replays(self) -> list[ReplayedGroup]:
-        """The chosen groups under new tickets. Drawn only now, they are trained before the next checkpoint."""
-        entered = []
-        for group in self._replays:
-            again = self._replay.again(group, self._ledger.drawn)
-            self._ledger.replay(again.ticket, first=group.ticket.number)
-            entered.append(again)
-        self._replays = []
-        return entered
-
-    # -- landing ----------------------------------------------------------------------------------------------------
 
     def _landed(self, task: "asyncio.Task[Group]", ticket: Ticket) -> None:
         """A group came back. Whatever goes wrong from here on stops the run with its cause."""
@@ -190,7 +161,7 @@ class Dispatcher:
             group = task.result()  # bounded: it is done
             if self._config.deterministic:
                 self._early[ticket] = group
-                self._judge_early()
+                self._admit_early()
             else:
                 self._settle(group)
             self.refill()
@@ -199,7 +170,7 @@ class Dispatcher:
             self._failure = self._failure or failure
         self._changed.set()
 
-    def _judge_early(self) -> None:
+    def _admit_early(self) -> None:
         """In a deterministic run credit is given in ticket order, not in order of completion: a moving baseline depends
         on it. So a group waits for those drawn before it, still in flight as gate and ledger see it."""
         while self._early and (first := self._ledger.first(State.IN_FLIGHT)) in self._early:
@@ -208,22 +179,20 @@ class Dispatcher:
     def _settle(self, group: Group) -> None:
         """Judged, it waits for a batch or gives its places back."""
         try:
-            verdict = self._judge.verdict(group, self._gate.version)
+            verdict = self.admission.verdict(group, self._gate.version)
         except BaseException:
-            self.let_go.append((group, "failed"))  # the run ends with it
+            self.dropped_groups.append((group, "failed"))  # the run ends with it
             raise
         if isinstance(verdict, ReadyGroup):
             self._gate.accept(group.places)
             self._ledger.buffer(group.ticket)
-            self._buffer.put(verdict)
+            self._buffer[group.ticket] = verdict
         else:
             self._gate.reject(group.places)
             self._drop(group.ticket, verdict)
-            self.let_go.append((group, verdict))
-            if self._judge.solved:
+            self.dropped_groups.append((group, verdict))
+            if self.admission.solved:
                 self.stop()
-
-    # -- shipping ---------------------------------------------------------------------------------------------------
 
     async def next_batch(self, ahead: Ahead | None = None) -> list[Group] | None:
         """The oldest groups that fill a batch; a short one at the end of the data; None when nothing is left. `ahead`
@@ -237,7 +206,9 @@ class Dispatcher:
                 batch = self._buffer.oldest(self._config.batch_size - places(self._replays))
                 full = places([*batch, *self._replays]) + self._smallest > self._config.batch_size
                 if not (full or self._flights) and self._replays:
-                    self._forgo_replays()
+                    # Replay fills batches up; it does not stand in for the fresh groups that a batch lacks.
+                    self._gate.give_back(places(self._replays))
+                    self._replays = []
                     continue
                 if full or not self._flights:
                     return self._ship(batch) if batch else None
@@ -255,57 +226,52 @@ class Dispatcher:
             return
         self._aged_at = self._gate.version
         for group in self._buffer.ageing(self._gate.version):
-            if not self._judge.age(group, self._gate.version):
-                self._let_go(group, STALE)
+            if not self.admission.age(group, self._gate.version):
+                self._drop_buffered(group, STALE)
 
-    def _let_go(self, group: Group, reason: str) -> None:
+    def _drop_buffered(self, group: Group, reason: str) -> None:
         self._buffer.take([group])
         self._gate.give_back(group.places)
         self._drop(group.ticket, reason)
-        self.let_go.append((group, reason))
+        self.dropped_groups.append((group, reason))
 
     def _ship(self, batch: list[Group]) -> list[Group]:
         self._buffer.take(batch)
         if self._gate.extra and not self._config.staleness and self._config.on_stale == "drop":
             self._drop_left_over()
-        batch = [*batch, *self._enter_replays()]
+        for group in self._replays:  # under new tickets: drawn only now, they train before the next checkpoint
+            again = self._replay.again(group, self._ledger.drawn)
+            self._ledger.replay(again.ticket, first=group.ticket.number)
+            batch = [*batch, again]
+        self._replays = []
         self._gate.ship(places(batch))
         return batch
 
     def _drop_left_over(self) -> None:
         """Drop what would be too old at the next version: all groups but those sampled by a frozen model."""
         for group in self._buffer.groups():
-            if self._courses[group.ticket.env].algorithm.voice is None:
-                self._let_go(group, OVERSAMPLED)
+            if self._envs[group.ticket.env].algorithm.voice is None:
+                self._drop_buffered(group, OVERSAMPLED)
         for ticket, flight in list(self._flights.items()):
-            if flight.course.algorithm.voice is None:
+            if flight.env.algorithm.voice is None:
                 self._call_off(ticket, OVERSAMPLED)
 
     def playing(self) -> dict[str, float]:
         """Episodes under way, by environment; may be asked from any thread."""
-        counts = dict.fromkeys(self._courses, 0.0)
+        counts = dict.fromkeys(self._envs, 0.0)
         for flight in list(self._flights.values()):
-            counts[flight.course.name] += flight.course.group_size
+            counts[flight.env.name] += flight.env.group_size
         return counts
 
     @property
     def tally(self) -> Tally:
         """The tally since the last batch was reported."""
-        return self._judge.tally
-
-    @property
-    def solved(self) -> str:
-        """Why nothing is left to learn, once that is so: then nothing more is drawn."""
-        return self._judge.solved
+        return self.admission.tally
 
     def take_tally(self, batch: Sequence[Group]) -> Tally:
         """Take the tally of this batch: groups drawn after its last ticket are left for the next one."""
-        tally, self._judge.tally = self.tally, self.tally.cut(batch)
+        tally, self.admission.tally = self.tally, self.tally.cut(batch)
         return tally
-
-    def resolved_by(self, batch: Sequence[Group]) -> list[Group]:
-        """Groups that led to this batch, in ticket order."""
-        return self.tally.resolved_by(batch)
 
     def stop(self) -> None:
         """Draw nothing more and wake a pending `next_batch`."""
@@ -318,16 +284,13 @@ class Dispatcher:
         tasks = {*self._leaving, *(flight.task for flight in self._flights.values())}
         for task in tasks:
             task.cancel()
-        if not tasks:
-            return
-        await asyncio.wait(tasks, timeout=CLEAN_UP_SECONDS)
-
-    # -- checkpoints ------------------------------------------------------------------------------------------------
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLEAN_UP_SECONDS)
 
     def state(self) -> Held:
         """State for the checkpoint. Groups in flight are not in it: their tickets wait for a resume."""
-        late = {course.name: course.late for course in self._courses.values()}
-        forgone = {course.name: course.forgone for course in self._courses.values()}
+        late = {env.name: env.late for env in self._envs.values()}
+        forgone = {env.name: env.forgone for env in self._envs.values()}
         return Held(
             buffered=self._buffer.groups(),
             resolved=list(self.tally.resolved),
@@ -350,15 +313,15 @@ class Dispatcher:
         self._met, self._aged_at = version, -1
         self._buffer, self._early = Buffer(), {}
         for group in held.buffered:
-            course = self._courses.get(group.ticket.env)
-            fits = course is not None and group.places == course.group_size <= self._gate.capacity
+            env = self._envs.get(group.ticket.env)
+            fits = env is not None and group.places == env.group_size <= self._gate.capacity
             if fits and (group.ticket.env, group.ticket.draw) not in self.shunned:
                 self._gate.start(group.places)
                 self._gate.accept(group.places)
-                self._buffer.put(ReadyGroup.of(group, self._config.staleness))
-        held = held.without(group.ticket for group in held.buffered if group.ticket not in self._buffer)
-        self._judge.tally = Tally.of(held.resolved, held.counts)
-        for course in self._courses.values():
-            course.late = held.counts.get("late", {}).get(course.name, 0)
-            course.forgone = held.counts.get("forgone", {}).get(course.name, 0.0)
+                self._buffer[group.ticket] = ReadyGroup.of(group, self._config.staleness)
+        again = {group.ticket for group in held.buffered if group.ticket not in self._buffer}
+        self.admission.tally = Tally.of([g for g in held.resolved if g.ticket not in again], held.counts)
+        for env in self._envs.values():
+            env.late = held.counts.get("late", {}).get(env.name, 0)
+            env.forgone = held.counts.get("forgone", {}).get(env.name, 0.0)
         return [group.ticket for group in self._buffer.groups()]

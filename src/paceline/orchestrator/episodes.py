@@ -14,7 +14,7 @@ from paceline.data.rollout import own
 from paceline.envs import Environment, Outcome
 from paceline.envs.base import LARGEST_REWARD, shown
 from paceline.errors import Mismatch
-from paceline.orchestrator.failures import Kind, kind_of, stopped, told
+from paceline.orchestrator.failures import Kind, error_text, kind_of, stopped
 from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
 from paceline.rollout.template import ToolsDropped
@@ -45,8 +45,8 @@ class RolloutRunner:
     environment's `timeout` before it. An episode that fails in the end reports its first failure.
     """
 
-    def __init__(self, voice: SamplingClient, clock: Clock, seed: int, domain: int = TRAIN) -> None:
-        self._voice = voice
+    def __init__(self, client: SamplingClient, clock: Clock, seed: int, domain: int = TRAIN) -> None:
+        self._client = client
         self._clock = clock
         self._seed = seed
         self._domain = domain
@@ -63,17 +63,15 @@ class RolloutRunner:
         self.lost.clear()
         return kinds
 
-    async def group(self, course: TrainEnv, ticket: Ticket) -> Group:
+    async def group(self, env: TrainEnv, ticket: Ticket) -> Group:
         """All rollouts of one ticket, the failed ones apart."""
         try:
-            row = await self._prepared(
-                course, lambda: assigned(course.environment, course.rows[ticket.row], ticket, self._seed)
-            )
+            row = await self._prepared(env, lambda: assigned(env.environment, env.rows[ticket.row], ticket, self._seed))
         except EpisodeLost as lost:
             failed = [Rollout(ticket=ticket, member=0, error=str(lost), cause=lost.__cause__)]
-            return Group(ticket=ticket, rollouts=[], places=course.group_size, failed=failed)
-        members = range(course.group_size)
-        tasks = [asyncio.ensure_future(self.episode(course, row, ticket, m, ticket.number)) for m in members]
+            return Group(ticket=ticket, rollouts=[], places=env.group_size, failed=failed)
+        members = range(env.group_size)
+        tasks = [asyncio.ensure_future(self.episode(env, row, ticket, m, ticket.number)) for m in members]
         try:
             episodes = await asyncio.gather(*tasks)  # bounded: each episode has a timeout
         except BaseException:  # called off, or the end of the run: no episode may play on
@@ -82,105 +80,105 @@ class RolloutRunner:
                     task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled
             raise
-        return self.collect(course, ticket, episodes, course.group_size)
+        return self.collect(env, ticket, episodes, env.group_size)
 
     @staticmethod
-    def collect(course: TrainEnv, ticket: Ticket, episodes: Sequence[Sequence[Rollout]], places: int) -> Group:
+    def collect(env: TrainEnv, ticket: Ticket, episodes: Sequence[Sequence[Rollout]], places: int) -> Group:
         """The group of these episodes, with the samples of all rollouts that did not fail."""
         rollouts = [rollout for episode in episodes for rollout in episode]
         alive = [rollout for rollout in rollouts if rollout.error is None]
         for rollout in alive:
             rollout.samples = assemble(rollout)
-            course.algorithm.observe(rollout)
+            env.algorithm.observe(rollout)
         failed = [rollout for rollout in rollouts if rollout.error is not None]
         return Group(ticket=ticket, rollouts=alive, places=places, failed=failed)
 
-    async def prepare(self, course: TrainEnv, row: Row) -> Row:
+    async def prepare(self, env: TrainEnv, row: Row) -> Row:
         """The prepared row that all episodes on a held-out row share; raises `EpisodeLost`."""
-        return await self._prepared(course, lambda: course.environment.prepare(own(row)))
+        return await self._prepared(env, lambda: env.environment.prepare(own(row)))
 
-    async def episode(self, course: TrainEnv, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
+    async def episode(self, env: TrainEnv, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
         """One episode on a copy of the row: a rollout for each actor who spoke, or why there is none."""
         noise = (self._seed, self._domain, ticket.number, member)
         # In training a frozen model may speak in the policy's place, for it to learn from.
-        voice = (course.algorithm.voice if self._domain == TRAIN else None) or self._voice
+        client = (env.algorithm.voice if self._domain == TRAIN else None) or self._client
         losses: list[EpisodeLost] = []
         while True:
-            seats = SessionMap(voice, noise, order, course.environment.actors)
+            seats = SessionMap(client, noise, order, env.environment.actors)
             try:
                 outcome = await self._users(
-                    course, voice, "an episode", lambda at=seats: course.environment.play(own(row), at)
+                    env, client, "an episode", lambda at=seats: env.environment.play(own(row), at)
                 )
                 if outcome is None:
-                    return [failure(ticket, member, seats, f"{course.name}: dropped by the environment", dropped=True)]
-                return finished(course.name, ticket, member, seats, outcome)
+                    return [failure(ticket, member, seats, f"{env.name}: dropped by the environment", dropped=True)]
+                return finished(env.name, ticket, member, seats, outcome)
             except EpisodeLost as lost:
                 losses.append(lost)
             finally:
                 seats.leave()
             try:
-                await self._once_more(course, losses)
+                await self._once_more(env, losses)
             except EpisodeLost as lost:
                 return [failure(ticket, member, seats, str(lost), cause=lost.__cause__)]
 
-    async def _prepared(self, course: TrainEnv, work: Callable[[], Awaitable[Row]]) -> Row:
+    async def _prepared(self, env: TrainEnv, work: Callable[[], Awaitable[Row]]) -> Row:
         losses: list[EpisodeLost] = []
         while True:
             try:
-                return await self._users(course, self._voice, "the preparation", work)
+                return await self._users(env, self._client, "the preparation", work)
             except EpisodeLost as lost:
                 losses.append(lost)
-            await self._once_more(course, losses)
+            await self._once_more(env, losses)
 
-    async def _once_more(self, course: TrainEnv, losses: Sequence[EpisodeLost]) -> None:
+    async def _once_more(self, env: TrainEnv, losses: Sequence[EpisodeLost]) -> None:
         """Wait before the next try; or raise the first cause, as the loss of the episode or as the end of the run."""
         if is_cancelled():
             raise asyncio.CancelledError  # the environment made a failure of it, and the caller waits for no other try
         first, last, failed = losses[0], losses[-1], len(losses)
-        policy = course.policies[last.kind]
+        policy = env.policies[last.kind]
         if policy.choice == "fail":
             text = f"{first} (failures.{last.kind} = {policy}): mend that, or let the run drop or retry"
             raise stopped(text, first.__cause__)
         if not policy.retries(failed) or isinstance(last.__cause__, AbandonedError):
             self.lost[first.kind] += 1
             more = f"; at last: {last}" if str(last) != str(first) else ""
-            text = f"{first} (failures.{first.kind} = {course.policies[first.kind]}){more}"
+            text = f"{first} (failures.{first.kind} = {env.policies[first.kind]}){more}"
             raise EpisodeLost(text, first.kind) from first.__cause__
         pause = policy.pause(failed)
         self.retried[last.kind] += 1
         text = "%s: played again in %g s, try %d of %d (failures.%s)"
-        seldom.warn((course.name, last.kind), text, last, pause, failed + 1, policy.tries, last.kind)
+        seldom.warn((env.name, last.kind), text, last, pause, failed + 1, policy.tries, last.kind)
         await self._clock.sleep(pause)
 
-    async def _users(self, course: TrainEnv, voice: SamplingClient, what: str, work: Callable[[], Awaitable[T]]) -> T:
+    async def _users(self, env: TrainEnv, client: SamplingClient, what: str, work: Callable[[], Awaitable[T]]) -> T:
         """The result of user code within its timeout; an exception in it loses the episode."""
         try:
-            return await self._clock.within(course.config.timeout, f"{what} of `{course.name}`", work())
+            return await self._clock.within(env.config.timeout, f"{what} of `{env.name}`", work())
         except (NoEngineLeft, Mismatch, ToolsDropped):
             raise  # no other episode would fare better, now or later
         except DeadlineError as error:
             # An episode that waited for an engine all that time is not to blame for it.
-            trouble = voice.pool.trouble
+            trouble = client.pool.trouble
             if trouble is None:
-                advice = course.config.to_raise("timeout")
-                raise EpisodeLost(f"{course.name}: {error}: {advice}", "timeout") from error
-            raise EpisodeLost(f"{course.name}: {error}, and {trouble}", "engine") from error
+                advice = env.config.to_raise("timeout")
+                raise EpisodeLost(f"{env.name}: {error}: {advice}", "timeout") from error
+            raise EpisodeLost(f"{env.name}: {error}, and {trouble}", "engine") from error
         except asyncio.CancelledError as error:
             # Ours to pass on only if we were cancelled; otherwise something inside the environment was.
             if is_cancelled():
                 raise
-            text = f"{course.name}: something the environment awaited was cancelled ({told(error)})"
+            text = f"{env.name}: something the environment awaited was cancelled ({error_text(error)})"
             raise EpisodeLost(text) from error
         except BaseException as error:  # `sys.exit` or `pytest.fail` in an environment ends its episode, not the run
             if is_ctrl_c(error):
                 raise
-            if refused := getattr(voice.renderer, "refused_tools", None):
+            if refused := getattr(client.renderer, "refused_tools", None):
                 raise refused from error  # an agent behind a URL heard of it as an HTTP error like any other
-            kind, trouble = kind_of(error), voice.pool.trouble
+            kind, trouble = kind_of(error), client.pool.trouble
             if kind != "episode" or trouble is None:
-                raise EpisodeLost(f"{course.name}: {told(error)}", kind) from error
+                raise EpisodeLost(f"{env.name}: {error_text(error)}", kind) from error
             # An agent behind a URL hears of a lost engine as an HTTP error like any other.
-            raise EpisodeLost(f"{course.name}: {told(error)}, and {trouble}", "engine") from error
+            raise EpisodeLost(f"{env.name}: {error_text(error)}, and {trouble}", "engine") from error
 
 
 async def assigned(environment: Environment, row: Row, ticket: Ticket, seed: int) -> Row:

@@ -20,7 +20,7 @@ PASS = 0.5
 
 
 async def evaluate(
-    courses: dict[str, TrainEnv],
+    envs: dict[str, TrainEnv],
     player: RolloutRunner,
     config: EvalConfig,
     progress: Callable[[str], None],
@@ -31,29 +31,29 @@ async def evaluate(
     Each row keeps its own noise from one evaluation to the next, so two evaluations differ by the weights alone.
     """
     metrics: dict[str, float] = {}
-    for course in courses.values():
-        if course.eval_rows:
-            metrics |= await _course(course, player, config, progress, played)
+    for env in envs.values():
+        if env.eval_rows:
+            metrics |= await _evaluate(env, player, config, progress, played)
     return metrics
 
 
-async def _course(
-    course: TrainEnv,
+async def _evaluate(
+    env: TrainEnv,
     player: RolloutRunner,
     config: EvalConfig,
     progress: Callable[[str], None],
-    told: Callable[[Sequence[Rollout]], None],
+    report: Callable[[Sequence[Rollout]], None],
 ) -> dict[str, float]:
-    rows = course.eval_rows[: config.examples]
+    rows = env.eval_rows[: config.examples]
     places = asyncio.Semaphore(config.concurrency)
     done = 0
 
     async def tries(index: int) -> list[Rollout]:
         """All episodes on one row, which is prepared once for all of them."""
-        ticket = Ticket(index, course.name, 0, index, index)
+        ticket = Ticket(index, env.name, 0, index, index)
         try:
             async with places:  # bounded: each episode before it has a timeout
-                row = await player.prepare(course, rows[index])
+                row = await player.prepare(env, rows[index])
         except EpisodeLost as lost:
             error, cause = str(lost), lost.__cause__
             members = range(config.samples)
@@ -64,30 +64,30 @@ async def _course(
     async def one(row: Row, ticket: Ticket, member: int) -> list[Rollout]:
         nonlocal done
         async with places:  # bounded: each episode before it has a timeout
-            played = await player.episode(course, row, ticket, member, -1)
+            played = await player.episode(env, row, ticket, member, -1)
         done += 1
-        progress(f"evaluating {course.name} {done}/{len(rows) * config.samples}")
+        progress(f"evaluating {env.name} {done}/{len(rows) * config.samples}")
         return played
 
-    actors = list(course.environment.actors)
+    actors = list(env.environment.actors)
     mine = actors[0] if actors else POLICY
     tried = await asyncio.gather(*map(tries, range(len(rows))))
     rollouts = [rollout for played in tried for rollout in played]
-    told(rollouts)
+    report(rollouts)
     if all(rollout.reward is None for rollout in rollouts):
         raise stopped(f"every evaluation episode failed; the first cause: {rollouts[0].error}", rollouts[0].cause)
     return {
         f"eval/{name}/{key}": value
-        for name, played in by_actor(course, rollouts).items()
+        for name, played in by_actor(env, rollouts).items()
         for key, value in summarise(played, config.samples).items()
     }
 
 
-def by_actor(course: TrainEnv, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+def by_actor(env: TrainEnv, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
     """Rollouts of an environment under its name, or under `name/actor` for actors beside its only one."""
-    actors, found = list(course.environment.actors), {}
+    actors, found = list(env.environment.actors), {}
     for rollout in rollouts:
-        name = course.name if actors == [rollout.actor] else f"{course.name}/{rollout.actor}"
+        name = env.name if actors == [rollout.actor] else f"{env.name}/{rollout.actor}"
         found.setdefault(name, []).append(rollout)
     return found
 

@@ -1,8 +1,8 @@
 """Sorts failures by kind, decides what becomes of an episode, and stops a run that loses too many."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, get_args
 
 from paceline.config import BreakerConfig
 from paceline.config.failures import FailurePolicy, FailuresConfig
@@ -54,18 +54,25 @@ class Breaker:
         self._recent.append(False)
         if self._first is None:
             self._first, self._cause = cause, raised
-        failed = self._recent.count(False)
+        failed, window, text = self._recent.count(False), self._config.window, ""
         if self._row >= self._config.consecutive:
-            text = f"{self._row} rollouts failed in a row; the first cause: {self._first}{MEND}"
-            raise stopped(text, self._cause)
-        if len(self._recent) == self._config.window and 2 * failed >= self._config.window:
-            text = f"{failed} of the last {self._config.window} rollouts failed; the first cause: {self._first}{MEND}"
-            raise stopped(text, self._cause)
+            text = f"{self._row} rollouts failed in a row"
+        elif len(self._recent) == window and 2 * failed >= window:
+            text = f"{failed} of the last {window} rollouts failed"
+        if text:
+            raise stopped(f"{text}; the first cause: {self._first}{MEND}", self._cause)
 
 
 Kind = Literal["episode", "timeout", "worker", "engine", "request", "judge"]
-KINDS: tuple[Kind, ...] = ("episode", "timeout", "worker", "engine", "request", "judge")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
+BY_CLASS: Mapping[type[BaseException], Kind] = {
+    DeadlineError: "timeout",
+    JudgeFailed: "judge",
+    RequestError: "request",
+    EngineError: "engine",
+}
+"""A request error is an engine error too: the first that fits counts."""
 Policies = Mapping[Kind, FailurePolicy]
 
 
@@ -77,21 +84,18 @@ def policies(config: FailuresConfig) -> Policies:
 def kind_of(error: BaseException) -> Kind:
     """Of which kind an exception out of an environment is. One that was raised `from` another, or as part of a group,
     is of the kind of what caused it: an engine that is gone is no fault of the code that asked it."""
-    return next((kind for cause in causes(error) if (kind := _known(cause))), "episode")
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """The exception, and what it says it was caused by, the latest first."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
+        if kind := _known(current):
+            return kind
         seen.add(id(current))
-        yield current
         inner = current.exceptions[0] if isinstance(current, BaseExceptionGroup) else None
         current = inner or current.__cause__
+    return "episode"
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The exception as a user reads it: of a group, whatever went wrong first in it; of our own, the sentence alone."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -103,17 +107,6 @@ def told(error: BaseException) -> str:
 
 
 def _known(error: BaseException) -> Kind | None:
-    match error:
-        case DeadlineError():
-            return "timeout"
-        case JudgeFailed():
-            return "judge"
-        case RequestError():
-            return "request"
-        case EngineError():
-            return "engine"
-        case WorkerFailed(kind="exited"):
-            return "worker"
-        case WorkerFailed(kind="timed_out"):
-            return "timeout"
-    return None
+    if isinstance(error, WorkerFailed):
+        return "worker" if error.kind == "exited" else "timeout" if error.kind == "timed_out" else None
+    return next((kind for known, kind in BY_CLASS.items() if isinstance(error, known)), None)

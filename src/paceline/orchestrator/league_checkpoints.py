@@ -23,24 +23,20 @@ from paceline.weights.update import Adapter, WeightUpdate
 class LeagueMember:
     """An environment that has a league."""
 
-    course: TrainEnv
+    env: TrainEnv
     environment: ArenaEnvironment
     league: League
 
 
-@dataclass(frozen=True, slots=True)
-class StoredVersion:
-    """A version's weights, and what its file says of them."""
-
-    update: WeightUpdate
-    notes: dict[str, str]
+StoredVersion = tuple[WeightUpdate, dict[str, str]]
+"""A version's weights, and what its file says of them."""
 
 
 class LeagueCheckpoints:
     """Hands published versions on to the leagues that want them, and keeps a copy of each for the checkpoint."""
 
-    def __init__(self, courses: dict[str, TrainEnv], pool: LeaguePool | None, note: Callable[[str], None]) -> None:
-        self.members = members(courses)
+    def __init__(self, envs: dict[str, TrainEnv], pool: LeaguePool | None, note: Callable[[str], None]) -> None:
+        self.members = members(envs)
         self._pool, self._note = pool, note
         self._weights: dict[int, StoredVersion] = {}
 
@@ -58,20 +54,20 @@ class LeagueCheckpoints:
 
     def save(self, folder: Path) -> None:
         """Every kept version, beside the checkpoint's own weights. A file that an earlier checkpoint has is linked."""
-        for version, kept in self._weights.items():
+        for version, (update, notes) in self._weights.items():
             path = folder / _file(version)
             # Another run may have left a version of the same number here.
-            same = [file for file in sorted(folder.parent.glob(f"step-*/{path.name}")) if _notes(file) == kept.notes]
+            same = [file for file in sorted(folder.parent.glob(f"step-*/{path.name}")) if _notes(file) == notes]
             try:
                 path.hardlink_to(same[-1])
             except (IndexError, OSError):
-                write_tensors(kept.update.tensors, path, kept.notes)
+                write_tensors(update.tensors, path, notes)
 
     async def load(self, folder: Path) -> None:
         """Bring back those the restored leagues name."""
         for member in self.members:
             if left := member.league.shrink():
-                self._note(f"{member.course.name}: its league is smaller now, and {', '.join(left)} left it")
+                self._note(f"{member.env.name}: its league is smaller now, and {', '.join(left)} left it")
             for version in member.league.versions:
                 if version not in self._weights:
                     self._weights[version] = await asyncio.to_thread(_read, folder / _file(version), version)
@@ -94,7 +90,7 @@ class LeagueCheckpoints:
             if rows := member.environment.meetings(version):
                 metrics |= await self._assess(member, rows, player, version, concurrency, progress, played)
             elif any(kept != version for kept in member.league.versions):
-                self._note(f"{member.course.name}: no version was rated: matches() gave no episode of two actors")
+                self._note(f"{member.env.name}: no version was rated: matches() gave no episode of two actors")
         return metrics
 
     async def _assess(
@@ -107,12 +103,12 @@ class LeagueCheckpoints:
         progress: Callable[[str], None],
         played: Callable[[Sequence[Rollout]], None],
     ) -> dict[str, float]:
-        places, name, done = asyncio.Semaphore(concurrency), member.course.name, 0
+        places, name, done = asyncio.Semaphore(concurrency), member.env.name, 0
 
         async def one(index: int, row: Row) -> str | None:
             nonlocal done
             async with places:
-                rollouts = await player.episode(member.course, row, Ticket(index, name, 0, index, index), 0, -1)
+                rollouts = await player.episode(member.env, row, Ticket(index, name, 0, index, index), 0, -1)
             done += 1
             played(rollouts)
             progress(f"rating {name} {done}/{len(rows)}")
@@ -131,15 +127,15 @@ class LeagueCheckpoints:
 
     async def _speak(self, address: str, version: int) -> None:
         assert self._pool is not None, "a placement hands over a pool with a past where there is a league"
-        await self._pool.keep(address, self._weights[version].update)
+        await self._pool.keep(address, self._weights[version][0])
 
 
-def members(courses: dict[str, TrainEnv]) -> list[LeagueMember]:
+def members(envs: dict[str, TrainEnv]) -> list[LeagueMember]:
     """The environments that have a league, from the run file or from the caller."""
     return [
-        LeagueMember(course, course.environment, course.environment.league)
-        for course in courses.values()
-        if isinstance(course.environment, ArenaEnvironment) and course.environment.league is not None
+        LeagueMember(env, env.environment, env.environment.league)
+        for env in envs.values()
+        if isinstance(env.environment, ArenaEnvironment) and env.environment.league is not None
     ]
 
 
@@ -151,7 +147,7 @@ def _copy(update: WeightUpdate) -> StoredVersion:
 
 def _kept(update: WeightUpdate) -> StoredVersion:
     scale = {} if update.adapter is None else {"scale": repr(update.adapter.scale)}
-    return StoredVersion(update, {"fingerprint": update.fingerprint()} | scale)
+    return update, {"fingerprint": update.fingerprint()} | scale
 
 
 def _file(version: int) -> str:

@@ -6,32 +6,50 @@ dispatcher goes on sampling whenever this loop awaits.
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 from paceline.clients import Pool
 from paceline.clients.pool import LeaguePool
 from paceline.config import RunConfig
-from paceline.data import DataError, Ledger, Sample, Ticket, encode, learn, row_change
+from paceline.data import DataError, Ledger, Sample, Ticket, encode, row_change
 from paceline.errors import PacelineError
-from paceline.observe.monitor import Monitor
+from paceline.orchestrator.admission import Tally
 from paceline.orchestrator.buffered import FILE, encode_held, read_held
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
-from paceline.orchestrator.dispatcher import Dispatcher, Tally
+from paceline.orchestrator.dispatcher import Dispatcher
 from paceline.orchestrator.episodes import EVAL, MATCH, RolloutRunner
 from paceline.orchestrator.evaluation import evaluate
 from paceline.orchestrator.failures import RunStopped
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
 from paceline.orchestrator.metrics import Stopwatch, batch_metrics, replay_metrics
-from paceline.orchestrator.pausing import Pauses
+from paceline.orchestrator.pausing import Advisor, Pauses
 from paceline.orchestrator.train_env import ReplayedGroup, TrainEnv
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.trainer import StepReport, Trainer, TrainerError, TrainerLost
 from paceline.util.deadlines import Clock, together
 from paceline.util.user_code import restore_interpreter
+
+Records = Sequence[dict[str, Any]]
+Gauges = Mapping[str, float]
+
+
+class RunMonitor(Protocol):
+    """The events a run reports (`observe.monitor.Monitor` describes each)."""
+
+    def note(self, text: str) -> None: ...
+    def phase(self, text: str) -> None: ...
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def played(self, step: int, state: str, rollouts: Sequence[Rollout]) -> None: ...
+    def rollouts(self, step: int, records: Records) -> None: ...
+    def batch(self, step: int, data: bytes) -> None: ...
+    def tickets(self, records: Records) -> None: ...
+    def spans(self, step: int, spans: Sequence[tuple[str, str, float, float]]) -> None: ...
+    def gauges(self, look: Callable[[], tuple[Gauges, Gauges]]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -40,14 +58,16 @@ class OrchestratorParts:
 
     pool: Pool
     trainer: Trainer
-    voice: SamplingClient
-    eval_voice: SamplingClient
-    courses: dict[str, TrainEnv]
-    monitor: Monitor
+    client: SamplingClient
+    eval_client: SamplingClient
+    envs: dict[str, TrainEnv]
+    monitor: RunMonitor
     checkpoints: Checkpoints
     clock: Clock
     past: LeaguePool | None = None
     """The pool once more, where an environment has a league."""
+    advisor: Callable[[dict[str, Any]], Advisor] | None = None
+    """Makes the advisor that pauses environments, of the run's config."""
 
 
 class RollBack(PacelineError):
@@ -73,13 +93,14 @@ class Orchestrator:
         self._ticket_records: list[dict] = []
         self._ledger = Ledger(journal=self._ticket_records.append)
         assert config.max_inflight is not None
-        reserve = config.replay.places(config.batch_size, [course.group_size for course in parts.courses.values()])
+        reserve = config.replay.places(config.batch_size, [env.group_size for env in parts.envs.values()])
         self._gate = Gate(config.batch_size, config.staleness, config.max_inflight, total=config.steps, reserve=reserve)
-        self._player = RolloutRunner(parts.voice, parts.clock, config.seed)
-        self._dispatcher = Dispatcher(config, parts.courses, self._player, self._gate, self._ledger, parts.monitor.note)
+        self._player = RolloutRunner(parts.client, parts.clock, config.seed)
+        self._dispatcher = Dispatcher(config, parts.envs, self._player, self._gate, self._ledger, parts.monitor.note)
         self._dispatcher.shunned = shunned
-        self._past = LeagueCheckpoints(parts.courses, parts.past, parts.monitor.note)
-        self._pauses = Pauses(config, parts.courses, parts.monitor)
+        self._past = LeagueCheckpoints(parts.envs, parts.past, parts.monitor.note)
+        advisor = parts.advisor(config.model_dump()) if parts.advisor else None
+        self._pauses = Pauses(config, parts.envs, advisor, parts.monitor.note)
         self._watch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
         self._epoch = time.time() - parts.clock.now()
         self._scored: set[Ticket] = set()
@@ -97,7 +118,8 @@ class Orchestrator:
 
     async def run(self) -> None:
         """Train until the steps are done, the rows are used up, or `stop` is called."""
-        self._p.monitor.gauges(self._look)
+        # Busy seconds by engine, and running episodes by environment; asked from any thread.
+        self._p.monitor.gauges(lambda: (self._p.pool.busy, self._dispatcher.playing()))
         await self._begin()
         try:
             while not self._finished:
@@ -116,16 +138,16 @@ class Orchestrator:
                     await self._publish(self.step + 1)
                 await self._settle(batch, samples, report)
             await self._save()
-            if not self._finished and (solved := self._dispatcher.solved):
+            if not self._finished and (solved := self._dispatcher.admission.solved):
                 self.solved = solved
                 self._p.monitor.note(solved)
             elif not self._finished:
                 self.halted = self._pauses.halt()
         finally:
-            self._tell_dropped(self.step + 1)  # the groups that ended the run are worth a look
+            self._report_dropped(self.step + 1)  # the groups that ended the run are worth a look
             self._pauses.close()
             await self._dispatcher.close()
-            await self._p.voice.close()
+            await self._p.client.close()
 
     async def restore(self) -> None:
         """Go back to the checkpoint the run file names, if it names one. Nothing is written or removed before all of it
@@ -143,16 +165,12 @@ class Orchestrator:
     def _finished(self) -> bool:
         return self._stopping or (self._config.steps is not None and self.step >= self._config.steps)
 
-    @property
-    def _may_go_back(self) -> bool:
-        """Whether a checkpoint may be needed before the first one is due."""
-        return self._config.placement != "local" or self._config.trainer.on_bad_step == "roll_back"
-
     async def _begin(self) -> None:
         await self.restore()
-        for note in (*self._notes, *(course.note for course in self._p.courses.values() if course.note)):
+        for note in (*self._notes, *(env.note for env in self._p.envs.values() if env.note)):
             self._p.monitor.note(note)
-        if self._may_go_back and not self._p.checkpoints.all():
+        may_roll_back = self._config.placement != "local" or self._config.trainer.on_bad_step == "roll_back"
+        if may_roll_back and not self._p.checkpoints.all():
             self._saved_at = None  # what it resumed from is another run's
             await self._save()
         await self._publish(self.step)
@@ -176,16 +194,16 @@ class Orchestrator:
         for group in batch:
             if not isinstance(group, ReplayedGroup) and group.ticket not in self._scored:
                 shares.setdefault(group.ticket.env, []).append(group)
-        lost = await together([self._p.courses[env].algorithm.score(groups) for env, groups in shares.items()])
+        lost = await together([self._p.envs[env].algorithm.score(groups) for env, groups in shares.items()])
         for reasons in lost:
             self._dispatcher.tally.lost_samples.update(reasons or {})
         return [sample for group in batch for sample in group.samples()]
 
     def _learn(self, batch: Sequence[Group], report: StepReport) -> None:
         """Tell each environment's order of rows how they went, before the next ones are drawn or replayed."""
-        for group in self._dispatcher.resolved_by(batch):
+        for group in self._dispatcher.tally.resolved_by(batch):
             rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
-            learn(self._p.courses[group.ticket.env].cursor, group.ticket.row, rewards)
+            self._p.envs[group.ticket.env].cursor.update(group.ticket.row, rewards)
         if not report.skipped:  # what broke one gradient must not come back to break another
             self._dispatcher.remember(batch)
 
@@ -208,14 +226,14 @@ class Orchestrator:
         self._scored.clear()
         for group in batch:
             self._ledger.train(group.ticket, self.step, group.places)
-        for course in self._p.courses.values():
-            oldest = self._ledger.oldest(course.name)
-            course.environment.forget(course.cursor.draws if oldest is None else oldest)
+        for env in self._p.envs.values():
+            oldest = self._ledger.oldest(env.name)
+            env.environment.forget(env.cursor.draws if oldest is None else oldest)
         tally = self._dispatcher.take_tally(batch)
         metrics = batch_metrics(batch, samples, tally, self._gate.version - 1) | report.metrics
         if report.memory:
             metrics["memory/trainer"] = report.memory
-        if bad := sum(course.skipped for course in self._p.courses.values()):
+        if bad := sum(env.skipped for env in self._p.envs.values()):
             metrics["data/bad_rows"] = float(bad)
         if self._config.replay.share:
             metrics |= replay_metrics(batch, self._gate.version - 1)
@@ -233,12 +251,12 @@ class Orchestrator:
 
     async def _evaluate(self) -> dict[str, float]:
         with self._watch.phase("eval"):
-            tell, told = self._p.monitor.phase, partial(self._p.monitor.played, self.step)
-            player = RolloutRunner(self._p.eval_voice, self._p.clock, self._config.seed, EVAL)
-            metrics = await evaluate(self._p.courses, player, self._config.eval, tell, partial(told, "evaluated"))
-            player = RolloutRunner(self._p.eval_voice, self._p.clock, self._config.seed, MATCH)
+            progress, played = self._p.monitor.phase, partial(self._p.monitor.played, self.step)
+            player = RolloutRunner(self._p.eval_client, self._p.clock, self._config.seed, EVAL)
+            metrics = await evaluate(self._p.envs, player, self._config.eval, progress, partial(played, "evaluated"))
+            player = RolloutRunner(self._p.eval_client, self._p.clock, self._config.seed, MATCH)
             metrics |= await self._past.assess(
-                player, self._gate.version, self._config.eval.concurrency, tell, partial(told, "matched")
+                player, self._gate.version, self._config.eval.concurrency, progress, partial(played, "matched")
             )
         return metrics | {"time/eval": self._watch.seconds("eval")}
 
@@ -247,7 +265,7 @@ class Orchestrator:
     ) -> None:
         monitor = self._p.monitor
         monitor.step(self.step, metrics)
-        self._tell_dropped(self.step)
+        self._report_dropped(self.step)
         fresh = [group for group in batch if not isinstance(group, ReplayedGroup)]
         again = [group for group in batch if isinstance(group, ReplayedGroup)]
         self._played(self.step, "skipped" if skipped else "trained", _all(fresh))
@@ -264,45 +282,39 @@ class Orchestrator:
         self._pauses.step(self.step, metrics)
         self._flush_tickets()
 
-    def _tell_dropped(self, step: int) -> None:
+    def _report_dropped(self, step: int) -> None:
         """Record the groups dropped since the last batch under this one: its checkpoint knows of them."""
-        for group, reason in self._dispatcher.let_go:
+        for group, reason in self._dispatcher.dropped_groups:
             self._played(step, f"dropped:{reason}", _all([group]))
-        self._dispatcher.let_go.clear()
+        self._dispatcher.dropped_groups.clear()
 
     def _played(self, step: int, state: str, rollouts: list[Rollout]) -> None:
         self._p.monitor.played(step, state, rollouts)
         self._pauses.played(state, rollouts)
 
-    def _look(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Busy seconds by engine, and running episodes by environment; may be called from any thread."""
-        return self._p.pool.busy, self._dispatcher.playing()
-
     def _flush_tickets(self) -> None:
         self._p.monitor.tickets(self._ticket_records)
         self._ticket_records.clear()
 
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
     async def _save(self) -> None:
         if self._saved_at == self.step:
             self._flush_tickets()  # groups may have been dropped since, with no step to tell of them
-            self._tell_dropped(self.step + 1)
+            self._report_dropped(self.step + 1)
             return
-        self._tell_dropped(self.step)
+        self._report_dropped(self.step)
         self._p.monitor.phase("saving checkpoint")
-        courses = self._p.courses.values()
+        envs = self._p.envs.values()
         # Written before anything is awaited: what lands while the trainer saves comes after this checkpoint.
         groups = encode_held(self._dispatcher.state())
         state = {
             "step": self.step,
             "ledger": self._ledger.state(self.step),
-            "cursors": {course.name: course.cursor.state() for course in courses},
-            "rows": {course.name: course.row_digest for course in courses},
-            "algorithms": {course.name: course.algorithm.state() for course in courses},
-            "environments": {course.name: course.environment.state() for course in courses},
+            "cursors": {env.name: env.cursor.state() for env in envs},
+            "rows": {env.name: env.row_digest for env in envs},
+            "algorithms": {env.name: env.algorithm.state() for env in envs},
+            "environments": {env.name: env.environment.state() for env in envs},
             "shunned": sorted(self._dispatcher.shunned),
-            "leagues": [member.course.name for member in self._past.members],
+            "leagues": [member.env.name for member in self._past.members],
         }
 
         async def files(folder: Path) -> None:
@@ -320,12 +332,12 @@ class Orchestrator:
         path, state = self._p.checkpoints.find(resume)
         if note := await self._p.checkpoints.check(path):
             self._notes.append(note)
-        if strange := sorted(self._p.courses.keys() - state["cursors"].keys()):
+        if strange := sorted(self._p.envs.keys() - state["cursors"].keys()):
             raise CheckpointError(
                 f"{path} knows no environment {strange}: it knows {sorted(state['cursors'])}. Go on with these, or "
                 f"begin a new run from its export (model.name); {self._p.checkpoints.offer()}"
             )
-        if gone := sorted({Ticket(*fields).env for fields in state["ledger"]["open"]} - self._p.courses.keys()):
+        if gone := sorted({Ticket(*fields).env for fields in state["ledger"]["open"]} - self._p.envs.keys()):
             raise CheckpointError(
                 f"{path} has rows of {gone} under way, which the run file no longer has: name them again, or begin a "
                 f"new run from its export (model.name); {self._p.checkpoints.offer()}"
@@ -343,44 +355,38 @@ class Orchestrator:
         self._gate.publish(self._p.trainer.version)
         self._gate.accepted = self._gate.version * self._config.batch_size
         kept = self._dispatcher.load(read_held(path))
-        if changed:
-            state["ledger"]["open"] = self._redirected(state["ledger"]["open"], set(kept), changed)
+        for fields in state["ledger"]["open"]:  # a changed dataset must have the row, unless its group is finished
+            if (ticket := Ticket(*fields)).env in changed and ticket not in kept:
+                fields[:] = ticket._replace(row=ticket.row % len(self._p.envs[ticket.env].rows))
         self._ledger.load(state["ledger"], kept)
         if again := state["ledger"].get("buffered", 0) - len(kept):
             self._notes.append(
                 f"{again} finished groups are played again: the run file's sizes changed, or a file could not keep them"
             )
-        for course in self._p.courses.values():
+        for env in self._p.envs.values():
             try:
-                course.cursor.load(state["cursors"][course.name])
+                env.cursor.load(state["cursors"][env.name])
             except DataError as error:
-                raise CheckpointError(f"{path}, environment `{course.name}`: {error}") from error
-            course.algorithm.load(state["algorithms"][course.name])
-            course.environment.load(state["environments"][course.name])
+                raise CheckpointError(f"{path}, environment `{env.name}`: {error}") from error
+            env.algorithm.load(state["algorithms"][env.name])
+            env.environment.load(state["environments"][env.name])
         await self._past.load(path)
         self._p.checkpoints.forget_after(self.step)
 
     def _changed_rows(self, path: Path, saved: Mapping[str, Mapping]) -> set[str]:
         """Environments whose rows are not those the checkpoint was trained on; an error unless that is allowed."""
-        pairs = [(course, saved.get(course.name)) for course in self._p.courses.values()]
-        told = {course.name: row_change(old, course.row_digest) for course, old in pairs if old and course.row_digest}
-        changed = [f"the dataset of `{name}` has changed since {path.name}: {how}" for name, how in told.items() if how]
+        pairs = [(env, saved.get(env.name)) for env in self._p.envs.values()]
+        changes = {env.name: row_change(old, env.row_digest) for env, old in pairs if old and env.row_digest}
+        changed = [
+            f"the dataset of `{name}` has changed since {path.name}: {how}" for name, how in changes.items() if how
+        ]
         if changed and not self._config.checkpoint.allow_changed_rows:
             raise CheckpointError(
                 f"{'; '.join(changed)}. Bring the old rows back, or add --checkpoint.allow_changed_rows to go on with "
                 f"the new ones; {self._p.checkpoints.offer()}"
             )
         self._notes += [f"{text}; the run goes on with the new rows" for text in changed]
-        return {name for name, how in told.items() if how}
-
-    def _redirected(self, tickets: list[list], kept: set[Ticket], changed: set[str]) -> list[list]:
-        """Open tickets of changed datasets, each for a row that exists. Those whose groups are finished stay."""
-        out = []
-        for ticket in (Ticket(*fields) for fields in tickets):
-            if ticket.env in changed and ticket not in kept:
-                ticket = ticket._replace(row=ticket.row % len(self._p.courses[ticket.env].rows))
-            out.append(list(ticket))
-        return out
+        return {name for name, how in changes.items() if how}
 
     @property
     def checkpoint(self) -> Path | None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from statistics import fmean, pstdev
 
 from paceline.data import Sample
-from paceline.orchestrator.dispatcher import Tally
+from paceline.orchestrator.admission import Tally
 from paceline.orchestrator.gate import staleness
 from paceline.orchestrator.train_env import ReplayedGroup, unfined
 from paceline.rollout import Group, Rollout
@@ -51,20 +51,17 @@ class Stopwatch:
         what, on = DOING.get(name, (name, ()))
         beat()
         with waiting(what, on):
-            yield from self._timed(name)
-
-    def _timed(self, name: str) -> Generator[None]:
-        outer, self._inner = self._inner, (0.0, 0.0)
-        start, busy = self._clock.now(), self._engine_busy()
-        try:
-            yield
-        finally:
-            end = self._clock.now()
-            seconds, engine = end - start, self._busy_since(busy)
-            self._spans.append((name, start, end))
-            self._seconds[name] += seconds - self._inner[0]
-            self._busy_in[name] += max(0.0, engine - self._inner[1])
-            self._inner = (outer[0] + seconds, outer[1] + engine)
+            outer, self._inner = self._inner, (0.0, 0.0)
+            start, busy = self._clock.now(), self._engine_busy()
+            try:
+                yield
+            finally:
+                end = self._clock.now()
+                seconds, engine = end - start, self._busy_since(busy)
+                self._spans.append((name, start, end))
+                self._seconds[name] += seconds - self._inner[0]
+                self._busy_in[name] += max(0.0, engine - self._inner[1])
+                self._inner = (outer[0] + seconds, outer[1] + engine)
 
     def _busy_since(self, then: float) -> float:
         """A server that was started again counts from zero: what it did before is not known any more."""
@@ -155,13 +152,10 @@ def _mismatch(rollouts: Sequence[Rollout]) -> dict[str, float]:
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     cut = sum(-sum(turn.log_z) for turn in turns if turn.log_z)
     tokens = sum(len(turn.completion_ids) for turn in turns) if cut else 1
-    changed = sum(rewritten(rollout.turns) for rollout in rollouts if len(rollout.turns) > 1 and not _whole(rollout))
+    # Where all turns are in one sample, as mostly, each went on from the one before.
+    apart = (r.turns for r in rollouts if len(r.samples) != 1 or len(r.samples[0].spans) != len(r.turns))
+    changed = sum(rewritten(some) for some in apart)
     return {"mismatch/mask": cut / max(1, tokens), "mismatch/template": changed / max(1, len(turns))}
-
-
-def _whole(rollout: Rollout) -> bool:
-    """Whether all turns are in one sample, so that each went on from the one before; most are."""
-    return len(rollout.samples) == 1 and len(rollout.samples[0].spans) == len(rollout.turns)
 
 
 def _lengths(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -30,9 +30,10 @@ from paceline.config.env import EnvConfig
 from paceline.config.failures import USUAL, FailurePolicy, FailuresConfig
 from paceline.config.filters import LengthConfig
 from paceline.config.model import ModelRef
-from paceline.data import BadRows, Draws, Row, Sample, Ticket, decontaminate, order_of, row_digest, skipped
+from paceline.data import BadRows, Cursor, Row, Sample, Ticket, decontaminate, order_of, row_digest, skipped
 from paceline.envs import EnvError, Environment, build_environment
 from paceline.errors import PacelineError
+from paceline.orchestrator.buffered import fitting
 from paceline.orchestrator.failures import Policies, policies
 from paceline.orchestrator.gate import fresh_enough
 from paceline.rollout import Group, Rollout, SamplingClient
@@ -49,7 +50,7 @@ class TrainEnv:
     algorithm: Algorithm
     rows: Sequence[Row]
     eval_rows: Sequence[Row]
-    cursor: Draws
+    cursor: Cursor
     draws: int | None = None
     """Tickets to draw in all; None is no end."""
     late: int = 0
@@ -103,19 +104,19 @@ class TrainEnv:
         return Ticket(number, self.name, epoch, draw, row)
 
 
-def lay_out(config: RunConfig, given: dict[str, Environment] | None = None) -> dict[str, TrainEnv]:
-    """The run's courses by name. `given` environments replace those the run file names."""
+def build_train_envs(config: RunConfig, given: dict[str, Environment] | None = None) -> dict[str, TrainEnv]:
+    """The run's environments by name. `given` ones replace those the run file names."""
     given = given or {}
     unknown = given.keys() - {env.name for env in config.env}
     if unknown:
         raise EnvError(f"environments {sorted(unknown)} are not in the run file: add an [[env]] of that name")
-    return {env.name: _course(env, config, given.get(env.name)) for env in config.env}
+    return {env.name: _train_env(env, config, given.get(env.name)) for env in config.env}
 
 
 @asynccontextmanager
 async def opened(
-    courses: Mapping[str, TrainEnv],
-    voice: SamplingClient,
+    envs: Mapping[str, TrainEnv],
+    client: SamplingClient,
     find: Callable[[ModelRef], Awaitable[FrozenPool]] | None = None,
 ) -> AsyncGenerator[None]:
     """Every algorithm ready, with the frozen models it names; the connections end with the run. `find` knows models
@@ -125,21 +126,21 @@ async def opened(
     async def connect(ref: ModelRef) -> FrozenPool:
         key = ref.model_dump_json()
         if key not in pools:
-            pools[key] = await (find(ref) if find else attach(ref, voice.renderer.tokenizer))
+            pools[key] = await (find(ref) if find else attach(ref, client.renderer.tokenizer))
         return pools[key]
 
     try:
-        for course in courses.values():
-            await course.algorithm.begin(AlgorithmContext(course.name, course.rows, voice, connect, course.teacher))
-            course.skip(course.algorithm.bad_rows)
-            course.bad_rows = frozenset(course.algorithm.bad_rows.indices)
+        for env in envs.values():
+            await env.algorithm.begin(AlgorithmContext(env.name, env.rows, client, connect, env.teacher))
+            env.skip(env.algorithm.bad_rows)
+            env.bad_rows = frozenset(env.algorithm.bad_rows.indices)
         yield
     finally:
         for pool in pools.values():
             await pool.aclose()
 
 
-def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> TrainEnv:
+def _train_env(env: EnvConfig, config: RunConfig, given: Environment | None) -> TrainEnv:
     environment = given or build_environment(env)
     algorithm = credit_for(env, environment.actors)
     environment = algorithm.stage(environment)
@@ -152,7 +153,7 @@ def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Tra
         note = f"{env.name}: {report}"
     with user_code(f"the rows of environment `{env.name}`"):
         digest = row_digest(rows)
-    course = TrainEnv(
+    train_env = TrainEnv(
         config=env,
         environment=environment,
         algorithm=algorithm,
@@ -165,8 +166,8 @@ def _course(env: EnvConfig, config: RunConfig, given: Environment | None) -> Tra
         teacher=FailurePolicy(config.failures.teacher, config.failures.tries),
         row_digest=digest,
     )
-    course.skip(*skipped(rows), *skipped(eval_rows))
-    return course
+    train_env.skip(*skipped(rows), *skipped(eval_rows))
+    return train_env
 
 
 FINE = "length/penalty"
@@ -197,9 +198,11 @@ class Filters:
 
     def after_credit(self, group: Group) -> None:
         """Silence what must not train."""
-        if self._length.mask_truncated:
-            for rollout in group.rollouts:
-                silence_if_cut(rollout)
+        for rollout in group.rollouts if self._length.mask_truncated else ():
+            # A reply that was cut off may have been right so far: its reward blames tokens that did nothing wrong. So
+            # nothing it said trains; its context may.
+            if any(sample.ended == "truncated" for sample in rollout.samples):
+                rollout.samples = [_silent(sample) for sample in rollout.samples]
 
     def keeps(self, group: Group) -> bool:
         """The user's own judgement."""
@@ -231,18 +234,11 @@ def unfined(rollout: Rollout) -> float:
     return (rollout.reward or 0.0) + rollout.metrics.get(FINE, 0.0)
 
 
-def silence_if_cut(rollout: Rollout) -> None:
-    """A reply that was cut off may have been right so far: its reward blames tokens that did nothing wrong. So nothing
-    it said trains; what it was told may."""
-    if any(sample.ended == "truncated" for sample in rollout.samples):
-        rollout.samples = [_silent(sample) for sample in rollout.samples]
-
-
 def _silent(sample: Sample) -> Sample:
-    told = None if sample.ce_weights is None else np.where(sample.loss_mask, np.float32(0), sample.ce_weights)
+    context = None if sample.ce_weights is None else np.where(sample.loss_mask, np.float32(0), sample.ce_weights)
     nothing = np.zeros(len(sample), np.float32)
     return sample.with_streams(
-        rl_weights=nothing, ref_kl_weights=None, ce_weights=told if told is not None and told.any() else None
+        rl_weights=nothing, ref_kl_weights=None, ce_weights=context if context is not None and context.any() else None
     )
 
 
@@ -254,14 +250,6 @@ class ReplayedGroup(Group):
     """The ticket of its first training."""
 
 
-@dataclass(slots=True)
-class ReplayEntry:
-    """A group in the memory, and how often it may still be replayed."""
-
-    group: Group
-    left: int
-
-
 class Replay:
     """The memory. Which groups it offers is a function of what it was given and of the version, nothing else."""
 
@@ -269,27 +257,23 @@ class Replay:
         self._size = config.groups if config.share else 0
         self._times = config.times
         self._staleness = staleness
-        self._kept: dict[Ticket, ReplayEntry] = {}
+        self._kept: dict[Ticket, tuple[Group, int]] = {}
+        """Groups, newest first, with how often each may still be replayed."""
 
     def remember(self, batch: Sequence[Group]) -> None:
         """A batch was trained. What it replayed is remembered by its first ticket, if at all."""
-        new = {group.ticket: ReplayEntry(group, self._times) for group in batch if not isinstance(group, ReplayedGroup)}
-        newest = sorted((self._kept | new).items(), reverse=True)
-        self._kept = dict(newest[: self._size])
+        new = {group.ticket: (group, self._times) for group in batch if not isinstance(group, ReplayedGroup)}
+        kept = self._kept | new
+        self._kept = {ticket: kept[ticket] for ticket in sorted(kept, reverse=True)[: self._size]}
 
     def choose(self, version: int, room: int) -> list[Group]:
         """The newest groups that may train at this version, as many as fit."""
-        self._kept = {t: kept for t, kept in self._kept.items() if kept.left and self._young(kept.group, version)}
-        chosen = []
-        for kept in self._kept.values():
-            if kept.group.places <= room:
-                chosen.append(kept.group)
-                room -= kept.group.places
-        return chosen
+        self._kept = {g.ticket: (g, left) for g, left in self._kept.values() if left and self._young(g, version)}
+        return fitting((group for group, _ in self._kept.values()), room)
 
     def again(self, group: Group, number: int) -> ReplayedGroup:
         """The group under a new ticket: a copy, so that whatever becomes of one leaves the other alone."""
-        self._kept[group.ticket].left -= 1
+        self._kept[group.ticket] = group, self._kept[group.ticket][1] - 1
         ticket = group.ticket._replace(number=number)
         rollouts = [
             replace(r, ticket=ticket, samples=[replace(s, ticket=ticket) for s in r.samples]) for r in group.rollouts
@@ -298,20 +282,15 @@ class Replay:
 
     def state(self) -> list[tuple[Group, int]]:
         """The memory, newest first, with how often each group may still be replayed."""
-        return [(kept.group, kept.left) for kept in self._kept.values()]
+        return list(self._kept.values())
 
     def load(self, state: Sequence[tuple[Group, int]]) -> None:
         """Back to a checkpoint's memory, as far as the run file leaves room for it."""
-        self._kept = {group.ticket: ReplayEntry(group, left) for group, left in state[: self._size]}
+        self._kept = {group.ticket: (group, left) for group, left in state[: self._size]}
 
     def still(self, groups: Sequence[Group], version: int, room: int) -> list[Group]:
         """Of groups chosen before a restart, those that may train now."""
-        chosen = []
-        for group in groups:
-            if group.ticket in self._kept and group.places <= room and self._young(group, version):
-                chosen.append(group)
-                room -= group.places
-        return chosen
+        return fitting((group for group in groups if group.ticket in self._kept and self._young(group, version)), room)
 
     def _young(self, group: Group, version: int) -> bool:
         """Whole or not at all: `on_stale` is for what came late, not a licence to choose what is too old."""

@@ -31,13 +31,13 @@ class Endpoint:
         *,
         model: str | None = None,
         api_key: str | None = None,
-        lodge: SessionAddress | None = None,
+        recorder: SessionAddress | None = None,
         timeout: float = 600.0,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         if not urlsplit(self.url).path:
             self.url += "/v1"
-        self.sampling, self.lodge = sampling, lodge
+        self.sampling, self.recorder = sampling, recorder
         self._model = model
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -77,8 +77,8 @@ class Endpoint:
 
     async def close(self) -> None:
         await self._client.aclose()
-        if self.lodge is not None:
-            await self.lodge.close()
+        if self.recorder is not None:
+            await self.recorder.close()
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         try:
@@ -92,17 +92,20 @@ class Endpoint:
             answer = None
         if response.status_code == 200 and answer is not None:
             return answer
-        told = _told(answer) or " ".join(response.text[:200].split())
+        # The sentence of OpenAI's error object, or whatever stands in its place.
+        error = answer.get("error", answer.get("detail")) if isinstance(answer, dict) else None
+        sentence = str(error.get("message") if isinstance(error, dict) else error) if error else ""
+        sentence = sentence or " ".join(response.text[:200].split())
         # A refusal of this one request belongs to its episode; a wrong key or path, or a broken server, to all.
         kind = RequestError if response.status_code in (400, 413, 422) else EngineError
-        raise kind(f"{self.url}{path} answered {response.status_code}: {told}")
+        raise kind(f"{self.url}{path} answered {response.status_code}: {sentence}")
 
 
 class WordSeat(Seat):
     """A seat that is answered in words. Turns hold what was said but no tokens."""
 
-    def __init__(self, sampling: SamplingConfig, lodge: SessionAddress | None, actor: str = "policy") -> None:
-        self._start(actor, sampling, lodge)  # not the parent's __init__, which is about tokens: none are seen here
+    def __init__(self, sampling: SamplingConfig, recorder: SessionAddress | None, actor: str = "policy") -> None:
+        self._start(actor, sampling, recorder)  # not the parent's __init__, which is about tokens: none are seen here
         self.tokens = 0
         """Tokens sampled, as far as answers count them in `usage`."""
 
@@ -126,7 +129,10 @@ class WordSeat(Seat):
 
     def note(self, choice: dict[str, Any], messages: list[Message] | None, tools: Tools | None = None) -> Reply:
         """Record what was said."""
-        said = _message(choice["message"])
+        given = choice["message"]
+        # Only what a conversation needs: endpoints add fields that they refuse when they come back.
+        said: Message = {"role": "assistant", "content": given.get("content") or ""}
+        said |= {"tool_calls": given["tool_calls"]} if given.get("tool_calls") else {}
         finish: Finish = "length" if choice["finish"] == "length" else "stop"
         text = said["content"] + "".join(_spelled(call) for call in said.get("tool_calls", []))
         self.turns.append(
@@ -153,7 +159,7 @@ class EndpointSeat(WordSeat):
     """A seat whose words come from an endpoint."""
 
     def __init__(self, endpoint: Endpoint, actor: str = "policy", model: str = "") -> None:
-        super().__init__(endpoint.sampling, endpoint.lodge, actor)
+        super().__init__(endpoint.sampling, endpoint.recorder, actor)
         self._endpoint, self._model = endpoint, model
 
     async def answer(self, messages: Sequence[Message], tools: Tools | None) -> dict[str, Any]:
@@ -177,19 +183,7 @@ class EndpointTable(SessionMap):
         return EndpointSeat(self._endpoint, actor=actor, model=model)
 
 
-def _message(given: dict[str, Any]) -> Message:
-    """Only what a conversation needs: endpoints add fields that they refuse when they come back."""
-    said: Message = {"role": "assistant", "content": given.get("content") or ""}
-    return said | ({"tool_calls": given["tool_calls"]} if given.get("tool_calls") else {})
-
-
 def _spelled(call: dict[str, Any]) -> str:
     function = call.get("function", {})
     name = json.dumps(function.get("name"))
     return f'<tool_call>{{"name": {name}, "arguments": {function.get("arguments")}}}</tool_call>'
-
-
-def _told(answer: Any) -> str:
-    """The sentence of OpenAI's error object, or whatever stands in its place."""
-    told = answer.get("error", answer.get("detail")) if isinstance(answer, dict) else None
-    return str(told.get("message") if isinstance(told, dict) else told) if told else ""

@@ -17,7 +17,6 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from paceline.data.rollout import Message
 from paceline.rollout.render import RenderError
 from paceline.rollout.seat import Reply, Seat, SeatLeft
 from paceline.server.answers import heading
@@ -27,6 +26,8 @@ from paceline.server.errors import PROMPT_FIELDS, Refusal, bad, error_response, 
 from paceline.server.http import DONE, EventStream, FastJsonResponse, event, read_body, unless_gone
 from paceline.server.responses import ResponseBody, ResponseWriter, as_chat
 from paceline.util.connections import listen, server_config, why_foreign
+from paceline.util.deadlines import together
+from paceline.util.user_code import is_cancelled
 
 MAX_BODY_BYTES = 16 << 20
 START_SECONDS = 30.0
@@ -105,16 +106,11 @@ class RecordingSession:
         try:
             return await task  # bounded: by the episode's timeout
         except asyncio.CancelledError:
-            ours = asyncio.current_task()
-            if ours is not None and ours.cancelling():
+            if is_cancelled():
                 raise
             raise SeatLeft("the episode ended while the policy was speaking") from None
         finally:
             self.calls.discard(task)
-
-    def close(self) -> None:
-        for task in self.calls:
-            task.cancel()
 
 
 class RecordingServer:
@@ -147,7 +143,8 @@ class RecordingServer:
     def vacate(self, seat: Seat) -> None:
         if session := self._by_seat.pop(seat, None):
             del self._by_key[session.key]
-            session.close()
+            for call in session.calls:
+                call.cancel()
 
     async def close(self) -> None:
         """Stop serving. The next address that is asked for starts it again."""
@@ -182,9 +179,9 @@ class RecordingServer:
         app.add_api_route("/{key}/v1/responses", self._responses, methods=["POST"], response_model=None)
         app.add_api_route("/{key}/v1/models", self._models, methods=["GET"], response_model=None)
         install_error_handlers(app)
-        app.add_exception_handler(SeatLeft, _over)
-        app.add_exception_handler(RenderError, _inexpressible)
-        app.add_exception_handler(HTTPException, _not_here)
+        app.add_exception_handler(SeatLeft, _refused)
+        app.add_exception_handler(RenderError, _refused)
+        app.add_exception_handler(HTTPException, _refused)
         return app
 
     def _session(self, request: Request) -> RecordingSession:
@@ -218,7 +215,16 @@ class RecordingServer:
         chat = as_chat(body, AgentBody)
         chat.top_logprobs = body.top_logprobs
         (reply,) = replies = await self._replies(request, session, chat)
-        writer = ResponseWriter(body, body.model or MODEL, **_in_effect(session.seat, body))
+        writer = ResponseWriter(  # settings as the run has them, and not as the agent asked
+            body,
+            body.model or MODEL,
+            temperature=session.seat.setting("temperature"),
+            top_p=session.seat.setting("top_p"),
+            max_output_tokens=session.seat.setting("max_tokens"),
+            parallel_tool_calls=True,
+            text={"format": {"type": "text"}},
+            tool_choice="none" if body.tool_choice == "none" else "auto",
+        )
         if body.stream:
             return await EventStream.begin(request, _response_events(writer, reply))
         return FastJsonResponse(writer.whole(reply.message, _finish(reply), _usage(replies)))
@@ -226,12 +232,19 @@ class RecordingServer:
     async def _replies(self, request: Request, session: RecordingSession, body: AgentBody) -> list[Reply]:
         """The policy's replies. Settings in whose place the run's own are used are counted."""
         given = body.model_dump(exclude_none=True)
-        _check(body)
+        if body.chat_template_kwargs:
+            raise bad("the run decides how the chat template is filled in: leave this out", "chat_template_kwargs")
+        if body.stream_options and not body.stream:
+            raise bad("stream_options needs `stream: true`", "stream_options")
         seat = session.seat
         for name in (*_overridden(given, seat), *ignored_fields(request)):
             seat.overrides[name] = seat.overrides.get(name, 0) + 1
         tools = given.get("tools") if body.tool_choice != "none" else None
-        return await unless_gone(request.receive, session.answer(_all(seat, given["messages"], tools, body.n or 1)))
+
+        async def chat() -> list[Reply]:
+            return await together([seat.chat(given["messages"], tools) for _ in range(body.n or 1)])
+
+        return await unless_gone(request.receive, session.answer(chat()))
 
 
 def reachable(host: str) -> str:
@@ -259,28 +272,16 @@ class _Quiet(uvicorn.Server):
         return nullcontext()
 
 
-async def _over(request: Request, error: Exception) -> Response:
-    return error_response(410, str(error), code="episode_over")
-
-
-async def _inexpressible(request: Request, error: Exception) -> Response:
-    return error_response(400, str(error), "messages")
-
-
-async def _not_here(request: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, SeatLeft):
+        return error_response(410, str(error), code="episode_over")
+    if isinstance(error, RenderError):
+        return error_response(400, str(error), "messages")
     assert isinstance(error, HTTPException)
     message = (
         f"there is no {request.method} {request.url.path} here: only /v1/chat/completions, /v1/responses and /v1/models"
     )
     return error_response(error.status_code, message, headers=error.headers)
-
-
-def _check(body: AgentBody) -> None:
-    """Refuse what can neither be done nor overridden."""
-    if body.chat_template_kwargs:
-        raise bad("the run decides how the chat template is filled in: leave this out", "chat_template_kwargs")
-    if body.stream_options and not body.stream:
-        raise bad("stream_options needs `stream: true`", "stream_options")
 
 
 def _overridden(given: dict[str, Any], seat: Seat) -> list[str]:
@@ -290,16 +291,6 @@ def _overridden(given: dict[str, Any], seat: Seat) -> list[str]:
     if given.get("tool_choice", "auto") not in ("auto", "none"):  # the policy decides by itself whether it calls a tool
         differs.append("tool_choice")
     return differs + [name for name, nothing in _WITHOUT_EFFECT.items() if name in asked and asked[name] != nothing]
-
-
-async def _all(seat: Seat, messages: list[Message], tools: list[dict[str, Any]] | None, count: int) -> list[Reply]:
-    """All replies, or none: once one fails the others are not waited for."""
-    tasks = [asyncio.ensure_future(seat.chat(messages, tools)) for _ in range(count)]
-    try:
-        return list(await asyncio.gather(*tasks))  # bounded: by the episode's timeout
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _choice(index: int, reply: Reply) -> dict[str, Any]:
@@ -332,17 +323,6 @@ async def _events(replies: list[Reply], body: ChatBody) -> AsyncGenerator[bytes]
 async def _response_events(writer: ResponseWriter, reply: Reply) -> AsyncGenerator[bytes]:
     yield writer.begin() + writer.add(reply.message)
     yield writer.end(_finish(reply), _usage([reply]))
-
-
-def _in_effect(seat: Seat, body: ResponseBody) -> dict[str, Any]:
-    """Settings of a response as the run has them, and not as the agent asked."""
-    settings = {name: seat.setting(name) for name in ("temperature", "top_p")}
-    return settings | {
-        "max_output_tokens": seat.setting("max_tokens"),
-        "parallel_tool_calls": True,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": "none" if body.tool_choice == "none" else "auto",
-    }
 
 
 def _finish(reply: Reply) -> str:

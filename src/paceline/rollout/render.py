@@ -175,7 +175,9 @@ class Renderer:
         """
         if turn.messages is None or turn.finish != "stop":
             return self.open(messages, turn.tools)
-        whole, end = self.text(messages, turn.tools), self._end(turn.completion_ids)
+        # The end-of-turn token, if that is what ended the turn and not a stop token that belongs to the text.
+        end = self._end_texts.get(turn.completion_ids[-1], "") if turn.completion_ids else ""
+        whole = self.text(messages, turn.tools)
         opening = self.text(turn.messages, turn.tools) if opening is None else opening
         suffix = self._suffix(turn, messages, opening, whole, end)
         if suffix is None:
@@ -200,10 +202,6 @@ class Renderer:
         if not (calls := calls + more):
             return {"role": "assistant", "content": text}
         return {"role": "assistant", "content": said + rest, "tool_calls": [call.as_dict() for call in calls]}
-
-    def _end(self, completion_ids: Sequence[int]) -> str:
-        """The end-of-turn token, if that is what ended the turn and not a stop token that belongs to the text."""
-        return self._end_texts.get(completion_ids[-1], "") if completion_ids else ""
 
     def _suffix(self, turn: Turn, messages: Sequence[Message], opening: str, whole: str, end: str) -> str | None:
         """The text the template writes after the turn, if it writes all that came before as it was recorded.

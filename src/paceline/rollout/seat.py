@@ -32,11 +32,11 @@ class SamplingClient:
     renderer: Renderer
     sampling: SamplingConfig
     end_tokens: frozenset[int]
-    lodge: SessionAddress | None = None
+    recorder: SessionAddress | None = None
 
     async def close(self) -> None:
-        if self.lodge is not None:
-            await self.lodge.close()
+        if self.recorder is not None:
+            await self.recorder.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +87,17 @@ class Seat:
         model: str = "",
         trained: bool = True,
     ) -> None:
-        self._start(actor, voice.sampling, voice.lodge, trained)
-        self._voice = voice
+        self._start(actor, voice.sampling, voice.recorder, trained)
+        self._client = voice
         self._model = model
         self._noise = tuple(noise)
         self._order = order
         self._calls = 0
         self._history: TurnIndex | None = None
 
-    def _start(self, actor: str, sampling: SamplingConfig, lodge: SessionAddress | None, trained: bool = True) -> None:
+    def _start(
+        self, actor: str, sampling: SamplingConfig, recorder: SessionAddress | None, trained: bool = True
+    ) -> None:
         """Set what every seat has, whatever answers it."""
         self.actor, self.trained = actor, trained
         self.parent, self.kind = "", ""
@@ -105,12 +107,12 @@ class Seat:
         self.turns: list[Turn] = []
         self.overrides: dict[str, int] = {}
         """Settings an agent asked for over its URL, in whose place the run's own were used."""
-        self._sampling, self._lodge = sampling, lodge
+        self._sampling, self._recorder = sampling, recorder
         self._left = False
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Reply:
         """The policy's next message in this conversation; `tools` in OpenAI's form."""
-        renderer = self._voice.renderer
+        renderer = self._client.renderer
         messages = [copied(message) for message in messages]
         history = self._history = self._history or TurnIndex()
         past, so_far = history.find(messages, tools)
@@ -127,18 +129,18 @@ class Seat:
     async def base_url(self) -> str:
         """An address for `openai` and compatible clients; it is recorded like everything else and answers until the
         episode is over."""
-        if self._lodge is None:
+        if self._recorder is None:
             raise PacelineError("this seat has no recording server behind it")
-        address = await self._lodge.address(self)
+        address = await self._recorder.address(self)
         if self._left:
-            self._lodge.vacate(self)
+            self._recorder.vacate(self)
             raise SeatLeft("the episode is over: this seat has no address any more")
         return address
 
     @property
     def vocabulary(self) -> int:
         """How many tokens there are."""
-        return self._voice.renderer.vocabulary
+        return self._client.renderer.vocabulary
 
     def setting(self, name: str) -> Any:
         """The run's value of a sampling setting, by OpenAI's name for it; None if it has none."""
@@ -147,8 +149,8 @@ class Seat:
     def leave(self) -> None:
         """The episode is over: nothing said from here on counts."""
         self._left = True
-        if self._lodge is not None:
-            self._lodge.vacate(self)
+        if self._recorder is not None:
+            self._recorder.vacate(self)
 
     async def _sample(self, prompt: Sequence[int]) -> Completion:
         sampling = self._sampling
@@ -156,14 +158,14 @@ class Seat:
             raise SeatLeft("the episode is over: this seat takes no more calls")
         noise = noise_key(*self._noise, self._calls)
         self._calls += 1
-        completion = await self._voice.pool.generate(
+        completion = await self._client.pool.generate(
             GenerateRequest(
                 prompt_ids=tuple(prompt),
                 max_tokens=self.max_tokens or sampling.max_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                stop_token_ids=self._voice.end_tokens,
+                stop_token_ids=self._client.end_tokens,
                 noise=noise,
                 order=self._order,
                 model=self._model,
@@ -180,8 +182,8 @@ class Seat:
         messages: list[Message] | None = None,
         tools: list[dict] | None = None,
     ) -> Reply:
-        text = self._voice.renderer.reply(completion.token_ids)
-        said = self._voice.renderer.message(text, tools) if tools else None
+        text = self._client.renderer.reply(completion.token_ids)
+        said = self._client.renderer.message(text, tools) if tools else None
         turn = Turn(
             prompt_ids=prompt,
             completion_ids=completion.token_ids,
@@ -221,13 +223,13 @@ class SessionMap(Mapping[str, Seat]):
 
     def __init__(
         self,
-        voice: SamplingClient,
+        client: SamplingClient,
         noise: Sequence[int],
         order: int,
         actors: Sequence[str],
         guests: Guests | None = None,
     ) -> None:
-        self._voice, self._noise, self._order = voice, tuple(noise), order
+        self._client, self._noise, self._order = client, tuple(noise), order
         self._lay(actors, guests)
 
     def _lay(self, actors: Sequence[str], guests: Guests | None) -> None:
@@ -254,7 +256,7 @@ class SessionMap(Mapping[str, Seat]):
     def _seat(self, place: int, actor: str, model: str) -> Seat:
         # The first seat draws the noise a one-player task has always drawn.
         noise = (*self._noise, place) if place else self._noise
-        return Seat(self._voice, noise, self._order, actor=actor, model=model)
+        return Seat(self._client, noise, self._order, actor=actor, model=model)
 
     def leave(self) -> None:
         """The episode is over."""

@@ -1,7 +1,4 @@
-"""Runs the model's chat template on a conversation, at every turn of it.
-
-An LRU cache of bounded size.
-"""
+"""Runs the model's chat template on a conversation, at every turn of it."""
 
 import types
 from collections import OrderedDict
@@ -229,15 +226,13 @@ class ChatTemplate:
         if known is None:
             if problem := part_problem(message.get("content")):
                 raise RenderError(problem)
-            expressed = self._expressible(for_template(copied(message)))
+            expressed = for_template(copied(message))
+            # Calls the template would leave out, or refuse, are part of the text instead: nothing said is lost.
+            if min(len(expressed.get("tool_calls", ())), 2) > self._most_calls:
+                expressed = with_calls_as_text(expressed)
             known = expressed, _KNOWN.issuperset(expressed) and is_plain(expressed)
             self._given.put(key, known, len(key))
         return known
-
-    def _expressible(self, message: Message) -> Message:
-        """Calls the template would leave out, or refuse, are part of the text instead: nothing said is lost."""
-        calls = len(message.get("tool_calls", ()))
-        return message if min(calls, 2) <= self._most_calls else with_calls_as_text(message)
 
     def _writes_calls(self, count: int) -> bool:
         names = [f"{PROBE}-{place}" for place in range(count)]

@@ -94,7 +94,7 @@ def open_house(
         ends = end_tokens(tokenizer, SimpleNamespace(generation_config=generation))
         yield _exact(engine, tokenizer, ends, config.model, sampling, recorder)
     else:
-        endpoint = Endpoint(address.url, sampling, model=address.model, api_key=address.api_key, lodge=recorder)
+        endpoint = Endpoint(address.url, sampling, model=address.model, api_key=address.api_key, recorder=recorder)
 
         def table(noise: Sequence[int], actors: Sequence[str], guests: Guests) -> SessionMap:
             return EndpointTable(endpoint, actors, guests)

@@ -18,7 +18,7 @@ from paceline.config.model import ModelConfig, ModelRef
 from paceline.engine.base import Engine
 from paceline.envs import Environment
 from paceline.model import end_tokens, load_tokenizer, quick_handover
-from paceline.orchestrator import TrainEnv, lay_out
+from paceline.orchestrator import TrainEnv, build_train_envs
 from paceline.orchestrator.league_checkpoints import members
 from paceline.planner.hardware import split_threads, usable_cores
 from paceline.rollout import RecordingServer, Renderer, SamplingClient
@@ -70,7 +70,7 @@ def prepare(
 ) -> DriverParts:
     """Lay out the environments and load the tokenizer, which is in the phase `then` where one is given."""
     phase("preparing environments")
-    envs = lay_out(config, environments)
+    envs = build_train_envs(config, environments)
     if then:
         phase(then)
     past = sum(member.league.size for member in members(envs))

@@ -40,7 +40,7 @@ from paceline.data import Cursor, Sample, Ticket
 from paceline.errors import PacelineError
 from paceline.model import end_tokens, load_tokenizer
 from paceline.orchestrator import Breaker, RealClock, TrainEnv
-from paceline.orchestrator.dispatcher import without_signal
+from paceline.orchestrator.admission import without_signal
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.gate import fresh_enough
 from paceline.rollout import Group, Renderer, Rollout, SamplingClient

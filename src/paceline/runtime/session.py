@@ -33,6 +33,7 @@ from paceline.observe.monitor import (
 )
 from paceline.observe.monitor.text import show_as_written, shown
 from paceline.observe.record import RolloutRecorder
+from paceline.observe.record.advice import AdviceMemory
 from paceline.orchestrator import (
     CheckpointError,
     Checkpoints,
@@ -247,13 +248,14 @@ class RunSession:
         given = OrchestratorParts(
             pool=parts.pool,
             trainer=parts.trainer,
-            voice=client,
-            eval_voice=parts.make_client(config.eval.sampling or config.sampling),
-            courses=parts.envs,
+            client=client,
+            eval_client=parts.make_client(config.eval.sampling or config.sampling),
+            envs=parts.envs,
             monitor=monitor,
             checkpoints=Checkpoints(directory.checkpoints, config.checkpoint.keep),
             clock=RealClock(),
             past=parts.pool if isinstance(parts.pool, LeaguePool) else None,
+            advisor=AdviceMemory,
         )
         returns = Returns()
         with signals.run(monitor):

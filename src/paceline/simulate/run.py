@@ -18,7 +18,7 @@ from paceline.data import Row, Sample
 from paceline.envs import Environment, Outcome
 from paceline.envs.base import Split
 from paceline.observe.monitor import Monitor
-from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, lay_out
+from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, build_train_envs
 from paceline.rollout import SamplingClient, Seat
 from paceline.simulate.cost import NAME, SimulationPlan, TrainingGpus
 from paceline.simulate.engine import SimulatedEngine, VirtualClock, leap
@@ -182,9 +182,9 @@ async def _lead(plan: SimulationPlan, report: SimulationReport, folder: Path) ->
     parts = OrchestratorParts(
         pool=pool,
         trainer=SimulatedTrainer(plan.learner, plan.bundle),
-        voice=voice,
-        eval_voice=voice,
-        courses=lay_out(config, {NAME: SimulatedTask(plan.prompt, seed=plan.seed)}),
+        client=voice,
+        eval_client=voice,
+        envs=build_train_envs(config, {NAME: SimulatedTask(plan.prompt, seed=plan.seed)}),
         monitor=monitor,
         checkpoints=Checkpoints(folder / "checkpoints", 1),
         clock=clock,

@@ -156,11 +156,10 @@ class EngineActor(RayActor):
         self._engine, _ = self._stack.enter_context(type(self).serves(self.config))
         self._receiver: Receiver | None = None
         watch(self._engine, leave)
-        self._handler = rpc.EngineRpcHandler(self._engine)
 
     async def answer(self, question: bytes) -> bytes:
         (message,) = rpc.decode_to_engine(question).messages
-        return self._framed(await self._handler.answer(message))
+        return self._framed(await rpc.answer(self._engine, message))
 
     @ray.method(concurrency_group=CONTROL)
     async def order(self, question: bytes) -> bytes:
@@ -221,7 +220,7 @@ class RayEngine(FramedEngine):
         self.actor, self.name, self._group = actor, name, group
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
-        done: rpc.CompletionFrame = await self._send(rpc.Generate(next(self._numbers), request, False))
+        done = await self._send(rpc.Generate(next(self._numbers), request, False))
         return in_one_piece(done.completion, listener)
 
     async def load_weights(self, update: WeightUpdate) -> float:
@@ -233,8 +232,7 @@ class RayEngine(FramedEngine):
             if data is not None:
                 return self._decode(data).seconds
         await PACE.turn()
-        answer: rpc.Answer = await self._result(self.actor.load.remote(framed, tensors.reference))
-        return answer.seconds
+        return (await self._result(self.actor.load.remote(framed, tensors.reference))).seconds
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
         """The update with its tensors in the object store, from where any node can have them."""
