@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from _io import _IOBase
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, NoReturn
 
 from paceline.util.user_code import frames_of, user_place
 
@@ -102,11 +103,24 @@ def exit_with_stdin() -> None:
     threading.Thread(target=follow, name="lifeline", daemon=True).start()
 
 
-def start_child(module: str, *arguments: str, line: bytes, **options: Any) -> "subprocess.Popen[bytes]":
+def start_child(
+    module: str,
+    *arguments: str,
+    line: bytes,
+    stdout: IO[Any] | int | None,
+    stderr: IO[Any],
+    env: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> "subprocess.Popen[bytes]":
     """Run a module in a session of its own, away from Ctrl-C. It reads `line` from standard input, which stays open."""
-    command = [sys.executable, "-P", "-m", module, *arguments]
-    process: subprocess.Popen[bytes] = subprocess.Popen(
-        command, stdin=subprocess.PIPE, start_new_session=True, text=False, **options
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
+        env=env,
+        pass_fds=pass_fds,
+        start_new_session=True,
     )
     assert process.stdin is not None
     try:
