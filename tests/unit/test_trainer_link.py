@@ -75,6 +75,7 @@ class Cutting:
     async def _carry(self, reader, writer):
         while data := await reader.read(1 << 16):
             writer.write(data)
+        writer.close()
 
 
 def weights_of(update: WeightUpdate) -> dict[str, torch.Tensor]:
@@ -168,6 +169,7 @@ def test_a_silent_trainer_is_lost_and_not_waited_for(folder):
     async def run():
         async def mute(reader, writer):
             await reader.read()
+            writer.close()
 
         async with await asyncio.start_unix_server(mute, folder / "trainer.sock"):
             with pytest.raises(TrainerLost, match=r"not said a word for 0.1 s"):

@@ -230,8 +230,9 @@ class TrainerHost(rpc.TrainerRpcHandler):
         """Answer until the process ends."""
         server = await asyncio.start_unix_server(self._meet, address)
         try:
-            await server.serve_forever()  # unbounded: being asked is its job
+            await asyncio.Future()  # unbounded: being asked is its job
         finally:
+            server.close()
             for caller in self._callers:
                 caller.close()
 
