@@ -10,8 +10,9 @@ CLIENTS := .venv-clients
 MLX := .venv-mlx
 APPLE := $(filter Darwin-arm64,$(shell uname -s)-$(shell uname -m))
 # What holds for an engine, a trainer, a server and a killed run, whatever they compute with.
-LAWS := $(addprefix tests/unit/test_,$(addsuffix .py,engine engine_scheduler engine_weights engine_cache shared_prompts \
-	grammar herald truth losses losses_trl trainer numeric_safety proximal reference stream critic roll_back record_run)) \
+LAWS := $(addprefix tests/unit/,$(addsuffix .py,$(addprefix engine/test_,engine scheduler weight_swap kv_cache shared_prompts \
+	grammar streaming) weights/test_fingerprints $(addprefix trainer/test_,loss_terms losses_against_trl trainer bad_steps \
+	proximal kl_reference streamed_batches critic) orchestrator/test_roll_back observe/test_record_of_a_run)) \
 	tests/integration/test_server.py tests/integration/test_resume.py
 # What `make smoke` runs of mlx and `verifiers`.
 MLX_SMOKE := 'tests/mlx/test_mlx_losses.py::test_log_probabilities_and_entropies_are_torchs' \
@@ -85,7 +86,7 @@ $(VERIFIERS)/.smoke: pyproject.toml $(CONSTRAINTS)
 
 doors: $(VERIFIERS)/.ready ## Test and train other people's environments, `verifiers` among them (.venv-verifiers)
 	$(VERIFIERS)/bin/python -m pytest -n 2 --dist worksteal tests/integration/test_doors_real.py \
-		tests/integration/test_doors_train.py tests/unit/test_known_renderer.py
+		tests/integration/test_doors_train.py tests/unit/rollout/test_known_renderer.py
 
 $(VERIFIERS)/.ready: $(VERIFIERS)/.smoke
 	$(call install,$(VERIFIERS),[dev$(comma)verifiers])
@@ -105,7 +106,7 @@ $(MLX)/.ready: $(MLX)/.smoke
 
 scale: setup ## Train on several ranks and engines: a local Ray, colocated, tensor and context parallel (15 minutes)
 	PACELINE_SCALE=1 $(BIN)/python -m pytest tests/scale tests/integration/test_ray.py tests/integration/test_colocated.py \
-		tests/unit/test_sharding.py tests/unit/test_tensor_parallel.py tests/unit/test_context_parallel.py \
+		tests/unit/trainer/test_sharding.py tests/unit/trainer/test_tensor_parallel.py tests/unit/trainer/test_context_parallel.py \
 		tests/integration/test_broadcast.py tests/integration/test_chaos.py
 
 vllm: setup ## Train and teach with a live vLLM, its CPU build (makes .venv-vllm, 3.5 GB)

@@ -41,7 +41,7 @@ if MLX:
     import mlx.core as mx
     import numpy as np
 
-    from in_mlx import as_mlx
+    from mlx_models import as_mlx
     from paceline.engine.engine import DecodingEngine
     from paceline.engine.mlx import MlxEngine, sampler
     from paceline.engine.mlx import engine as served

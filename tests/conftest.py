@@ -59,11 +59,11 @@ ENDS = {
 def pytest_configure(config) -> None:
     """One thread each where tests run, which is not where they are handed out; there one fork server starts for all."""
     if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
-        import launching
+        import child_processes
 
         if sys.platform == "linux" and not config.option.collectonly:
-            os.environ[launching.ADDRESS] = launching.start_fork_server()
-            subprocess.Popen = launching.LaunchedWorker
+            os.environ[child_processes.ADDRESS] = child_processes.start_fork_server()
+            subprocess.Popen = child_processes.LaunchedWorker
     else:
         import torch
         from huggingface_hub import constants

@@ -1,5 +1,5 @@
 """A process that has imported everything, and forks the processes that tests start, and those they run in:
-`launching.py` asks for them.
+`child_processes.py` asks for them.
 
 A fresh `python -m paceline` spends five seconds of a core on imports before its first line of work. The fork server
 spends them once; then it waits, without threads of its own, random draws or an event loop, and each child begins where
@@ -178,9 +178,9 @@ def _start_others_alike() -> None:
     """What the child starts as `python -m paceline...` is forked here too."""
     import subprocess
 
-    import launching
+    import child_processes
 
-    subprocess.Popen = launching.LaunchedPaceline
+    subprocess.Popen = child_processes.LaunchedPaceline
 
 
 def _import_all() -> None:

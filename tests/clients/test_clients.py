@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
-from serving import MODEL, served
+from live_server import MODEL, served
 
 from paceline.clients import Pool
 from paceline.config import RunConfig

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from launching import Launched
+from child_processes import Launched
 from paceline.errors import EngineError
 from paceline.model import fingerprint
 from paceline.weights.broadcast import Receiver, Sender, layout_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import launching
+import child_processes
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
@@ -18,7 +18,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 def test_nothing_is_lost_under_fire(tmp_path):
     command = [sys.executable, str(BENCHMARK), "--steps", "8", "--kills", "4", "--fills", "0", "--alone"]
     environment = os.environ | {"PYTHONPATH": str(BENCHMARK.parent)}
-    done = launching.run(
+    done = child_processes.run(
         [*command, "--json", str(tmp_path / "chaos.json")], timeout=580, cwd=BENCHMARK.parent, env=environment
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

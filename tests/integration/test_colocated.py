@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from launching import Launched, LaunchedPaceline
+from child_processes import Launched, LaunchedPaceline
 from paceline.config import load
 from paceline.errors import PacelineError
 from paceline.model import fingerprint

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import MODEL, served
+from live_server import MODEL, served
 
 from paceline.config.env import ReasoningGymConfig as GymSettings
 from paceline.config.env import TextArenaConfig as GameSettings
@@ -19,7 +19,7 @@ from paceline.config.env import VerifiersConfig as VerifiersSettings
 from paceline.data import Scheme, Ticket, open_rows
 from paceline.envs.base import EnvError
 from paceline.rollout import Rollout, assemble
-from playing import stage as open_stage
+from real_seats import stage as open_stage
 
 
 def needs(package: str):

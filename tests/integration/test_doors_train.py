@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-import launching
+import child_processes
 from paceline.config.model import ModelConfig
 from paceline.model import end_tokens, load_tokenizer, resolve
 from paceline.rollout import Renderer
-from playing import parts, teach
+from real_seats import parts, teach
 
 DOORS = Path(__file__).parents[2] / "examples" / "doors"
 CALL = '<tool_call>{{"name": "world_look", "arguments": {{"where": "{place}"}}}}</tool_call>'
@@ -50,7 +50,7 @@ def train(folder: Path, file: str, *arguments: str) -> Trained:
     what is checked would depend on the machine's haste."""
     command = [sys.executable, "-m", "paceline", "train", str(DOORS / file), "--name", "run", "--steps", "2"]
     settings = ["--staleness", "0", "--eval.every", "0", "--record.rollouts", "100"]
-    done = launching.run([*command, *settings, *arguments], timeout=240, cwd=folder)
+    done = child_processes.run([*command, *settings, *arguments], timeout=240, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return Trained(folder / "runs" / "run")
 

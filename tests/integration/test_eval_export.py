@@ -9,7 +9,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from once import once
 from paceline.commands import main
 from paceline.commands.evaluations import find_targets
 from paceline.config import RunConfig, dump, load
@@ -21,6 +20,7 @@ from paceline.runtime import train
 from paceline.trainer.torch import checkpoint as checkpoints
 from paceline.trainer.torch.world import join, leave
 from paceline.weights.manifest import write_manifest
+from run_once import once
 
 QUICKSTART = "paceline:quickstart"
 

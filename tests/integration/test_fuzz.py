@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from live_server import served
 from schemathesis.generation import GenerationMode
-from serving import served
 
 from paceline.server.app import ROUTES
 

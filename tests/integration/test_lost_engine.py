@@ -5,9 +5,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from serving import served
+from live_server import served
 
-from launching import Launched
+from child_processes import Launched
 
 BREAKS = """
 import sys
@@ -52,7 +52,7 @@ def counted(ask):
 def start(command, **more):
     code = CODE + "config = serving.RunConfig.model_validate_json(sys.stdin.buffer.read())\\n"
     code += "serving.host_engine(int(sys.argv[1]), config)"
-    start = getattr(sys.modules.get("launching"), "Launched", started)  # it need not import everything again
+    start = getattr(sys.modules.get("child_processes"), "Launched", started)  # it need not import everything again
     return start([sys.executable, "-c", code, command[-1]], **more)
 
 

@@ -9,8 +9,8 @@ from test_ui_browser import CHROMIUM, browser, page, playwright, tab  # noqa: F4
 from paceline.commands import main
 from paceline.observe.record import open_run
 from paceline.observe.record.first_difference import compare
-from planted import DEFECTS, Defect, sound, spoilt
-from recorded import served
+from planted_defects import DEFECTS, Defect, sound, spoilt
+from recorded_runs import served
 
 NAMES = list(DEFECTS)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from fastapi import FastAPI
+from live_server import served
 from rich.console import Console
 from safetensors.torch import save_file
-from serving import served
 from test_rollouts import listening
 
-from launching import Launched
+from child_processes import Launched
 from paceline.commands.play import PATIENCE, Person, PersonSeat, PlayOptions, play, play_games
 from paceline.commands.rollouts import RolloutOptions, play_some
 from paceline.config import RunConfig, load

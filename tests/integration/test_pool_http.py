@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from serving import MODEL, door, served
+from live_server import MODEL, door, served
 
 from paceline.clients import HttpEngine, Pool
 from paceline.config import RunConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import Launched, LaunchedPaceline
+from child_processes import Launched, LaunchedPaceline
 from paceline.config import load
 from paceline.errors import PacelineError
 from paceline.observe.monitor import read_jsonl

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import httpx
 import openai
 import pytest
-from serving import MODEL, PLAIN
+from live_server import MODEL, PLAIN
 
-from launching import Launched
+from child_processes import Launched
 from paceline.clients import Pool
 from paceline.config import RunConfig
 from paceline.config.inference import SamplingConfig

@@ -11,7 +11,7 @@ from paceline.commands.replay import replay
 from paceline.commands.replay_json import as_json
 from paceline.config import load
 from paceline.errors import PacelineError
-from replayed import replayable
+from replayable_run import replayable
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from test_ui_browser import HOSTILE, browser, pytestmark  # noqa: F401 - a fixtu
 
 from paceline.observe.record import open_run
 from paceline.observe.report.page import page as told
-from recorded import Told, torn
-from tokened import tokened
+from recorded_runs import Told, torn
+from token_run import tokened
 
 LOADED = '<script>document.title="owned"</script><img src="http://evil.test/x" onerror="document.title=\'owned\'">'
 """What an escape that failed would let in."""

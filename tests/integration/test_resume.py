@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launching import Launched
+from child_processes import Launched
 from paceline.observe.monitor import read_jsonl
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"

@@ -18,12 +18,12 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from live_server import PLAIN, served
 from openai import AsyncOpenAI
 from rich.console import Console
-from serving import PLAIN, served
 
-from launching import Launched
-from lookups import plan
+from child_processes import Launched
+from corpus_facts import plan
 from paceline.commands.rollouts import RolloutOptions, pick_section, play_some, rollouts
 from paceline.config import ConfigError, RunConfig
 from paceline.config.env import RetrievalConfig, ReverseTextConfig

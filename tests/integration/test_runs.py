@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from launching import Launched, run
+from child_processes import Launched, run
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "examples" / "quickstart.toml")

@@ -17,11 +17,11 @@ import httpx
 import openai
 import pytest
 import torch
+from live_server import MODEL, PLAIN, Server, becomes, served
 from openai import AsyncOpenAI
 from safetensors.torch import load_file, save, save_file
-from serving import MODEL, PLAIN, Server, becomes, served
 
-from launching import Launched
+from child_processes import Launched
 from paceline.commands import main
 from paceline.model import WeightUpdate, resolve
 

@@ -6,7 +6,7 @@ import resource
 from pathlib import Path
 
 import pytest
-from serving import served
+from live_server import served
 
 STREAMS = 400
 """Three times as many as the engine runs at once."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import Launched, run
+from child_processes import Launched, run
 from paceline.orchestrator import Checkpoints
 from paceline.runtime.signals import CALLS_USERS, FLUSH_SECONDS, STOP_SECONDS
 

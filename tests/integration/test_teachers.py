@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import MODEL, door, served
+from live_server import MODEL, door, served
 from test_runs import SMALL, metrics
 
 from paceline.clients.frozen import CompletionsEngine, attach

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from once import once
 from paceline.commands import main
 from paceline.config import CheckpointConfig, EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
@@ -22,6 +21,7 @@ from paceline.orchestrator import CheckpointError, Checkpoints
 from paceline.runtime import train
 from paceline.trainer.torch import checkpoint as checkpoints
 from paceline.trainer.torch.world import join, leave
+from run_once import once
 
 ROWS = tuple("abcdefghijklmnop")
 

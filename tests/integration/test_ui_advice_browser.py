@@ -3,8 +3,8 @@
 import pytest
 from test_ui_browser import _expect, _open, browser, page, pytestmark, tab  # noqa: F401
 
-from advising import DEFECTS, Plot
-from recorded import Told, served
+from advice_runs import DEFECTS, Plot
+from recorded_runs import Told, served
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 

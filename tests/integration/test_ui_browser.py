@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from recorded import Told, served, torn
-from tokened import tokened
+from recorded_runs import Told, served, torn
+from token_run import tokened
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the `dev` extra is not installed: no playwright")
 

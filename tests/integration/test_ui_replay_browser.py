@@ -9,8 +9,8 @@ from test_ui_browser import SIDEWAYS, _expect, _open, browser, page, pytestmark,
 from paceline.config import load
 from paceline.observe.web.replay import ReplayRunner, name_of
 from paceline.observe.web.replay_result import ReplayResult
-from recorded import Told, served
-from replayed import replayable
+from recorded_runs import Told, served
+from replayable_run import replayable
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 TIGHT = {"trainer.loss.type": "ppo", "trainer.loss.clip_low": 0, "trainer.loss.clip_high": 0}

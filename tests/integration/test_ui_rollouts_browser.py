@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import test_ui_browser as ui
 
+from conversations import TOOLS, Talking, asked, png, rollout, turn
 from paceline.selfplay.payoff import Payoff
-from recorded import Told, served
-from talking import TOOLS, Talking, asked, png, rollout, turn
+from recorded_runs import Told, served
 
 pytestmark = ui.pytestmark
 browser, tab, page = ui.browser, ui.tab, ui.page

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import test_ui_browser as ui
 
-import recorded
+import recorded_runs
 from paceline.observe.record import Query, open_run
 from paceline.observe.web import build_app
 from paceline.observe.web.replay import ReplayRunner
 from paceline.observe.web.replay_result import ReplayResult
-from recorded import served
-from tokened import FACE, HOSTILE, PROMPT, tokened
+from recorded_runs import served
+from token_run import FACE, HOSTILE, PROMPT, tokened
 
 pytestmark = ui.pytestmark
 browser, tab, page = ui.browser, ui.tab, ui.page
@@ -141,7 +141,7 @@ def test_a_replay_brings_the_ratio_and_the_rule_that_held_a_token_back(browser, 
     app = build_app(folder)
     app.state.replays = ReplayRunner()
     app.state.replays.results.put(run.path.resolve(), "1", ReplayResult(json.dumps(about).encode(), 1, {}))
-    monkeypatch.setattr(recorded, "build_app", lambda *_: app)
+    monkeypatch.setattr(recorded_runs, "build_app", lambda *_: app)
     with served(folder) as here:
         page = browser.new_page()
         place = f"tokens/tokens?id={_index(folder, 0, 1)}&stream=ratio&at={len(PROMPT) + 1}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from serving import MODEL, PLAIN, door, served
+from live_server import MODEL, PLAIN, door, served
 
 from conftest import tiny_model
 from paceline.clients import HttpEngine, Pool

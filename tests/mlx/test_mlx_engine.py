@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from conftest import VOCABULARY, tiny_model
 from engines import merged, random_adapter
-from in_mlx import as_mlx, quantised
+from mlx_models import as_mlx, quantised
 from paceline.config.inference import EngineConfig
 from paceline.config.model import ModelConfig
 from paceline.engine import Completion, EmbeddedEngine, GenerateRequest, noise_key

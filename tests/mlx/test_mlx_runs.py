@@ -14,7 +14,7 @@ pytest.importorskip("mlx_lm", reason="mlx is not installed here: `make test-mlx`
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "integration"), str(ROOT / "examples" / "arenas")]
 
-from serving import served  # noqa: E402
+from live_server import served  # noqa: E402
 from tic_tac_toe import TicTacToe  # noqa: E402
 
 from paceline.config.inference import SamplingConfig  # noqa: E402

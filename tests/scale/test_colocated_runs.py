@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import run
+from child_processes import run
 from paceline.observe.monitor import read_jsonl
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")

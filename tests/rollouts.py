@@ -1,0 +1,63 @@
+"""Rollouts and groups with made-up tokens."""
+
+import numpy as np
+
+from paceline.data import Sample, Ticket
+from paceline.rollout import Group, Rollout, Turn, assemble
+
+TICKET = Ticket(4, "maze", 0, 4, 1)
+
+
+def rollout(reward: float | None, lengths: tuple[int, ...] = (2, 1), member: int = 0) -> Rollout:
+    """One sample per length, each with that many sampled tokens after two of context."""
+    turns = [
+        Turn(
+            prompt_ids=[100 + i, 5],
+            completion_ids=list(range(n)),
+            logprobs=[-0.5] * n,
+            versions=[3] * n,
+            finish="stop",
+            temperature=1.0,
+        )
+        for i, n in enumerate(lengths)
+    ]
+    made = Rollout(ticket=TICKET, member=member, turns=turns, reward=reward)
+    made.samples = assemble(made)
+    return made
+
+
+def turn(numbers: list[float], messages: list[dict] | None) -> Turn:
+    return Turn(
+        prompt_ids=[1, 2],
+        completion_ids=[3] * len(numbers),
+        logprobs=numbers,
+        versions=[4] * len(numbers),
+        finish="length",
+        temperature=0.7,
+        log_z=numbers,
+        recomputed=True,
+        messages=messages,
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        text="ü",
+        said={"role": "assistant", "tool_calls": [{"id": "1"}]},
+    )
+
+
+def group(number: int = 0, messages: list[dict] | None = None, numbers: tuple[float, ...] = (-0.1, -0.2)) -> Group:
+    ticket = Ticket(number, "a", 0, number, 3)
+    sample = Sample(
+        token_ids=[1, 2],
+        loss_mask=[False, True],
+        versions=[-1, 4],
+        temperatures=[1.0, 0.7],
+        logprobs=[0.0, -0.1],
+        advantages=[0.0, 1 / 3],
+        ticket=ticket,
+        env="a",
+        spans=((1, 2),),
+    )
+    rollout = Rollout(
+        ticket=ticket, member=1, kind="k", turns=[turn(list(numbers), messages)], reward=0.1, samples=[sample]
+    )
+    rollout.metrics = {"m": np.float32(0.5), "nan": float("inf")}
+    return Group(ticket=ticket, rollouts=[rollout], places=2, failed=[Rollout(ticket=ticket, member=0, error="why")])

@@ -1,0 +1,294 @@
+"""Advisories: each speaks when its defect is planted, none when a run is well; and figures are what they are called."""
+
+import copy
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from advice_runs import DEFECTS, SPEAKS_OF, Plot, Try, healthy
+from paceline.commands import main
+from paceline.config import RunConfig
+from paceline.config.advice import AdviceConfig, AdvisoryName
+from paceline.observe.record import open_run
+from paceline.observe.record.advice import RULES, Advisory, advise, sight_of
+from paceline.observe.record.advice.learning_rules import alpha
+from paceline.observe.record.advice.measures import SURE, average, clustered, jackknife, share, trend
+from paceline.observe.record.advice.output_rules import explained
+from paceline.observe.web import build_app
+from recorded_runs import torn
+
+COPIES = 300
+
+
+@cache
+def spoken(rule: str, seed: int = 0) -> list[Advisory]:
+    return advise(replace(DEFECTS[rule], seed=seed).remembered())
+
+
+def test_every_advisory_has_a_rule_a_limit_and_a_planted_defect():
+    names = set(get_args(AdvisoryName))
+    assert {rule.name for rule in RULES} == set(DEFECTS) == names
+    assert names <= AdviceConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("rule", DEFECTS)
+def test_a_planted_defect_is_named_and_nothing_else(rule, seed):
+    [found] = spoken(rule, seed)
+    assert (found.rule, found.env) == (rule, SPEAKS_OF.get(rule, "words"))
+    assert re.search(r"\d", found.seen), "what was seen has numbers"
+    assert re.search(r"±|Wilson", found.sure), "how sure it is has an error"
+    assert found.knobs
+    assert found.steps == (1, 20) or rule == "parting"
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 20))
+def test_nothing_is_said_of_a_run_that_is_well_however_far_it_has_come(seed, steps):
+    assert advise(Plot(seed=seed, steps=steps).remembered()) == []
+
+
+@pytest.mark.parametrize("rule", DEFECTS)
+def test_nothing_is_said_before_there_is_enough_to_see(rule):
+    assert advise(replace(DEFECTS[rule], steps=4).remembered()) == []
+
+
+def test_a_task_that_is_done_is_no_defect():
+    """Every group flat at the top, entropy gone: so a run ends that learnt all there is."""
+
+    def play(rng: np.random.Generator, step: int, luck: float) -> Try:
+        return Try(float(rng.random() < luck + 0.06 * step))
+
+    done = Plot({"words": play}, lambda rng, step: {"entropy": 0.5 * np.exp(-0.4 * step)}, steps=40)
+    sight = done.remembered()
+    groups = sight.groups("words")
+    assert (groups.high == groups.low).mean() > 0.9
+    assert advise(sight) == []
+
+
+def test_a_reward_that_never_changes_is_one_even_at_the_top():
+    [found] = advise(Plot({"words": lambda rng, step, luck: Try(1.0)}).remembered())
+    assert found.rule == "flat_groups"
+    assert "exactly 1" in found.seen
+
+
+def test_longer_replies_that_earn_more_are_no_defect():
+    def play(rng: np.random.Generator, step: int, luck: float) -> Try:
+        return replace(healthy(rng, step, luck), tokens=int(rng.poisson(20 + 3 * step)))
+
+    assert advise(Plot({"words": play}).remembered()) == []
+
+
+def test_held_out_reward_that_training_catches_up_with_is_no_defect():
+    ceiling = Plot(more=lambda rng, step: {} if step % 2 else {"eval/words/reward": 0.95})
+    assert advise(ceiling.remembered()) == []
+
+
+def test_form_that_pays_beside_content_is_no_defect():
+    def play(rng: np.random.Generator, step: int, luck: float) -> Try:
+        one = healthy(rng, step, luck)
+        return replace(one, reward=0.5 * one.metrics["format"] + 0.5 * one.metrics["correct"])
+
+    assert advise(Plot({"words": play}).remembered()) == []
+
+
+def test_an_algorithm_that_compares_no_group_has_no_flat_ones():
+    sight = DEFECTS["flat_groups"].remembered()
+    config = copy.deepcopy(dict(sight.config))
+    config["env"][0]["algo"] = {"type": "reward"}
+    assert advise(replace(sight, config=config)) == []
+
+
+@pytest.mark.parametrize("rule", DEFECTS)
+def test_every_knob_is_a_key_that_the_run_file_takes(rule):
+    for knob in spoken(rule)[0].knobs:
+        config = DEFECTS[rule].config.model_dump(mode="json", exclude_none=True)
+        *path, last = [int(key) if key.isdigit() else key for key in re.findall(r"\w+", knob.key)]
+        table: Any = config
+        for key in path:
+            table = table[key] if isinstance(key, int) else table.setdefault(key, {})
+        table[last] = knob.value
+        resolved: Any = RunConfig.model_validate(config).model_dump(mode="json")
+        for key in [*path, last]:
+            resolved = resolved[key]
+        assert resolved == knob.value != knob.now
+        assert knob.flag.startswith("--" + ".".join(map(str, [*path, last])) + " ")
+
+
+def test_limits_are_the_run_files():
+    sight = DEFECTS["truncation"].remembered()
+    patient = dict(sight.config) | {"advice": {"truncation": 0.5}}
+    assert advise(replace(sight, config=patient)) == []
+
+
+# -- from the directory -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("runs")
+    for rule in ("truncation", "format", "starving"):
+        DEFECTS[rule].written(folder, rule)
+    Plot(steps=12).written(folder, "well")
+    return folder
+
+
+@pytest.mark.parametrize("rule", ["truncation", "format", "starving"])
+def test_a_directory_tells_what_the_living_run_knew(runs, rule):
+    assert advise(sight_of(open_run(runs / rule))) == spoken(rule)
+
+
+def test_the_rollouts_that_are_named_show_it(runs):
+    rollouts = open_run(runs / "truncation").rollouts
+    [found] = advise(sight_of(open_run(runs / "truncation")))
+    assert {rollouts.row(index).finish for index in found.rollouts} == {"length"}
+    rollouts = open_run(runs / "format").rollouts
+    [found] = advise(sight_of(open_run(runs / "format")))
+    assert all(rollouts.get(index).metrics["format"] == 1.0 == rollouts.row(index).reward for index in found.rollouts)
+
+
+def test_only_the_last_steps_count(tmp_path):
+    """Sixty steps, of which the first forty were cut off."""
+
+    def play(rng: np.random.Generator, step: int, luck: float) -> Try:
+        return replace(healthy(rng, 0, luck), finish="length" if step <= 40 else "stop")
+
+    run = open_run(Plot({"words": play}, steps=60).written(tmp_path))
+    sight = sight_of(run)
+    assert sight.steps == (41, 60)
+    assert len(sight.rows) == 20 * 40
+    assert advise(sight) == []
+
+
+def test_whatever_is_missing_or_torn_there_is_an_answer(runs, tmp_path):
+    path = DEFECTS["truncation"].written(tmp_path)
+    torn(path / "metrics.jsonl")
+    index = path / "record" / "rollouts.index"
+    index.write_bytes(index.read_bytes()[:-7])
+    assert [found.rule for found in advise(sight_of(open_run(path)))] == ["truncation"]
+    (path / "config.toml").write_text('schema_version = 99\nenv = "?"\n')
+    assert advise(sight_of(open_run(path))) == []
+    (path / "config.toml").write_text("half a li")
+    (path / "record" / "schema.json").write_text('{"schema": 77}')
+    (path / "metrics.jsonl").unlink()
+    assert advise(sight_of(open_run(path))) == []
+    answer = TestClient(build_app(tmp_path), base_url="http://127.0.0.1").get("/api/advice", params={"run": "told"})
+    assert answer.status_code == 200
+    assert answer.json()["silence"] == "no step has trained yet"
+
+
+def test_the_doctor_prints_them(runs, capsys):
+    assert main(["doctor", str(runs / "truncation")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Replies of `words` are cut off" in said
+    assert "--sampling.max_tokens 512" in said
+    assert main(["doctor", str(runs / "well")]) == 0
+    assert "nothing to say about the last 12 steps" in capsys.readouterr().out
+
+
+def test_the_page_is_told_evidence_and_all_that_was_looked_for(runs):
+    client = TestClient(build_app(runs), base_url="http://127.0.0.1")
+    told = client.get("/api/advice", params={"run": "starving"}).json()
+    assert [rule["name"] for rule in told["rules"]] == [rule.name for rule in RULES]
+    assert all(rule["help"] for rule in told["rules"])
+    [found] = told["found"]
+    assert found["env"] == "essays"
+    assert found["knobs"][0]["flag"] == "--trainer.normalise sample"
+    assert {"index", "step", "reward", "tokens"} == found["rollouts"][0].keys()
+    assert json.dumps(told)
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+def wandering(rng: np.random.Generator, count: int, alike: float) -> np.ndarray:
+    """Noise in which each value takes after the one before it."""
+    noise = rng.standard_normal(count)
+    for place in range(1, count):
+        noise[place] += alike * noise[place - 1]
+    return noise
+
+
+def test_a_line_is_that_of_least_squares_with_its_error():
+    rng = np.random.default_rng(0)
+    xs = np.arange(40.0)
+    ys = 2 + 0.3 * xs + rng.standard_normal(40)
+    found = trend(xs, ys)
+    (slope, at), errors = np.polyfit(xs, ys, 1, cov=True)
+    assert found.slope == pytest.approx(slope)
+    assert found.first == pytest.approx(at)
+    assert found.error >= np.sqrt(errors[0, 0]) * 0.999
+    assert trend(xs, 5 + 0 * xs).t == 0
+    assert trend(xs, 5 + xs).t == np.inf
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.5])
+def test_noise_is_seldom_taken_for_a_trend_though_it_wanders(alike):
+    rng = np.random.default_rng(1)
+    found = [trend(np.arange(20.0), wandering(rng, 20, alike)) for _ in range(COPIES)]
+    assert np.mean([abs(line.t) > SURE for line in found]) < 0.03
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.5])
+def test_a_mean_lies_within_three_errors_of_the_truth(alike):
+    rng = np.random.default_rng(2)
+    found = [average(7 + wandering(rng, 20, alike)) for _ in range(COPIES)]
+    assert np.mean([mean.low <= 7 <= mean.high for mean in found]) > 0.96
+
+
+def test_tries_of_one_row_count_as_one_where_they_stand_together():
+    rng = np.random.default_rng(3)
+    groups = np.repeat(np.arange(50), 8)
+    apart = clustered((rng.random(400) < 0.3).astype(float), groups)
+    together = clustered(np.repeat((rng.random(50) < 0.3).astype(float), 8), groups)
+    assert apart.error == pytest.approx(np.sqrt(0.21 / 400), rel=0.3)
+    assert together.error == pytest.approx(np.sqrt(0.21 / 50), rel=0.3)
+
+
+@given(st.integers(0, 60), st.integers(1, 60))
+def test_a_share_is_wilsons(hits, more):
+    """Its ends are the shares p at which the score (hits/n - p) / sqrt(p (1 - p) / n) is three."""
+    count = hits + more
+    found = share(hits, count)
+    for end in (found.low, found.high):
+        score = (hits / count - end) ** 2 * count
+        assert score == pytest.approx(SURE**2 * end * (1 - end), abs=1e-6)
+
+
+@given(st.integers(0, 1000), st.integers(1, 3))
+def test_explained_variance_is_that_of_least_squares(seed, count):
+    rng = np.random.default_rng(seed)
+    causes = rng.standard_normal((60, count))
+    ys = causes @ rng.standard_normal(count) + rng.standard_normal(60)
+    columns = np.column_stack([ys, causes])
+    rest = ys - causes @ np.linalg.lstsq(causes, ys, rcond=None)[0]
+    assert explained((columns.T @ columns).ravel(), count) == pytest.approx(1 - rest @ rest / (ys @ ys))
+
+
+@given(st.integers(0, 1000), st.integers(2, 4))
+def test_agreement_is_krippendorffs_alpha_over_all_pairs(seed, judges):
+    rng = np.random.default_rng(seed)
+    scores = rng.standard_normal((15, judges)) + rng.standard_normal((15, 1))
+    apart = (scores[:, :, None] - scores[:, None, :]) ** 2
+    observed = apart.sum() / (judges - 1) / scores.size
+    all_scores = scores.ravel()
+    expected = ((all_scores[:, None] - all_scores) ** 2).sum() / (scores.size * (scores.size - 1))
+    inner = ((scores - scores.mean(axis=1, keepdims=True)) ** 2).sum()
+    sums = np.array([inner, scores.sum(), (scores**2).sum(), len(scores)])
+    assert alpha(sums, judges) == pytest.approx(1 - observed / expected)
+
+
+def test_leaving_groups_out_gives_the_error_of_a_mean():
+    values = np.random.default_rng(4).standard_normal(80)
+    parts = np.column_stack([values, np.ones(80)])
+    found = jackknife(parts, lambda sums: sums[0] / sums[1])
+    assert found.value == pytest.approx(values.mean())
+    assert found.error == pytest.approx(values.std(ddof=1) / np.sqrt(80))

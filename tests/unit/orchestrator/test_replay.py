@@ -1,0 +1,373 @@
+"""Replay's laws: recent groups train once more, within the staleness limit and at nobody's expense."""
+
+import json
+from collections import Counter, deque
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import scripted_run
+from paceline.config import BreakerConfig, CheckpointConfig, ConfigWarning, FiltersConfig, ReplayConfig, RunConfig
+from paceline.config.env import CustomEnvConfig
+from paceline.data import Cursor, Ledger, LedgerError, Sample, State, Ticket
+from paceline.orchestrator import Checkpoints, Gate, RunStopped
+from paceline.orchestrator.buffered import read_held
+from paceline.orchestrator.dispatcher import Dispatcher
+from paceline.orchestrator.train_env import Replay as Memory
+from paceline.orchestrator.train_env import ReplayedGroup
+from paceline.rollout import Group, Rollout
+from paceline.trainer import StepReport
+from scripted_run import CoinFlips, ScriptedEngine, conduct, states
+
+EVERYTHING = FiltersConfig(zero_advantage=False)
+REASONS = ("zero_advantage", "group_too_small", "stale")
+
+
+def replays(log) -> dict[int, int]:
+    """Ticket numbers of replayed groups, and what each first trained as."""
+    return {r["number"]: r["replays"] for r in log.records if "replays" in r}
+
+
+def keep_the_laws(trainer, log, conductor, staleness: int, share: float, batch: int, group: int) -> None:
+    """What holds for every run, however long tokens and batches take."""
+    for version, samples in trainer.trained:
+        assert max(version - s.versions[t] for s in samples for t in range(len(s)) if s.rl[t]) <= staleness
+    trained, dropped, again = states(log, "trained"), states(log, "dropped"), replays(log)
+    assert max(Counter(trained + dropped).values()) == 1
+    assert again.keys() <= set(trained)
+    assert again.keys().isdisjoint(again.values())
+    ledger = conductor._ledger
+    assert (ledger.drawn, ledger.replayed) == (len(trained) + len(dropped), len(again))
+    assert [ledger.count(state) for state in (State.WAITING, State.IN_FLIGHT, State.BUFFERED)] == [0, 0, 0]
+    assert conductor._gate.accepted == conductor._gate.version * batch
+    for step in range(1, len(trainer.trained) + 1):
+        numbers = [r["number"] for r in log.records if r["state"] == "trained" and r["step"] == step]
+        assert numbers == sorted(numbers)
+        assert len(numbers) * group == batch
+        assert len(again.keys() & numbers) * group <= share * batch
+        metrics = log.metrics[step - 1]
+        assert metrics.get("replay/groups", 0) == len(again.keys() & numbers)
+        lost, fresh = sum(metrics[f"dropped/{reason}"] for reason in REASONS), len(set(numbers) - again.keys())
+        assert metrics["drop_ratio"] == pytest.approx(lost / (lost + fresh))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    staleness=st.integers(1, 3),
+    share=st.sampled_from([0.0, 0.25, 0.5, 0.9]),
+    batch=st.sampled_from([8, 12, 16]),
+    group=st.sampled_from([2, 4]),
+    times=st.integers(1, 2),
+    on_stale=st.sampled_from(["drop", "mask"]),
+    failing=st.sampled_from([0.0, 0.2]),
+    inflight=st.sampled_from([8, 16, None]),
+    seed=st.integers(0, 1000),
+)
+def test_whatever_is_replayed_the_books_balance_and_nothing_old_trains(
+    tmp_path_factory, staleness, share, batch, group, times, on_stale, failing, inflight, seed
+):
+    run = conduct(
+        tmp_path_factory.mktemp("run"),
+        CoinFlips(failing=failing),
+        seed,
+        steps=6,
+        staleness=staleness,
+        on_stale=on_stale,
+        batch_size=batch,
+        group_size=group,
+        max_inflight=inflight,
+        replay=ReplayConfig(share=share, times=times),
+    )
+    assert len(run[0].trained) == 6
+    keep_the_laws(*run, staleness, share, batch, group)
+    assert max(Counter(replays(run[1]).values()).values(), default=0) <= times
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 4), st.sampled_from([0.25, 0.5, 0.75]), st.integers(0, 1000))
+def test_an_eager_sampler_loses_nothing_to_replay(tmp_path_factory, staleness, share, seed):
+    """Everything sampled is trained: the gate left replay its places in advance, so no fresh group waits too long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scripted_run, "ScriptedEngine", partial(ScriptedEngine, patience=1))
+        run = conduct(
+            tmp_path_factory.mktemp("run"),
+            CoinFlips(),
+            seed,
+            steps=12,
+            staleness=staleness,
+            filters=EVERYTHING,
+            replay=ReplayConfig(share=share),
+        )
+    keep_the_laws(*run, staleness, share, 8, 2)
+    assert states(run[1], "dropped") == []
+    assert len(replays(run[1])) > 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_the_gate_keeps_places_for_replay_and_no_fresh_rollout_waits_too_long(data):
+    """First come, first trained, with as much replay as the gate grants: each rollout joins a batch in its time."""
+    batch, staleness = data.draw(st.integers(1, 8)), data.draw(st.integers(0, 4))
+    reserve, total = data.draw(st.integers(0, batch - 1)), data.draw(st.none() | st.integers(1, 12))
+    gate = Gate(batch, staleness, 1000, total, reserve=reserve)
+    queue: deque[int] = deque()
+    for version in range(total or 12):
+        gate.publish(version)
+        assert gate.replayable == reserve
+        replayed = data.draw(st.integers(0, reserve))
+        gate.replay(replayed)
+        fresh = data.draw(st.integers(0, gate.capacity))
+        for places in (fresh, max(0, batch - replayed - len(queue) - fresh)):
+            queue.extend([version] * places)
+            gate.start(places)
+            gate.accept(places)
+        for _ in range(batch - replayed):
+            assert version - queue.popleft() <= staleness
+    assert not (total and queue)
+    with pytest.raises(RuntimeError, match="room to replay"):
+        gate.replay(gate.replayable + 1)
+
+
+def test_a_step_reports_what_led_to_its_fresh_groups(tmp_path, monkeypatch):
+    """A replay's ticket is the newest there is, but it does not pull later groups into this step's metrics."""
+    seen: list[tuple[list[int], list[int]]] = []
+    take = Dispatcher.take_tally
+
+    def watched(self, batch):
+        tally = take(self, batch)
+        fresh = [group.ticket.number for group in batch if not isinstance(group, ReplayedGroup)]
+        seen.append((fresh, [group.ticket.number for group in tally.resolved]))
+        return tally
+
+    monkeypatch.setattr(Dispatcher, "take_tally", watched)
+    conduct(tmp_path, CoinFlips(), steps=10, staleness=3, replay=ReplayConfig(share=0.5))
+    for fresh, resolved in seen:
+        assert max(resolved) == max(fresh)
+
+
+def test_a_replayed_group_is_the_group_that_trained(tmp_path, monkeypatch):
+    """The same tokens, weights and credit under another ticket; neither the algorithm nor the curriculum sees it."""
+    credited, learned = [], []
+    algorithm = conduct(tmp_path / "any", CoinFlips(), steps=1)[2]._p.envs["coins"].algorithm
+    assign, learn = type(algorithm).assign, Cursor.update
+    monkeypatch.setattr(type(algorithm), "assign", lambda self, g: credited.append(g.ticket.number) or assign(self, g))
+    monkeypatch.setattr(Cursor, "update", lambda self, row, rewards: learned.append(row) or learn(self, row, rewards))
+    trainer, log, _ = conduct(
+        tmp_path, CoinFlips(), steps=10, staleness=2, on_stale="mask", replay=ReplayConfig(share=0.5, times=2)
+    )
+    again = replays(log)
+    by_ticket: dict[int, list[Sample]] = {}
+    for _, samples in trainer.trained:
+        for sample in samples:
+            by_ticket.setdefault(sample.ticket.number, []).append(sample)
+    assert len(again) > 5
+    for number, first in again.items():
+        for copy, sample in zip(by_ticket[number], by_ticket[first], strict=True):
+            assert copy.ticket == sample.ticket._replace(number=number)
+            assert copy.streams().keys() == sample.streams().keys()
+            assert all(np.array_equal(copy.streams()[k], v) for k, v in sample.streams().items())
+    drawn = {r["number"] for r in log.records} - again.keys()
+    assert sorted(credited) == sorted(drawn)
+    assert len(learned) == len(drawn)
+    ages = [m["replay/age"] for m in log.metrics if m["replay/groups"]]
+    assert min(ages) >= 1
+    assert max(ages) <= 2
+
+
+@pytest.mark.filterwarnings("ignore::paceline.config.ConfigWarning")
+def test_without_a_group_to_replay_a_run_is_as_it_was(tmp_path):
+    """Off, or at staleness 0: the same tickets in the same order, whatever the section says."""
+    for staleness, replay in ((2, ReplayConfig(groups=8, times=3)), (0, ReplayConfig(share=0.5))):
+        plain = conduct(tmp_path / f"plain{staleness}", CoinFlips(), steps=6, staleness=staleness)
+        other = conduct(tmp_path / f"other{staleness}", CoinFlips(), steps=6, staleness=staleness, replay=replay)
+        assert other[1].records == plain[1].records
+
+
+def test_the_rows_of_an_epoch_still_train_and_a_short_batch_replays_nothing(tmp_path):
+    short = 0
+    for count in range(16, 24):
+        _, log, conductor = conduct(
+            tmp_path / str(count),
+            CoinFlips(count),
+            epochs=1,
+            staleness=3,
+            filters=EVERYTHING,
+            replay=ReplayConfig(share=0.5),
+        )
+        again = replays(log)
+        rows = [r["row"] for r in log.records if r["state"] == "trained" and r["number"] not in again]
+        assert sorted(rows) == list(range(count))
+        assert len(again) > 0
+        *whole, last = log.metrics
+        assert {m["batch/rollouts"] for m in whole} == {8}
+        assert last["batch/rollouts"] == 8 or last["replay/groups"] == 0
+        assert conductor._gate.accepted == conductor._gate.version * 8
+        short += last["batch/rollouts"] < 8
+    assert short > 0
+
+
+def test_groups_of_several_sizes_leave_room_for_one_another(tmp_path):
+    """Two replayed groups of 4 would leave no place for a fresh one of 6 in a batch of 12; all batches train."""
+    envs = [CustomEnvConfig(name=n, import_path="x:y", group_size=g) for n, g in (("coins", 4), ("six", 6))]
+    for share in (0.4, 0.7, 0.99):
+        trainer, log, conductor = conduct(
+            tmp_path / str(share),
+            CoinFlips(),
+            also={"six": CoinFlips()},
+            batch_size=12,
+            steps=12,
+            staleness=2,
+            env=envs,
+            replay=ReplayConfig(share=share, times=3),
+        )
+        assert len(trainer.trained) == 12
+        for version, samples in trainer.trained:
+            assert max(version - s.versions[t] for s in samples for t in range(len(s)) if s.rl[t]) <= 2
+            places = sum({s.ticket: {"coins": 4, "six": 6}[s.env] for s in samples}.values())
+            assert places <= 12
+            assert places > 12 - 4 or version >= 10  # in the end, what may still be drawn need not fill a batch
+            assert {s.ticket.number for s in samples} - replays(log).keys()
+        left = sum(group.places for group in conductor._dispatcher._buffer.groups())
+        assert conductor._gate.accepted - left == 12 * 12
+
+
+class Dying(CoinFlips):
+    """Fails for good after some episodes, and the run with it."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self._after = after
+
+    async def play(self, example, seats):
+        if self._played >= self._after:
+            raise ValueError("gone")
+        return await super().play(example, seats)
+
+
+def test_a_run_that_died_goes_on_with_its_memory(tmp_path):
+    """Whether a checkpoint finds groups that were chosen already depends on how long it takes: one of several does."""
+    assert sum(died_and_resumed(tmp_path / str(after), after) for after in (30, 50, 70, 90)) > 0
+
+
+def died_and_resumed(tmp_path, after: int) -> int:
+    """Nothing the checkpoint counted as trained trains again, nothing is lost, and what was to be replayed still is."""
+    plain = {
+        "staleness": 2,
+        "deterministic": True,
+        "filters": EVERYTHING,
+        "replay": ReplayConfig(share=0.5, times=2),
+        "checkpoint": CheckpointConfig(every=1),
+    }
+    with pytest.raises(RunStopped):
+        conduct(tmp_path, Dying(after), steps=20, breaker=BreakerConfig(), **plain)
+    path, kept = Checkpoints(tmp_path / "ckpt", 100).find("latest")
+    books, waiting = kept["ledger"], {fields[0] for fields in kept["ledger"]["open"]}
+    assert books["replayed"] > 0
+    assert books["drawn"] == books["trained"] + sum(books["dropped"].values()) + len(waiting)
+    trainer, log, conductor = conduct(tmp_path, CoinFlips(), steps=20, resume="latest", **plain)
+    for version, samples in trainer.trained:
+        assert max(version - s.versions[t] for s in samples for t in range(len(s)) if s.rl[t]) <= 2
+    trained, dropped, again = states(log, "trained"), states(log, "dropped"), replays(log)
+    assert max(Counter(trained + dropped).values()) == 1
+    assert set(trained + dropped) == waiting | set(range(books["drawn"], conductor._ledger.drawn))
+    assert conductor._ledger.trained == 20 * 4
+    assert conductor._ledger.replayed == books["replayed"] + len(again)
+    chosen = [group.ticket.number for group in read_held(path).chosen]
+    first = [r["number"] for r in log.records if r["state"] == "trained" and r["step"] == kept["step"] + 1]
+    assert [again[number] for number in first if number in again] == chosen
+    return len(chosen)
+
+
+def test_a_replay_is_a_ticket_of_its_own_and_no_checkpoint_plays_it_anew():
+    told: list[dict] = []
+    ledger = Ledger(told.append)
+    first, second = Ticket(0, "a", 0, 0, 3), Ticket(1, "a", 0, 0, 3)
+    ledger.draw(first)
+    ledger.start()
+    ledger.buffer(first)
+    with pytest.raises(LedgerError, match="out of order"):
+        ledger.replay(first, first=0)
+    ledger.train(first, 1, 8)
+    ledger.replay(second, first=0)
+    assert told[-1] == {**second._asdict(), "state": "buffered", "replays": 0, "since": -1}
+    rolled_back = Ledger()
+    rolled_back.load(json.loads(json.dumps(ledger.state())))
+    assert not rolled_back.waiting
+    assert rolled_back.drawn == rolled_back.trained + rolled_back.dropped.total() == 2
+    ledger.train(second, 2, 8)
+    with pytest.raises(LedgerError, match="cannot go from"):
+        ledger.train(second, 3, 8)
+    assert (ledger.drawn, ledger.trained, ledger.replayed, ledger.trained_places) == (2, 2, 1, 16)
+    assert ledger.state()["dropped"] == {}
+
+
+def remembered(number: int, version: int, places: int = 2) -> Group:
+    ticket = Ticket(number, "a", 0, number, number)
+    sample = Sample(
+        token_ids=[1, 2],
+        loss_mask=[False, True],
+        versions=[-1, version],
+        temperatures=[1.0, 1.0],
+        logprobs=[0.0, -1.0],
+        advantages=[0.0, 1.0],
+        ticket=ticket,
+    )
+    return Group(ticket=ticket, rollouts=[Rollout(ticket=ticket, member=0, samples=[sample])], places=places)
+
+
+def test_the_memory_offers_the_newest_groups_that_are_young_enough():
+    def offered(version: int, room: int) -> list[int]:
+        return [group.ticket.number for group in memory.choose(version, room)]
+
+    memory = Memory(ReplayConfig(share=0.5, groups=4, times=2), staleness=2)
+    memory.remember([remembered(n, version) for n, version in enumerate([5, 5, 3, 5, 4])])
+    assert offered(5, 100) == [4, 3, 2, 1]  # of five, the four newest
+    assert offered(6, 100) == [4, 3, 1]  # one token of ticket 2 is three versions old
+    assert offered(6, 5) == [4, 3]
+    assert offered(6, 0) == []
+    group = memory.choose(6, 2)[0]
+    for number, left in ((9, [4, 3, 1]), (10, [3, 1])):
+        again = memory.again(group, number)
+        assert (again.ticket.number, again.first, again.places) == (number, group.ticket, 2)
+        again.rollouts[0].samples.clear()
+        memory.remember([again])  # what it is remembered by is its first ticket
+        assert offered(6, 100) == left
+    assert len(group.samples()) == 1
+    assert offered(8, 100) == []
+
+
+def test_a_batch_that_broke_the_gradient_is_not_replayed(tmp_path, monkeypatch):
+    async def broken(self, batch) -> StepReport:
+        self.trained.append((self.version, list(batch)))
+        self.version += 1
+        return StepReport({"loss": 0.0}, skipped=True)
+
+    monkeypatch.setattr(scripted_run.CountingTrainer, "step", broken)
+    _, log, _ = conduct(tmp_path, CoinFlips(), steps=6, staleness=2, replay=ReplayConfig(share=0.5))
+    assert not replays(log)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"staleness": 0}, "no effect at staleness = 0"),
+        ({"batch_size": 8, "group_size": 8}, "no room for a replayed group beside a fresh one"),
+        ({"batch_size": 16, "group_size": 8, "replay": ReplayConfig(share=0.4)}, "raise replay.share"),
+    ],
+)
+def test_a_share_that_changes_nothing_is_noted(settings, sentence):
+    with pytest.warns(ConfigWarning, match=sentence):
+        RunConfig(**{"replay": ReplayConfig(share=0.5)} | settings)
+
+
+def test_replayed_groups_are_groups():
+    group = remembered(0, 0)
+    memory = Memory(ReplayConfig(share=0.5), staleness=1)
+    memory.remember([group])
+    again = memory.again(group, 7)
+    assert isinstance(again, ReplayedGroup)
+    assert isinstance(again, Group)
+    assert {rollout.ticket.number for rollout in again.rollouts} == {s.ticket.number for s in again.samples()} == {7}
