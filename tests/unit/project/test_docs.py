@@ -3,45 +3,20 @@
 import ast
 import dataclasses
 import re
-import shlex
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import yaml
 
 import paceline
+from docs_blocks import PAGES, ROOT, blocks, command_lines
 from paceline.commands import the_commands
 from paceline.commands.commands import COMMANDS
 from paceline.config import RunConfig
 from paceline.config.keys import key_spots
 
-ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"bash", "python", "toml", "json", "js", "text"}
-
-
-class Block(NamedTuple):
-    """A fenced block of a page."""
-
-    page: str
-    line: int
-    language: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page}:{self.line}"
-
-
-def blocks(*languages: str) -> list[Block]:
-    found = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for match in re.finditer(r"(?m)^( *)```(\w*)\n((?:.*\n)*?)\1```$", text):
-            line = text[: match.start()].count("\n") + 2
-            found.append(Block(page.name, line, match[2], re.sub(f"(?m)^{match[1]}", "", match[3])))
-    return [block for block in found if not languages or block.language in languages]
 
 
 def test_every_block_says_its_language_and_none_is_indented_instead():
@@ -78,20 +53,6 @@ def test_toml_is_part_of_a_run_file(block):
     for env in table.setdefault("env", [{"type": "reverse-text"}]):
         env.setdefault("type", "reverse-text")
     RunConfig.model_validate(table)
-
-
-def command_lines(block: Block) -> list[list[str]]:
-    text = re.sub(r"(?s)<<'(\w+)'.*?\n\1\n", "\n", block.text).replace("\\\n", " ")
-    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
-    parts = []
-    for words in lines:
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-            words = words[1:]
-        while "&&" in words:
-            parts.append(words[: words.index("&&")])
-            words = words[words.index("&&") + 1 :]
-        parts.append(words)
-    return [words for words in parts if words]
 
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=str)
