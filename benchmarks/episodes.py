@@ -74,8 +74,8 @@ class SlowTools(Environment):
         return Outcome.solo(1.0)
 
 
-async def crowd(here: Placed, voice: SamplingClient, options: argparse.Namespace) -> dict[str, float]:
-    player = RolloutRunner(voice, RealClock(), seed=0)
+async def crowd(here: Placed, client: SamplingClient, options: argparse.Namespace) -> dict[str, float]:
+    player = RolloutRunner(client, RealClock(), seed=0)
     course = here.envs["slow"]
     ends, turns = Counter(), 0
     begun, stop = 0, False

@@ -151,12 +151,12 @@ async def lead(options, racks: list, folder: Path) -> dict:
         env=[CustomEnvConfig(name="null", import_path="x:y", timeout=600.0)],
     )
     pool, steps = Pool(engines), Steps()  # ty: ignore
-    voice = SamplingClient(pool, Silent(), config.sampling, frozenset({7}))  # ty: ignore
+    client = SamplingClient(pool, Silent(), config.sampling, frozenset({7}))  # ty: ignore
     parts = OrchestratorParts(
         pool=pool,
         trainer=WaitingTrainer(options.seconds / 8),  # ty: ignore
-        client=voice,
-        eval_client=voice,
+        client=client,
+        eval_client=client,
         envs=build_train_envs(config, {"null": OneTurn()}),
         monitor=Monitors(RunRecorder(folder), steps),
         checkpoints=Checkpoints(folder / "checkpoints", 1),

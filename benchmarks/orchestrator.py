@@ -153,13 +153,13 @@ async def lead(config: RunConfig, batches: int, folder: Path) -> Laps:
     environment = OneTurn()
     laps = Laps(environment, batches)
     pool = Pool([NullEngine()])  # ty: ignore
-    voice = SamplingClient(pool, Silent(), SamplingConfig(max_tokens=REPLY), frozenset({7}))  # ty: ignore
+    client = SamplingClient(pool, Silent(), SamplingConfig(max_tokens=REPLY), frozenset({7}))  # ty: ignore
     courses = build_train_envs(config, {"null": environment})
     parts = OrchestratorParts(
         pool=pool,
         trainer=NullTrainer(),  # ty: ignore
-        client=voice,
-        eval_client=voice,
+        client=client,
+        eval_client=client,
         envs=courses,
         monitor=Monitors(RunRecorder(folder), laps),
         checkpoints=Checkpoints(folder / "checkpoints", 1),

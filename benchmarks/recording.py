@@ -148,13 +148,13 @@ class Load:
 
     def recorded(self, turns: int, conversations: int) -> float:
         """CPU milliseconds a turn through a seat, samples included."""
-        voice = SamplingClient(
+        client = SamplingClient(
             Pool([Instant(self.replies)]), Renderer(self.tokenizer, [self.end]), SamplingConfig(), frozenset()
         )
 
         async def play() -> None:
             for number in range(conversations):
-                seat, messages = Seat(voice, (0, 0, number, 0), number), self.messages(number)
+                seat, messages = Seat(client, (0, 0, number, 0), number), self.messages(number)
                 for turn in range(turns):
                     reply = await seat.chat(messages, self.tools)
                     messages += [reply.message, self.answer(number, turn)]

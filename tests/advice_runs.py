@@ -113,7 +113,7 @@ class Plot:
         memory = AdviceMemory(self.config.model_dump())
         for step, metrics, played in self.told():
             memory.take(step, metrics, [("trained", played)])
-        return memory.sight()
+        return memory.window()
 
     def written(self, runs: Path, name: str = "told") -> Path:
         """The same as a run directory, by the real recorder and keeper."""

@@ -164,8 +164,8 @@ def seed_reused(patch: pytest.MonkeyPatch, _: Path) -> None:
 
     real = episodes.SessionMap
 
-    def table(voice, noise, *more):
-        return real(voice, (*noise[:-1], 0), *more)
+    def table(client, noise, *more):
+        return real(client, (*noise[:-1], 0), *more)
 
     patch.setattr(episodes, "SessionMap", table)
 

@@ -31,8 +31,8 @@ class Stage:
 
     async def _play(self, episodes, actors, sampling) -> list[tuple]:
         recorder = RecordingServer()
-        voice = SamplingClient(self._pool, self._renderer, sampling, frozenset(self._ends), recorder)
-        tables = [SessionMap(voice, (0, at), at, actors) for at in range(len(episodes))]
+        client = SamplingClient(self._pool, self._renderer, sampling, frozenset(self._ends), recorder)
+        tables = [SessionMap(client, (0, at), at, actors) for at in range(len(episodes))]
         try:
             ends = await asyncio.gather(
                 *(episode(table) for episode, table in zip(episodes, tables, strict=True)), return_exceptions=True
@@ -40,7 +40,7 @@ class Stage:
         finally:
             for table in tables:
                 table.leave()
-            await voice.close()
+            await client.close()
         return list(zip(ends, tables, strict=True))
 
 

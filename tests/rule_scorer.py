@@ -1,4 +1,4 @@
-"""A voice whose engine scores by a rule anybody can work out, and rollouts recorded in real tokens."""
+"""A client whose engine scores by a rule anybody can work out, and rollouts recorded in real tokens."""
 
 import asyncio
 import hashlib
@@ -66,8 +66,8 @@ def means(
         return Attached([engine], ref)
 
     sampling = SamplingConfig(temperature=temperature, max_tokens=8)
-    voice = SamplingClient(Pool([engine]), renderer, sampling, renderer.end_tokens)
-    return AlgorithmContext("maze", rows, voice, attach)
+    client = SamplingClient(Pool([engine]), renderer, sampling, renderer.end_tokens)
+    return AlgorithmContext("maze", rows, client, attach)
 
 
 def spoken(

@@ -141,10 +141,10 @@ def conduct(tmp_path: Path, environment: Environment, seed: int = 0, also: dict 
     )
     trainer, log = CountingTrainer(seed), Log()
     pool = Pool([ScriptedEngine(seed)])
-    voice = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
+    client = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
     courses = build_train_envs(config, {"coins": environment, **(also or {})})
     parts = OrchestratorParts(
-        pool, trainer, voice, voice, courses, log, Checkpoints(tmp_path / "ckpt", 100), RealClock()
+        pool, trainer, client, client, courses, log, Checkpoints(tmp_path / "ckpt", 100), RealClock()
     )
     conductor = Orchestrator(config, parts)
     asyncio.run(asyncio.wait_for(conductor.run(), 240))

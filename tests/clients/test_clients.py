@@ -63,10 +63,10 @@ def recorded(model):
         async def story():
             recorder = RecordingServer()
             pool = Pool([Script(tokenizer, min(ends), *texts)])
-            voice = SamplingClient(
+            client = SamplingClient(
                 pool, Renderer(tokenizer, ends), SamplingConfig(max_tokens=64), frozenset(ends), recorder
             )
-            seat = Seat(voice, (1, 0, 0, 0), 0)
+            seat = Seat(client, (1, 0, 0, 0), 0)
             try:
                 return await agent(await seat.base_url()), seat
             finally:

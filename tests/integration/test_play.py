@@ -61,7 +61,7 @@ def test_a_person_who_says_what_the_policy_would_have_said_plays_its_games():
         records = asyncio.run(play_some(section, RolloutOptions(count=6), house, environment, seed=config.seed))
         said = [record["messages"][at]["content"] for record in records[::2] for at in record["sampled"]]
         person = Person(Console(file=io.StringIO()), script(*said))
-        guests = {"first": lambda n: PersonSeat(person, n, "first", config.sampling, house.lodge, house.spell)}
+        guests = {"first": lambda n: PersonSeat(person, n, "first", config.sampling, house.recorder, house.spell)}
         games = []
         playing = play_games(
             section, PlayOptions(), house, environment, person, guests, seed=config.seed, tell=games.append

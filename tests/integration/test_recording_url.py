@@ -38,10 +38,10 @@ class House:
         """Makes seats by number; the number alone decides what noise a seat draws."""
         recorder = RecordingServer()
         settings = SamplingConfig(**{"max_tokens": 12, **sampling})
-        voice = SamplingClient(Pool([engine or self.engine]), self.renderer, settings, self.ends, recorder)
+        client = SamplingClient(Pool([engine or self.engine]), self.renderer, settings, self.ends, recorder)
 
         def seat(number: int = 0) -> Seat:
-            return Seat(voice, (1, 0, number, 0), number)
+            return Seat(client, (1, 0, number, 0), number)
 
         seat.recorder = recorder
         try:

@@ -37,7 +37,7 @@ class AlgorithmContext:
     env: str
     rows: Sequence[Row]
     """The rows that a ticket's `row` is an index into."""
-    voice: SamplingClient
+    client: SamplingClient
     """How the policy speaks: its pool, its renderer, its sampling settings."""
     attach: Callable[[ModelRef], Awaitable[FrozenPool]]
     """Connects to a frozen endpoint, once for all who name it; the run closes it."""
@@ -48,7 +48,7 @@ class AlgorithmContext:
 class Algorithm(ABC):
     """Turns rollouts into trained samples. One instance per environment."""
 
-    voice: SamplingClient | None = None
+    client: SamplingClient | None = None
     """The client that speaks in training, where it is not the policy's."""
     bad_rows: BadRows = BadRows()
     """Rows that `begin` found unusable: their draws are dropped."""

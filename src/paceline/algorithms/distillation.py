@@ -57,16 +57,16 @@ class ReferenceScorer:
     async def connect(cls, ref: Ref, means: AlgorithmContext) -> "ReferenceScorer":
         """The policy, or a frozen model that can score at the run's temperature."""
         if ref == "policy":
-            return cls(means.voice.pool, "the policy", means.teacher)
+            return cls(means.client.pool, "the policy", means.teacher)
         pool = await means.attach(ref)
-        temperature = means.voice.sampling.temperature
+        temperature = means.client.sampling.temperature
         if temperature != 1.0 and not pool.any_temperature:
             raise AlgorithmError(
                 f"environment `{means.env}`: `{ref.name}` at {ref.where} scores at temperature 1 only, and the run "
                 f"samples at {temperature:g}: set sampling.temperature = 1.0, or serve it with `paceline serve`"
             )
         try:
-            await pool.score([means.voice.renderer.prompt([{"role": "user", "content": "?"}])], temperature)
+            await pool.score([means.client.renderer.prompt([{"role": "user", "content": "?"}])], temperature)
         except EngineError as error:
             raise AlgorithmError(f"environment `{means.env}`: `{ref.name}` cannot score: {error}") from error
         return cls(pool, f"`{ref.name}` at {ref.where}", means.teacher)
@@ -239,9 +239,9 @@ class OPSD(Algorithm):
         self.bad_rows = look_through(means.rows, self._demonstration, AlgorithmError)
         self._teacher = await ReferenceScorer.connect(config.teacher, means)
         asked: list[Message] = [{"role": "user", "content": "?"}]
-        plain, mark = means.voice.renderer.text(asked), "The quick brown fox."
+        plain, mark = means.client.renderer.text(asked), "The quick brown fox."
         try:
-            told = means.voice.renderer.text(self._conditioned(asked, mark))
+            told = means.client.renderer.text(self._conditioned(asked, mark))
         except RenderError:
             told = plain
         if mark not in told:
@@ -277,7 +277,7 @@ class OPSD(Algorithm):
                 "prompts with bare tokens: let it speak in messages, or use another algorithm"
             )
         told = self._conditioned(turn.messages, self._demonstration(rollout.ticket.row))
-        return ReferencePrompt(self._means.voice.renderer.prompt(told, turn.tools), len(turn.prompt_ids))
+        return ReferencePrompt(self._means.client.renderer.prompt(told, turn.tools), len(turn.prompt_ids))
 
     def _clamped(self, sample: Sample) -> Sample:
         if sample.ref_logprobs is None or sample.logprobs is None:

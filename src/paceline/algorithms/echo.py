@@ -123,11 +123,11 @@ class Echo(GRPO):
         self._filter: Callable[..., Any] | None = import_object(self._hook.import_path) if self._hook else None
 
     async def begin(self, means: AlgorithmContext) -> None:
-        self._bodies = Bodies(means.voice.renderer)
+        self._bodies = Bodies(means.client.renderer)
         for role in self._alphas:
             said: list[Message] = [*OPENINGS.get(role, []), {"role": role, "content": "The quick brown fox."}]
             try:
-                ids = means.voice.renderer.prompt(said)
+                ids = means.client.renderer.prompt(said)
                 seen = self._bodies.find(_trial(ids, said), [len(said) - 1])
             except RenderError:
                 seen = []

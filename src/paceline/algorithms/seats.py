@@ -26,7 +26,7 @@ class Seats(Algorithm):
     async def begin(self, means: AlgorithmContext) -> None:
         for algorithm in (self._common, *self._seats.values()):
             await algorithm.begin(means)
-        self.voice = self._common.voice
+        self.client = self._common.client
 
     def observe(self, rollout: Rollout) -> None:
         self._seats.get(rollout.actor, self._common).observe(rollout)

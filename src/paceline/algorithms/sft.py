@@ -97,14 +97,14 @@ class SFT(Algorithm):
 
     async def begin(self, means: AlgorithmContext) -> None:
         if self._demonstrations is not None:
-            self._demonstrations.voice = means.voice
+            self._demonstrations.client = means.client
             read = self._demonstrations.conversation
             where = f"environment `{means.env}`, row"
             self.bad_rows = look_through(
                 means.rows, lambda number: read(means.rows[number], f"{where} {number}"), AlgorithmError
             )
         if isinstance(self._config.teacher, ModelRef):
-            self.voice = replace(means.voice, pool=await means.attach(self._config.teacher))
+            self.client = replace(means.client, pool=await means.attach(self._config.teacher))
 
     def assign(self, group: Group) -> None:
         for rollout in group.rollouts:
@@ -123,7 +123,7 @@ class DemonstrationEnvironment(Environment):
         if list(environment.actors) != [POLICY]:
             raise AlgorithmError("sft from demonstrations has one speaker, and this environment has several seats")
         self._played, self._key = environment, key
-        self.voice: SamplingClient | None = None
+        self.client: SamplingClient | None = None
 
     def examples(self, split: Split) -> Sequence[Row]:
         return self._played.examples(split)
@@ -138,9 +138,9 @@ class DemonstrationEnvironment(Environment):
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         if WRITTEN not in example:
             return await self._played.play(example, seats)
-        assert self.voice is not None
+        assert self.client is not None
         tools = example["tools"] if isinstance(example["tools"], list) else None
-        seats[POLICY].turns[:] = demonstration_turns(self.voice.renderer, example[WRITTEN], tools)
+        seats[POLICY].turns[:] = demonstration_turns(self.client.renderer, example[WRITTEN], tools)
         return Outcome.solo(1.0)  # a demonstration is right by definition
 
     def conversation(self, row: Row, where: str) -> list[Message]:

@@ -145,8 +145,8 @@ def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Eval
         raise PacelineError(f"{target.name}: {known} has no held-out rows (the `eval` split of its dataset)")
     progress(f"loading {config.model.name}")
     with open_house(config, sampling_on(config, "eval"), None, config.eval.concurrency, target.checkpoint) as house:
-        assert house.voice is not None
-        player = RolloutRunner(house.voice, RealClock(), config.seed, EVAL)
+        assert house.client is not None
+        player = RolloutRunner(house.client, RealClock(), config.seed, EVAL)
 
         async def play() -> list[Rollout]:
             played: list[Rollout] = []

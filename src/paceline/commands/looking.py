@@ -89,7 +89,7 @@ def doctor(known: argparse.Namespace, rest: list[str]) -> None:
       paceline doctor runs/quickstart > report.txt             plain text, to send to a colleague
     """
     from paceline.observe.monitor.doctor import examine, report, resume_command
-    from paceline.observe.record.advice.telling import advice
+    from paceline.observe.record.advice.rules import advice
 
     # A pipe has no width: wide enough there that no path and no line of a stack is broken.
     console = Console(width=None if sys.stdout.isatty() else 4000)

@@ -105,10 +105,10 @@ class PersonSeat(WordSeat):
         name: str,
         actor: str,
         sampling: SamplingConfig,
-        lodge: SessionAddress,
+        recorder: SessionAddress,
         spell: Callable[[Sequence[int]], str],
     ) -> None:
-        super().__init__(sampling, lodge, actor)
+        super().__init__(sampling, recorder, actor)
         self._person, self._name, self._spell = person, name, spell
 
     async def answer(self, messages: Sequence[Message], tools: Tools | None) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def play(
         _show_game(console, played, total.games + total.failed, seat, options.reveal)
 
     with open_house(config, sampling, address, AT_ONCE, checkpoint) as house:
-        guests = {seat: lambda name: PersonSeat(person, name, seat, sampling, house.lodge, house.spell)}
+        guests = {seat: lambda name: PersonSeat(person, name, seat, sampling, house.recorder, house.spell)}
         try:
             asyncio.run(play_games(section, options, house, environment, person, guests, seed=config.seed, tell=tell))
         except KeyboardInterrupt:  # while the others were speaking

@@ -82,7 +82,7 @@ def rollouts(config: RunConfig, options: RolloutOptions, stream: TextIO | None =
 
     address = OpenAIServer(options.endpoint, options.endpoint_model, options.api_key) if options.endpoint else None
     with open_house(config, sampling_on(config, options.split), address, options.concurrency) as house:
-        if house.voice is None and (options.raw or options.ids):
+        if house.client is None and (options.raw or options.ids):
             raise PacelineError(
                 f"{options.endpoint} is asked in words, so its tokens are unknown here: leave --raw and --ids out, or "
                 "let the model of the run file play in this process or behind `paceline serve`"

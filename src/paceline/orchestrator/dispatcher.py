@@ -27,7 +27,7 @@ from paceline.util.user_code import raised
 STALE, OVERSAMPLED = "stale", "oversampled"
 """Why groups are dropped that nothing is wrong with: they came too late. Their environment may draw in their place, or
 the slow ones would get less than their weight."""
-SHUNNED = "shunned"
+SKIPPED = "shunned"
 BAD_ROW = "bad_row"
 CLEAN_UP_SECONDS = ABANDON_SECONDS + 5.0
 """Time for cancelled episodes to clean up: by then, those that do not end are abandoned."""
@@ -82,7 +82,7 @@ class Dispatcher:
         self._stopped = False
         self.dropped_groups: list[tuple[Group, str]] = []
         """Finished groups that were dropped, and why, until the orchestrator records them."""
-        self.shunned: frozenset[tuple[str, int]] = frozenset()
+        self.skipped_draws: frozenset[tuple[str, int]] = frozenset()
         """Draws, by environment and number, that are dropped and not played: they broke a step in an earlier life."""
 
     def refill(self) -> None:
@@ -93,8 +93,8 @@ class Dispatcher:
             if not self._ledger.waiting:
                 self._ledger.draw(env.draw(self._ledger.drawn))
             ticket = self._ledger.start()
-            if self.shunned and (ticket.env, ticket.draw) in self.shunned:
-                self._drop(ticket, SHUNNED)
+            if self.skipped_draws and (ticket.env, ticket.draw) in self.skipped_draws:
+                self._drop(ticket, SKIPPED)
                 continue
             if ticket.row in env.bad_rows:
                 self._drop(ticket, BAD_ROW)
@@ -122,7 +122,7 @@ class Dispatcher:
             # Groups too old for the next batch; those sampled by a frozen model never go stale.
             oldest = self._gate.version - self._config.staleness
             for ticket, flight in list(self._flights.items()):
-                if flight.since < oldest and flight.env.algorithm.voice is None:
+                if flight.since < oldest and flight.env.algorithm.client is None:
                     self._call_off(ticket, STALE)
             self._admit_early()
         self._replays = self._replay.choose(self._gate.version, self._gate.replayable)
@@ -250,10 +250,10 @@ class Dispatcher:
     def _drop_left_over(self) -> None:
         """Drop what would be too old at the next version: all groups but those sampled by a frozen model."""
         for group in self._buffer.groups():
-            if self._envs[group.ticket.env].algorithm.voice is None:
+            if self._envs[group.ticket.env].algorithm.client is None:
                 self._drop_buffered(group, OVERSAMPLED)
         for ticket, flight in list(self._flights.items()):
-            if flight.env.algorithm.voice is None:
+            if flight.env.algorithm.client is None:
                 self._call_off(ticket, OVERSAMPLED)
 
     def playing(self) -> dict[str, float]:
@@ -315,7 +315,7 @@ class Dispatcher:
         for group in held.buffered:
             env = self._envs.get(group.ticket.env)
             fits = env is not None and group.places == env.group_size <= self._gate.capacity
-            if fits and (group.ticket.env, group.ticket.draw) not in self.shunned:
+            if fits and (group.ticket.env, group.ticket.draw) not in self.skipped_draws:
                 self._gate.start(group.places)
                 self._gate.accept(group.places)
                 self._buffer[group.ticket] = ReadyGroup.of(group, self._config.staleness)

@@ -26,7 +26,7 @@ TRAIN, EVAL, MATCH = 0, 1, 2
 """Domains of sampling noise, so that evaluation and ratings never draw what training draws."""
 
 T = TypeVar("T")
-seldom = RateLimitedLogger(logging.getLogger("paceline.episodes"))
+limited_log = RateLimitedLogger(logging.getLogger("paceline.episodes"))
 
 
 class EpisodeLost(Exception):
@@ -101,7 +101,7 @@ class RolloutRunner:
         """One episode on a copy of the row: a rollout for each actor who spoke, or why there is none."""
         noise = (self._seed, self._domain, ticket.number, member)
         # In training a frozen model may speak in the policy's place, for it to learn from.
-        client = (env.algorithm.voice if self._domain == TRAIN else None) or self._client
+        client = (env.algorithm.client if self._domain == TRAIN else None) or self._client
         losses: list[EpisodeLost] = []
         while True:
             seats = SessionMap(client, noise, order, env.environment.actors)
@@ -147,7 +147,7 @@ class RolloutRunner:
         pause = policy.pause(failed)
         self.retried[last.kind] += 1
         text = "%s: played again in %g s, try %d of %d (failures.%s)"
-        seldom.warn((env.name, last.kind), text, last, pause, failed + 1, policy.tries, last.kind)
+        limited_log.warn((env.name, last.kind), text, last, pause, failed + 1, policy.tries, last.kind)
         await self._clock.sleep(pause)
 
     async def _users(self, env: TrainEnv, client: SamplingClient, what: str, work: Callable[[], Awaitable[T]]) -> T:

@@ -86,7 +86,7 @@ class Orchestrator:
     """
 
     def __init__(
-        self, config: RunConfig, parts: OrchestratorParts, shunned: frozenset[tuple[str, int]] = frozenset()
+        self, config: RunConfig, parts: OrchestratorParts, skipped_draws: frozenset[tuple[str, int]] = frozenset()
     ) -> None:
         self._config = config
         self._p = parts
@@ -97,7 +97,7 @@ class Orchestrator:
         self._gate = Gate(config.batch_size, config.staleness, config.max_inflight, total=config.steps, reserve=reserve)
         self._player = RolloutRunner(parts.client, parts.clock, config.seed)
         self._dispatcher = Dispatcher(config, parts.envs, self._player, self._gate, self._ledger, parts.monitor.note)
-        self._dispatcher.shunned = shunned
+        self._dispatcher.skipped_draws = skipped_draws
         self._past = LeagueCheckpoints(parts.envs, parts.past, parts.monitor.note)
         advisor = parts.advisor(config.model_dump()) if parts.advisor else None
         self._pauses = Pauses(config, parts.envs, advisor, parts.monitor.note)
@@ -313,7 +313,7 @@ class Orchestrator:
             "rows": {env.name: env.row_digest for env in envs},
             "algorithms": {env.name: env.algorithm.state() for env in envs},
             "environments": {env.name: env.environment.state() for env in envs},
-            "shunned": sorted(self._dispatcher.shunned),
+            "shunned": sorted(self._dispatcher.skipped_draws),
             "leagues": [member.env.name for member in self._past.members],
         }
 
@@ -350,7 +350,7 @@ class Orchestrator:
         except TrainerError as error:
             raise CheckpointError(f"{error}; {self._p.checkpoints.offer()}") from error
         self.step = self._saved_at = state["step"]
-        self._dispatcher.shunned |= {(env, draw) for env, draw in state.get("shunned", ())}
+        self._dispatcher.skipped_draws |= {(env, draw) for env, draw in state.get("shunned", ())}
         # Whole batches, as the gate counts them: the batch size may have changed since.
         self._gate.publish(self._p.trainer.version)
         self._gate.accepted = self._gate.version * self._config.batch_size

@@ -80,15 +80,15 @@ class Seat:
 
     def __init__(
         self,
-        voice: SamplingClient,
+        client: SamplingClient,
         noise: Sequence[int],
         order: int,
         actor: str = "policy",
         model: str = "",
         trained: bool = True,
     ) -> None:
-        self._start(actor, voice.sampling, voice.recorder, trained)
-        self._client = voice
+        self._start(actor, client.sampling, client.recorder, trained)
+        self._client = client
         self._model = model
         self._noise = tuple(noise)
         self._order = order

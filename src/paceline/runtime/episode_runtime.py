@@ -40,12 +40,12 @@ class EpisodeRuntime:
 
     table: Callable[[Sequence[int], Sequence[str], Guests], SessionMap]
     """Seats for some actors, with some noise; guests speak for themselves."""
-    lodge: RecordingServer
+    recorder: RecordingServer
     """Gives a guest's seat its address."""
     close: Callable[[], Coroutine[Any, Any, None]]
     spell: Callable[[Sequence[int]], str]
     """A prompt that was given as tokens, for people."""
-    voice: SamplingClient | None = None
+    client: SamplingClient | None = None
     """The sampling client of the seats, where their tokens are exact."""
 
 
@@ -153,10 +153,10 @@ def _exact(
     recorder: RecordingServer,
 ) -> EpisodeRuntime:
     renderer = renderer_of(tokenizer, ends, model, "warn")
-    voice = sampling_clients(Pool([engine]), renderer, ends, recorder)(sampling)
+    client = sampling_clients(Pool([engine]), renderer, ends, recorder)(sampling)
 
     async def close() -> None:
-        await voice.close()
+        await client.close()
         if isinstance(engine, HttpEngine):
             await engine.aclose()
 
@@ -164,6 +164,6 @@ def _exact(
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def table(noise: Sequence[int], actors: Sequence[str], guests: Guests) -> SessionMap:
-        return SessionMap(voice, noise, 0, actors, guests)
+        return SessionMap(client, noise, 0, actors, guests)
 
-    return EpisodeRuntime(table, recorder, close, spell, voice)
+    return EpisodeRuntime(table, recorder, close, spell, client)

@@ -161,10 +161,10 @@ class _EngineThread:
         try:
             with embedded(self._config) as (engine, ends), asyncio.Runner() as runner:
                 tokenizer = load_tokenizer(self._config.model)
-                voice = sampling_clients(Pool([engine]), renderer_of(tokenizer, ends, self._config.model), ends)
+                make_client = sampling_clients(Pool([engine]), renderer_of(tokenizer, ends, self._config.model), ends)
 
                 async def answered(speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
-                    return PolicyReply.of(await speak(Seat(voice(sampling), (seed,), 0), tokenizer))
+                    return PolicyReply.of(await speak(Seat(make_client(sampling), (seed,), 0), tokenizer))
 
                 async def serve() -> None:
                     if self._weights is not None:

@@ -93,18 +93,18 @@ class Client:
     def __init__(self, pool: Pool, sampling: SamplingConfig | None = None) -> None:
         self.pool = pool
         self._sampling = sampling or SamplingConfig()
-        self._voice: SamplingClient | None = None
+        self._sampling_client: SamplingClient | None = None
 
     def connect(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """From now on speak in this model's template. A `Trainer` does this for its client."""
         ends = end_tokens(tokenizer, model)
-        self._voice = SamplingClient(self.pool, Renderer(tokenizer, ends), self._sampling, frozenset(ends))
+        self._sampling_client = SamplingClient(self.pool, Renderer(tokenizer, ends), self._sampling, frozenset(ends))
 
     @property
-    def voice(self) -> SamplingClient:
-        if self._voice is None:
+    def sampling_client(self) -> SamplingClient:
+        if self._sampling_client is None:
             raise PacelineError("this client does not know the model's template yet: make the SelfPlayTrainer first")
-        return self._voice
+        return self._sampling_client
 
 
 class OpenAIClient(Client):
@@ -271,7 +271,7 @@ class Stage:
         if not isinstance(arena.credit_assigner, Algorithm):
             raise ArenaError("the arena has no credit_assigner: give it GRPOCredit(), RAECredit() or ConstantCredit()")
         self._arena, self._tickets = arena, trainer.tickets
-        self._runner = RolloutRunner((arena.client or trainer.client).voice, RealClock(), seed)
+        self._runner = RolloutRunner((arena.client or trainer.client).sampling_client, RealClock(), seed)
         self._breaker = Breaker(BreakerConfig())
         self._env = TrainEnv(
             config=ArenaEnvConfig(name="arena", import_path="paceline.selfplay:Arena", timeout=EPISODE_SECONDS),

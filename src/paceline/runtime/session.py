@@ -260,7 +260,7 @@ class RunSession:
         returns = Returns()
         with signals.run(monitor):
             while True:
-                orchestrator = Orchestrator(config, given, shunned=returns.shunned)
+                orchestrator = Orchestrator(config, given, skipped_draws=returns.skipped_draws)
                 try:
                     await orchestrator.restore()  # a checkpoint that is refused leaves the run directory as it is
                     if not directory.begun:
@@ -319,7 +319,7 @@ def _result(
 class Returns:
     """Counts a run's returns to a checkpoint, and keeps the draws that must not be trained again."""
 
-    shunned: frozenset[tuple[str, int]] = frozenset()
+    skipped_draws: frozenset[tuple[str, int]] = frozenset()
     """Draws that broke a gradient, by environment."""
     _at: Path | None = None
     _times: int = 0
@@ -335,7 +335,7 @@ class Returns:
             where = newest or config.resume
             raise RunStopped(f"the run went back to {where} {times}; the first cause: {self._first}")
         if isinstance(cause, RollBack):
-            self.shunned |= cause.draws
+            self.skipped_draws |= cause.draws
         if newest is None:
             monitor.note(f"{cause}; loading {config.resume} once more")
             return config

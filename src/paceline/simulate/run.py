@@ -177,13 +177,13 @@ async def _lead(plan: SimulationPlan, report: SimulationReport, folder: Path) ->
         for _ in range(plan.engines)
     ]
     pool = Pool(engines)  # ty: ignore[invalid-argument-type]
-    voice = SamplingClient(pool, NoTextRenderer(), config.sampling, frozenset())  # ty: ignore[invalid-argument-type]
+    client = SamplingClient(pool, NoTextRenderer(), config.sampling, frozenset())  # ty: ignore[invalid-argument-type]
     monitor = _StepCollector(report, clock)
     parts = OrchestratorParts(
         pool=pool,
         trainer=SimulatedTrainer(plan.learner, plan.bundle),
-        client=voice,
-        eval_client=voice,
+        client=client,
+        eval_client=client,
         envs=build_train_envs(config, {NAME: SimulatedTask(plan.prompt, seed=plan.seed)}),
         monitor=monitor,
         checkpoints=Checkpoints(folder / "checkpoints", 1),

@@ -57,10 +57,10 @@ def test_every_token_trains_by_itself_and_age_is_no_matter(quick, turns, version
 
 def test_the_teacher_speaks_in_training_and_nobody_else_is_asked(quick):
     algorithm, given = build_algorithm(SFTConfig(teacher=REF)), means(quick, Oracle())
-    assert algorithm.voice is None
+    assert algorithm.client is None
     asyncio.run(algorithm.begin(given))
-    assert algorithm.voice.pool.ref == REF
-    assert (algorithm.voice.renderer, algorithm.voice.sampling) == (quick, given.voice.sampling)
+    assert algorithm.client.pool.ref == REF
+    assert (algorithm.client.renderer, algorithm.client.sampling) == (quick, given.client.sampling)
 
 
 # --- demonstrations
@@ -125,7 +125,7 @@ def begun(quick, rows, demonstrations):
     found = course(Rows(*rows), demonstrations)
     given = means(quick, Oracle(), found.rows)
     asyncio.run(found.algorithm.begin(given))
-    return found, given.voice
+    return found, given.client
 
 
 ASKED = [{"role": "user", "content": "go"}]
@@ -143,12 +143,12 @@ SAID = {"role": "assistant", "content": "ab"}
     ],
 )
 def test_a_row_is_read_out_in_training_and_played_when_held_out(quick, row, demonstrations):
-    found, voice = begun(quick, [row], demonstrations)
+    found, client = begun(quick, [row], demonstrations)
     assert found.group_size == 1
     whole = copy.deepcopy(row)
 
     async def play(example):
-        table = SessionMap(voice, (0,), 0, found.environment.actors)
+        table = SessionMap(client, (0,), 0, found.environment.actors)
         return await found.environment.play(await found.environment.prepare(example), table), table[POLICY].turns
 
     async def both():

@@ -410,8 +410,8 @@ def rolled(stage, tmp_path):
         path = f"{tmp_path / 'play.py'}:{name}"
         section = CustomEnvConfig(name="mine", import_path=path, dataset=str(tmp_path / "rows.jsonl"), kwargs=kwargs)
         course = build_train_envs(RunConfig(env=[section], group_size=2, batch_size=2))["mine"]
-        voice = SamplingClient(stage._pool, stage._renderer, SamplingConfig(max_tokens=8), frozenset(stage._ends))
-        return asyncio.run(RolloutRunner(voice, RealClock(), seed=0).group(course, Ticket(4, "mine", 0, 0, 0)))
+        client = SamplingClient(stage._pool, stage._renderer, SamplingConfig(max_tokens=8), frozenset(stage._ends))
+        return asyncio.run(RolloutRunner(client, RealClock(), seed=0).group(course, Ticket(4, "mine", 0, 0, 0)))
 
     return play
 

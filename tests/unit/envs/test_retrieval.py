@@ -51,8 +51,8 @@ class Puppet:
 def play(speak, row: dict, cut: bool = False, **changes) -> tuple[Outcome, Seat]:
     """One episode with the policy in a puppet's hands."""
     environment = Retrieval(Config(**changes))
-    voice = SamplingClient(Pool([Puppet(speak, cut)]), Renderer(TOKENIZER, [END]), SamplingConfig(), frozenset([END]))
-    table = SessionMap(voice, (0,), 0, environment.actors)
+    client = SamplingClient(Pool([Puppet(speak, cut)]), Renderer(TOKENIZER, [END]), SamplingConfig(), frozenset([END]))
+    table = SessionMap(client, (0,), 0, environment.actors)
     outcome = asyncio.run(environment.play(row, table))
     assert outcome is not None
     return outcome, table[POLICY]

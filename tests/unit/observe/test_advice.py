@@ -18,7 +18,7 @@ from paceline.commands import main
 from paceline.config import RunConfig
 from paceline.config.advice import AdviceConfig, AdvisoryName
 from paceline.observe.record import open_run
-from paceline.observe.record.advice import RULES, Advisory, advise, sight_of
+from paceline.observe.record.advice import RULES, Advisory, advice_window, advise
 from paceline.observe.record.advice.learning_rules import alpha
 from paceline.observe.record.advice.measures import SURE, average, clustered, jackknife, share, trend
 from paceline.observe.record.advice.output_rules import explained
@@ -68,10 +68,10 @@ def test_a_task_that_is_done_is_no_defect():
         return Try(float(rng.random() < luck + 0.06 * step))
 
     done = Plot({"words": play}, lambda rng, step: {"entropy": 0.5 * np.exp(-0.4 * step)}, steps=40)
-    sight = done.remembered()
-    groups = sight.groups("words")
+    window = done.remembered()
+    groups = window.groups("words")
     assert (groups.high == groups.low).mean() > 0.9
-    assert advise(sight) == []
+    assert advise(window) == []
 
 
 def test_a_reward_that_never_changes_is_one_even_at_the_top():
@@ -101,10 +101,10 @@ def test_form_that_pays_beside_content_is_no_defect():
 
 
 def test_an_algorithm_that_compares_no_group_has_no_flat_ones():
-    sight = DEFECTS["flat_groups"].remembered()
-    config = copy.deepcopy(dict(sight.config))
+    window = DEFECTS["flat_groups"].remembered()
+    config = copy.deepcopy(dict(window.config))
     config["env"][0]["algo"] = {"type": "reward"}
-    assert advise(replace(sight, config=config)) == []
+    assert advise(replace(window, config=config)) == []
 
 
 @pytest.mark.parametrize("rule", DEFECTS)
@@ -124,9 +124,9 @@ def test_every_knob_is_a_key_that_the_run_file_takes(rule):
 
 
 def test_limits_are_the_run_files():
-    sight = DEFECTS["truncation"].remembered()
-    patient = dict(sight.config) | {"advice": {"truncation": 0.5}}
-    assert advise(replace(sight, config=patient)) == []
+    window = DEFECTS["truncation"].remembered()
+    patient = dict(window.config) | {"advice": {"truncation": 0.5}}
+    assert advise(replace(window, config=patient)) == []
 
 
 # -- from the directory -----------------------------------------------------------------------------------------------
@@ -143,15 +143,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize("rule", ["truncation", "format", "starving"])
 def test_a_directory_tells_what_the_living_run_knew(runs, rule):
-    assert advise(sight_of(open_run(runs / rule))) == spoken(rule)
+    assert advise(advice_window(open_run(runs / rule))) == spoken(rule)
 
 
 def test_the_rollouts_that_are_named_show_it(runs):
     rollouts = open_run(runs / "truncation").rollouts
-    [found] = advise(sight_of(open_run(runs / "truncation")))
+    [found] = advise(advice_window(open_run(runs / "truncation")))
     assert {rollouts.row(index).finish for index in found.rollouts} == {"length"}
     rollouts = open_run(runs / "format").rollouts
-    [found] = advise(sight_of(open_run(runs / "format")))
+    [found] = advise(advice_window(open_run(runs / "format")))
     assert all(rollouts.get(index).metrics["format"] == 1.0 == rollouts.row(index).reward for index in found.rollouts)
 
 
@@ -162,10 +162,10 @@ def test_only_the_last_steps_count(tmp_path):
         return replace(healthy(rng, 0, luck), finish="length" if step <= 40 else "stop")
 
     run = open_run(Plot({"words": play}, steps=60).written(tmp_path))
-    sight = sight_of(run)
-    assert sight.steps == (41, 60)
-    assert len(sight.rows) == 20 * 40
-    assert advise(sight) == []
+    window = advice_window(run)
+    assert window.steps == (41, 60)
+    assert len(window.rows) == 20 * 40
+    assert advise(window) == []
 
 
 def test_whatever_is_missing_or_torn_there_is_an_answer(runs, tmp_path):
@@ -173,13 +173,13 @@ def test_whatever_is_missing_or_torn_there_is_an_answer(runs, tmp_path):
     torn(path / "metrics.jsonl")
     index = path / "record" / "rollouts.index"
     index.write_bytes(index.read_bytes()[:-7])
-    assert [found.rule for found in advise(sight_of(open_run(path)))] == ["truncation"]
+    assert [found.rule for found in advise(advice_window(open_run(path)))] == ["truncation"]
     (path / "config.toml").write_text('schema_version = 99\nenv = "?"\n')
-    assert advise(sight_of(open_run(path))) == []
+    assert advise(advice_window(open_run(path))) == []
     (path / "config.toml").write_text("half a li")
     (path / "record" / "schema.json").write_text('{"schema": 77}')
     (path / "metrics.jsonl").unlink()
-    assert advise(sight_of(open_run(path))) == []
+    assert advise(advice_window(open_run(path))) == []
     answer = TestClient(build_app(tmp_path), base_url="http://127.0.0.1").get("/api/advice", params={"run": "told"})
     assert answer.status_code == 200
     assert answer.json()["silence"] == "no step has trained yet"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.observe.record.paired import ALPHA, FEWEST, course
+from paceline.observe.record.paired import ALPHA, FEWEST, confidence_sequence
 
 LOOKS, PAIRS = 1500, 400
 
@@ -27,7 +27,7 @@ def skewed(dice: np.random.Generator) -> np.ndarray:
 
 @pytest.mark.parametrize("luck", [coins, drawn, skewed])
 def test_equals_are_rarely_told_apart_at_any_time(luck):
-    told = [course(luck(np.random.default_rng(seed))).real is not None for seed in range(PAIRS)]
+    told = [confidence_sequence(luck(np.random.default_rng(seed))).real is not None for seed in range(PAIRS)]
     assert np.mean(told) <= ALPHA + 2 * math.sqrt(ALPHA * (1 - ALPHA) / PAIRS)
 
 
@@ -44,7 +44,7 @@ def test_a_test_that_is_only_repeated_would_tell_them_apart_again_and_again():
 
 
 def test_a_true_difference_is_found_and_has_its_sign():
-    found = [course(drawn(np.random.default_rng(seed)) + 0.1).real for seed in range(50)]
+    found = [confidence_sequence(drawn(np.random.default_rng(seed)) + 0.1).real for seed in range(50)]
     assert all(found)
     assert np.median([one or LOOKS for one in found]) < 300
 
@@ -52,7 +52,7 @@ def test_a_true_difference_is_found_and_has_its_sign():
 @given(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), max_size=200), st.floats(0.1, 10))
 def test_the_unit_of_the_reward_does_not_matter_and_who_is_first_only_for_the_sign(values, unit):
     given = np.array(values)
-    plain, other = course(given), course(-unit * given)
+    plain, other = confidence_sequence(given), confidence_sequence(-unit * given)
     np.testing.assert_allclose(other.mean, -unit * plain.mean, atol=1e-12)
     np.testing.assert_allclose(other.radius, unit * plain.radius, atol=1e-6)  # of equals, the root of a rounding error
     assert plain.real == other.real
@@ -60,4 +60,4 @@ def test_the_unit_of_the_reward_does_not_matter_and_who_is_first_only_for_the_si
 
 @pytest.mark.parametrize("values", [[], [1.0] * (FEWEST - 1), [0.0] * 500])
 def test_too_little_says_nothing(values):
-    assert course(np.array(values)).real is None
+    assert confidence_sequence(np.array(values)).real is None

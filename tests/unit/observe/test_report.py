@@ -218,13 +218,13 @@ def test_advice_comes_with_its_evidence_and_the_setting_to_change_in_file_and_te
         knobs=[Knob("sampling.max_tokens", 512, 256, "room to finish")],
         rollouts=[7, 9],
     )
-    monkeypatch.setattr("paceline.observe.report.page.advise", lambda sight: [found])
+    monkeypatch.setattr("paceline.observe.report.page.advise", lambda window: [found])
     told = _told(runs, "finished")
     for words in (found.title, found.seen, "(steps 3 to 40)", found.sure, found.caution, "7, 9", "(now 256)"):
         assert words in told
     assert "--sampling.max_tokens 512" in told
-    monkeypatch.setattr("paceline.observe.report.page.advise", lambda sight: [])
-    monkeypatch.setattr("paceline.observe.report.page.silence", lambda sight: "nothing to say")
+    monkeypatch.setattr("paceline.observe.report.page.advise", lambda window: [])
+    monkeypatch.setattr("paceline.observe.report.page.silence", lambda window: "nothing to say")
     assert "Nothing to say." in _told(runs, "finished")
     screen = Console(file=StringIO(), width=200)
     screen.print(RunSnapshot(vitals(open_run(runs / "finished")), [found], []).drawn(200))

@@ -144,7 +144,7 @@ class Played:
 def lead(tmp_path: Path, environments: dict[str, Environment], training: float = 1.0, stop_at: float = 0, **keys):
     """One run in virtual time."""
     weights, somebody_else = keys.pop("weights", {}), keys.pop("somebody_else", False)
-    shunned = keys.pop("shunned", frozenset())
+    skipped_draws = keys.pop("skipped_draws", frozenset())
     settings_ = {
         "batch_size": BATCH,
         "group_size": GROUP,
@@ -161,16 +161,16 @@ def lead(tmp_path: Path, environments: dict[str, Environment], training: float =
     engine, log = Engine(), Log()
     trainer = Trainer(training, config.staleness, engine)
     pool = Pool([engine])
-    voice = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
+    client = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
     courses = build_train_envs(config, dict(environments))
     for course in courses.values():
-        course.algorithm.voice = voice if somebody_else else None
+        course.algorithm.client = client if somebody_else else None
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
-        parts = OrchestratorParts(pool, trainer, voice, voice, courses, log, checkpoints, VirtualClock(loop))
-        conductor = Orchestrator(config, parts, shunned)
+        parts = OrchestratorParts(pool, trainer, client, client, courses, log, checkpoints, VirtualClock(loop))
+        conductor = Orchestrator(config, parts, skipped_draws)
         if stop_at:
             loop.call_later(stop_at, conductor.stop)
         await conductor.run()
@@ -394,8 +394,8 @@ def test_where_every_group_is_filtered_the_run_goes_on_and_says_so(tmp_path, key
 
 
 def test_draws_that_are_shunned_are_dropped_and_not_played(tmp_path):
-    shunned = frozenset({("task", 1), ("task", 2)})
-    run = lead(tmp_path, {"task": Timed(lambda draw: 1, rows=10)}, epochs=1, shunned=shunned)
+    skipped_draws = frozenset({("task", 1), ("task", 2)})
+    run = lead(tmp_path, {"task": Timed(lambda draw: 1, rows=10)}, epochs=1, skipped_draws=skipped_draws)
     assert run.reasons == {"shunned": 2}
     assert [r["draw"] for r in run.tickets("trained")] == [0, 3, 4, 5, 6, 7, 8, 9]
     assert len(run.engine.noise) == 8 * GROUP

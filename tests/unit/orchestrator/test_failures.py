@@ -194,12 +194,12 @@ def conduct(tmp_path, environment, engine=None, trainer=None, monitor=None, **mo
 
     async def run():
         pool = Pool([engine or Near()], jitter=lambda: 0.0)
-        voice = SamplingClient(pool, Mute(), SamplingConfig(), frozenset({1}))
+        client = SamplingClient(pool, Mute(), SamplingConfig(), frozenset({1}))
         clock = VirtualClock(asyncio.get_running_loop())
         store = Checkpoints(tmp_path / "ckpt", 100)
         courses = build_train_envs(config, {"coins": environment})
         conductor = Orchestrator(
-            config, OrchestratorParts(pool, trainer, voice, voice, courses, monitor or Monitor(), store, clock)
+            config, OrchestratorParts(pool, trainer, client, client, courses, monitor or Monitor(), store, clock)
         )
         error = None
         try:
@@ -234,8 +234,8 @@ def group(environment, engine=None, **more) -> tuple[Group, RolloutRunner, float
     config = configured(**more)
 
     async def run():
-        voice = SamplingClient(Pool([engine or Near()], jitter=lambda: 0.0), Mute(), SamplingConfig(), frozenset({1}))
-        player = RolloutRunner(voice, VirtualClock(asyncio.get_running_loop()), seed=0)
+        client = SamplingClient(Pool([engine or Near()], jitter=lambda: 0.0), Mute(), SamplingConfig(), frozenset({1}))
+        player = RolloutRunner(client, VirtualClock(asyncio.get_running_loop()), seed=0)
         done = await player.group(build_train_envs(config, {"coins": environment})["coins"], TICKET)
         return done, player, asyncio.get_running_loop().time()
 
@@ -404,8 +404,8 @@ def called_off(environment, seconds: float) -> tuple[float, RolloutRunner]:
     """When a group is really gone that is called off after so many seconds."""
 
     async def run():
-        voice = SamplingClient(Pool([Near()], jitter=lambda: 0.0), Mute(), SamplingConfig(), frozenset({1}))
-        player = RolloutRunner(voice, VirtualClock(asyncio.get_running_loop()), seed=0)
+        client = SamplingClient(Pool([Near()], jitter=lambda: 0.0), Mute(), SamplingConfig(), frozenset({1}))
+        player = RolloutRunner(client, VirtualClock(asyncio.get_running_loop()), seed=0)
         course = build_train_envs(configured(failures=FailuresConfig(episode="retry")), {"coins": environment})["coins"]
         task = asyncio.ensure_future(player.group(course, TICKET))
         asyncio.get_running_loop().call_later(seconds, task.cancel)
@@ -788,10 +788,10 @@ def school(renderer, *grades):
     config = configured(group_size=1, env=[section])
 
     async def run():
-        voice = SamplingClient(
+        client = SamplingClient(
             Pool([engine], jitter=lambda: 0.0), renderer, SamplingConfig(max_tokens=8), renderer.end_tokens
         )
-        player = RolloutRunner(voice, VirtualClock(asyncio.get_running_loop()), seed=0)
+        player = RolloutRunner(client, VirtualClock(asyncio.get_running_loop()), seed=0)
         course = build_train_envs(config, {"coins": ArenaEnvironment(School())})["coins"]
         return await player.group(course, TICKET), player
 

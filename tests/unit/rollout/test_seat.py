@@ -87,10 +87,10 @@ class Family:
         return self.fresh.text(messages, tools, reply=reply)
 
     def seat(self, engine: ScriptedEngine, **settings) -> Seat:
-        voice = SamplingClient(
+        client = SamplingClient(
             Pool([engine]), self.renderer, SamplingConfig(**settings), frozenset((self.end, self.stop))
         )
-        return Seat(voice, (0, 0, 7, 0), 7)
+        return Seat(client, (0, 0, 7, 0), 7)
 
 
 @pytest.fixture(scope="session", params=list(ENDS))
@@ -431,8 +431,8 @@ def test_nothing_is_said_once_the_episode_is_over(load):
 
 def test_a_table_keeps_every_seat_it_was_asked_for(load):
     family = Family("quickstart", load("quickstart"))
-    voice = SamplingClient(Pool([ScriptedEngine()]), family.renderer, SamplingConfig(), frozenset({family.end}))
-    table = SessionMap(voice, (0, 0, 7, 0), 7, ["solver", "solver#2"])
+    client = SamplingClient(Pool([ScriptedEngine()]), family.renderer, SamplingConfig(), frozenset({family.end}))
+    table = SessionMap(client, (0, 0, 7, 0), 7, ["solver", "solver#2"])
     names = [table.open("solver", parent="solver", kind="child") for _ in range(3)]
     assert len({*names, "solver", "solver#2"}) == len(table) == 5
     assert {seat.actor for seat in table.values()} == {"solver", "solver#2"}

@@ -75,11 +75,11 @@ def play(tokenizer):
     def play(arena: Arena, say, request: EpisodeRequest, split: str = "train") -> tuple[list[Rollout], Speaker]:
         engine = Speaker(tokenizer, say)
         ends = [tokenizer.eos_token_id]
-        voice = SamplingClient(
+        client = SamplingClient(
             Pool([engine]), Renderer(tokenizer, ends), SamplingConfig(max_tokens=99), frozenset(ends)
         )
         environment = ArenaEnvironment(arena)
-        table = SessionMap(voice, (7,), 0, environment.actors)
+        table = SessionMap(client, (7,), 0, environment.actors)
         outcome = asyncio.run(environment.play({"split": split, "request": request}, table))
         engine.outcome = outcome
         if outcome is None:

@@ -144,14 +144,14 @@ def run_config(**more) -> RunConfig:
     )
 
 
-def voice(pool) -> SamplingClient:
+def client(pool) -> SamplingClient:
     return SamplingClient(pool, Renderer(TOKENIZER, ENDS), SamplingConfig(max_tokens=4), frozenset(ENDS))
 
 
 def conduct(folder: Path, arena: ArenaEnvironment, timing: int = 0, **more) -> Log:
     wanted, log = run_config(**more), Log()
     pool = Shelf(Restless(timing))
-    said = voice(pool)
+    said = client(pool)
     courses = build_train_envs(wanted, {"words": arena})
     parts = OrchestratorParts(
         pool, CountingTrainer(timing), said, said, courses, log, Checkpoints(folder, 100), RealClock(), past=pool
@@ -303,7 +303,7 @@ def rated(arena: ArenaEnvironment) -> tuple[dict[str, float], list[str], Restles
     engine = pool._registry.members[0].engine
     for version in range(2):
         asyncio.run(past.offer(update(version)))
-    player = RolloutRunner(voice(pool), RealClock(), 0, MATCH)
+    player = RolloutRunner(client(pool), RealClock(), 0, MATCH)
     return asyncio.run(past.assess(player, 1, 3, lambda text: None)), notes, engine
 
 
@@ -385,7 +385,7 @@ def test_what_a_checkpoint_could_not_keep_is_refused_when_it_is_drawn(tmp_path):
 
 def play(arena: ArenaEnvironment, row: dict) -> tuple[Restless, SessionMap]:
     pool = Shelf(Restless())
-    table = SessionMap(voice(pool), (7,), 0, arena.actors)
+    table = SessionMap(client(pool), (7,), 0, arena.actors)
     assert asyncio.run(arena.play(row, table)) is not None
     return pool._registry.members[0].engine, table
 

@@ -286,7 +286,7 @@ def test_what_the_loop_cannot_do_is_a_sentence(client, trainer):
     with pytest.raises(PacelineError, match="no credit_assigner: give it GRPOCredit"):
         Stage(Coins(client), trainer)
     with pytest.raises(PacelineError, match="make the SelfPlayTrainer first"):
-        _ = Client(client.pool).voice
+        _ = Client(client.pool).sampling_client
 
     class Idle(Coins):
         def get_batch(self):

@@ -34,7 +34,7 @@ class ConfidenceSequence:
         return int(found[0]) + 1 if len(found) else None
 
 
-def course(differences: NDArray[np.float64], alpha: float = ALPHA) -> ConfidenceSequence:
+def confidence_sequence(differences: NDArray[np.float64], alpha: float = ALPHA) -> ConfidenceSequence:
     """The estimate of the mean difference after each further pair."""
     n = np.arange(1, len(differences) + 1, dtype=np.float64)
     mean = np.cumsum(differences) / n
@@ -92,19 +92,19 @@ class Verdict:
     """The comparison of two runs so far."""
 
     pairs: Pairs
-    course: ConfidenceSequence
+    sequence: ConfidenceSequence
 
     @property
     def mean(self) -> float:
-        return float(self.course.mean[-1])
+        return float(self.sequence.mean[-1])
 
     @property
     def radius(self) -> float:
-        return float(self.course.radius[-1])
+        return float(self.sequence.radius[-1])
 
     @property
     def real(self) -> int | None:
-        return self.course.real
+        return self.sequence.real
 
     @property
     def band(self) -> str:
@@ -115,7 +115,7 @@ class Verdict:
     def sentence(self) -> str:
         seen = len(self.pairs.ticket)
         if self.real is not None:
-            ahead = "b" if self.course.mean[self.real - 1] > 0 else "a"
+            ahead = "b" if self.sequence.mean[self.real - 1] > 0 else "a"
             return f"{ahead} is ahead: beyond doubt since draw {self.real} of {seen}; {self.band}"
         if np.isinf(self.radius):
             return f"nothing can be said yet: {seen} draws were made by both"
@@ -125,7 +125,7 @@ class Verdict:
 def verdict(one: RunFolder, other: RunFolder, alpha: float = ALPHA) -> Verdict | None:
     """The comparison of both runs; None as long as they share no draw."""
     pairs = paired(one, other)
-    return Verdict(pairs, course(pairs.differences, alpha)) if len(pairs.ticket) else None
+    return Verdict(pairs, confidence_sequence(pairs.differences, alpha)) if len(pairs.ticket) else None
 
 
 def _draws(run: RunFolder, names: Sequence[str]) -> tuple[NDArray[Any], ...]:

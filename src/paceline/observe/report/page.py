@@ -19,8 +19,8 @@ from paceline.observe.analysis.vitals import MetricTrend, Trends, Vitals, vitals
 from paceline.observe.monitor.directory import replace_file
 from paceline.observe.monitor.text import amount, change, count, reasons, score, seconds
 from paceline.observe.record import Gone, Query, Row, RunFolder, open_run
-from paceline.observe.record.advice import Advisory, advise, sight_of
-from paceline.observe.record.advice.telling import silence
+from paceline.observe.record.advice import Advisory, advice_window, advise
+from paceline.observe.record.advice.rules import silence
 from paceline.observe.report.charts import charts, timeline
 from paceline.observe.web.messages import conversations
 
@@ -74,7 +74,7 @@ TEMPLATES.filters |= {"line": line, "shorten": _shorten, "sentence": lambda text
 
 def page(run: RunFolder, rollouts: int, now: float | None = None) -> str:
     """The whole file."""
-    shown, window = vitals(run, now), sight_of(run)
+    shown, window = vitals(run, now), advice_window(run)
     found, status = advise(window), shown.status
     return TEMPLATES.get_template(
         "report.html"

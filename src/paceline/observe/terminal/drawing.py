@@ -14,7 +14,7 @@ from paceline.observe.analysis.vitals import MetricTrend, Vitals, vitals
 from paceline.observe.monitor.plain import Sparkline
 from paceline.observe.monitor.text import change, count, reasons, score, seconds
 from paceline.observe.record import RunFolder
-from paceline.observe.record.advice import Advisory, advise, sight_of
+from paceline.observe.record.advice import Advisory, advice_window, advise
 
 STYLES = {"running": "green", "starting": "cyan", "finished": "green", "interrupted": "yellow"}
 UPDATE = {"grad norm": "grad_norm", "entropy": "entropy", "mismatch": "mismatch_kl", "clipped": "clip_fraction"}
@@ -195,7 +195,7 @@ class RunPoller:
     def look(self) -> RunSnapshot:
         now = self._clock()
         if self._whole is None or now - self._whole[0] >= RESCAN_SECONDS:
-            self._whole = now, advise(sight_of(self._run)), self._run.problems()
+            self._whole = now, advise(advice_window(self._run)), self._run.problems()
         _, advice, problems = self._whole
         self._vitals = vitals(self._run, now, self._vitals)
         return RunSnapshot(self._vitals, advice, problems)

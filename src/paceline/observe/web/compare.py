@@ -80,7 +80,7 @@ def ab(runs: AllRuns, a: Name, b: Name) -> Response:
     known = verdict(*_pair(runs, a, b))
     if known is None:
         return FiniteJsonResponse({"draws": 0, "strangers": 0, "steps": [], "farthest": []})
-    pairs, course = known.pairs, known.course
+    pairs, sequence = known.pairs, known.sequence
     last = np.flatnonzero(np.append(np.diff(pairs.step) != 0, True))  # of each step, what was known at its end
     far = np.argsort(-np.abs(pairs.differences), kind="stable")[:FARTHEST]
     estimate = {
@@ -92,8 +92,8 @@ def ab(runs: AllRuns, a: Name, b: Name) -> Response:
         "real_step": None if known.real is None else int(pairs.step[known.real - 1]),
         "sentence": known.sentence,
         "steps": pairs.step[last],
-        "means": course.mean[last],
-        "radii": course.radius[last],
+        "means": sequence.mean[last],
+        "radii": sequence.radius[last],
         "farthest": [
             {
                 "env": pairs.names[pairs.env[at]],

@@ -17,8 +17,8 @@ from paceline.config.fields import KeyPath, Spot, spot_at
 from paceline.observe.analysis import timeline
 from paceline.observe.analysis.vitals import tags
 from paceline.observe.record import RunFolder
-from paceline.observe.record.advice import RULES, AdviceWindow, Advisory, advise, sight_of
-from paceline.observe.record.advice.telling import silence
+from paceline.observe.record.advice import RULES, AdviceWindow, Advisory, advice_window, advise
+from paceline.observe.record.advice.rules import silence
 from paceline.observe.web.http import FiniteJsonResponse, encoded
 from paceline.observe.web.runs import AllRuns, OneRun, Runs, signature
 
@@ -239,7 +239,7 @@ def run(run: OneRun) -> Response:
 @router.get("/advice")
 def advice(run: OneRun) -> Response:
     """Every advisory with its evidence, and all that was looked for."""
-    window = sight_of(run)
+    window = advice_window(run)
     found = advise(window)
     rules = [
         {

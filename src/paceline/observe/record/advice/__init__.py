@@ -2,7 +2,7 @@
 
 from paceline.observe.record.advice.measures import Advisory, Knob
 from paceline.observe.record.advice.memory import AdviceMemory
-from paceline.observe.record.advice.telling import RULES, advise
-from paceline.observe.record.advice.window import AdviceWindow, sight_of
+from paceline.observe.record.advice.rules import RULES, advise
+from paceline.observe.record.advice.window import AdviceWindow, advice_window
 
-__all__ = ["RULES", "AdviceMemory", "AdviceWindow", "Advisory", "Knob", "advise", "sight_of"]
+__all__ = ["RULES", "AdviceMemory", "AdviceWindow", "Advisory", "Knob", "advice_window", "advise"]

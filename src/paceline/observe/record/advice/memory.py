@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.data.rollout import Rollout
 from paceline.observe.record.advice.measures import Advisory
-from paceline.observe.record.advice.telling import advise
+from paceline.observe.record.advice.rules import advise
 from paceline.observe.record.advice.window import AdviceWindow, limits
 from paceline.observe.record.layout import ROW, Names, facts, index_row
 
@@ -57,9 +57,9 @@ class AdviceMemory:
 
     def advise(self, rules: frozenset[str]) -> list[Advisory]:
         """The advisories of these rules that fire now."""
-        return advise(self.sight(), rules)
+        return advise(self.window(), rules)
 
-    def sight(self) -> AdviceWindow:
+    def window(self) -> AdviceWindow:
         rows = np.concatenate([np.empty(0, ROW), *(chunk.rows for chunk in self._chunks)])
         metrics = [values for chunk in self._chunks for values in chunk.metrics]
         names = dict.fromkeys(name for line in self._lines for name in line)

@@ -178,7 +178,7 @@ def _group_keys(rows: NDArray[Any]) -> NDArray[Any]:
     return rows["ticket"] * 65536 + rows["actor"]
 
 
-def sight_of(run: RunFolder) -> AdviceWindow:
+def advice_window(run: RunFolder) -> AdviceWindow:
     """The run's directory as it is now. The config is empty where it is another version's, so that nothing is said of
     environments."""
     try:

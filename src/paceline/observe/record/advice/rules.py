@@ -10,7 +10,7 @@ from rich.text import Text
 from paceline.config.advice import AdvisoryName
 from paceline.observe.record.advice import learning_rules, output_rules
 from paceline.observe.record.advice.measures import Advisory
-from paceline.observe.record.advice.window import AdviceWindow, sight_of
+from paceline.observe.record.advice.window import AdviceWindow, advice_window
 from paceline.observe.record.folder import RunFolder
 
 
@@ -53,7 +53,7 @@ def advise(window: AdviceWindow, names: frozenset[str] | None = None) -> list[Ad
 
 def advice(run: RunFolder) -> RenderableType:
     """The advisories of a run."""
-    window = sight_of(run)
+    window = advice_window(run)
     found = advise(window)
     table = Table.grid(Column(no_wrap=True, style="dim"), Column(), padding=(0, 2))
     for advisory in found:
