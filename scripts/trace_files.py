@@ -2,7 +2,8 @@
 
 Each is really run: a quickstart in `local` placement with `staleness = 0`, so that sampling, training and the update
 follow one another, and a `paceline serve` that answers one streamed chat request. A file counts where a function of it
-is called, in any thread, while the part is under way:
+is called, in any thread but those that only watch, while the part is under way. Coroutines that were waiting when it
+began and go on in it, such as the run's own, do not count:
 
   sample          the third batch, from its rows to the end of its optimizer step
   weight update   after the third batch, from the trainer's weights to the engine that samples with them
@@ -15,6 +16,7 @@ The files of `engine/` are counted apart for samples and requests. Exits 1 where
 """
 
 import argparse
+import asyncio
 import contextlib
 import os
 import signal
@@ -40,6 +42,8 @@ BARS = {"sample": 25, "request": 20, "weight update": 10}
 PHASES = {"sample": "sample", "score": "sample", "train": "sample", "publish": "weight update"}
 """What the run's stopwatch measures, and the part it belongs to."""
 TRACED_STEP = 3
+WATCHERS = {"watchdog", "record", "forced end", "lifeline"}
+"""Threads that look after the run and carry no sample."""
 
 
 class Tracer:
@@ -48,10 +52,14 @@ class Tracer:
     def __init__(self) -> None:
         self.entered: dict[str, Counter[str]] = {part: Counter() for part in BARS}
         self.open: Counter[str] | None = None
+        self.waiting: set[FrameType] = set()
+        """Frames of coroutines that a part found begun."""
         self._files: dict[object, str] = {}
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        if self.open is None or event != "call":
+        if self.open is None or event != "call" or frame in self.waiting:
+            return
+        if threading.current_thread().name in WATCHERS:
             return
         code = frame.f_code
         if (file := self._files.get(code)) is None:
@@ -72,6 +80,15 @@ class Tracer:
             threading.setprofile(None)
 
 
+def waiting_frames(task: "asyncio.Task[object]") -> Iterator[FrameType]:
+    """Of a task and the coroutines that it awaits."""
+    inner: object = task.get_coro()
+    while inner is not None:
+        if (frame := getattr(inner, "cr_frame", None) or getattr(inner, "ag_frame", None)) is not None:
+            yield frame
+        inner = getattr(inner, "cr_await", None) or getattr(inner, "ag_await", None)
+
+
 def trace_run(tracer: Tracer, runs: Path) -> None:
     """A quickstart of a few steps, one of them traced."""
     measured, published = Stopwatch.phase, Gate.publish
@@ -81,6 +98,7 @@ def trace_run(tracer: Tracer, runs: Path) -> None:
     def phase(self: Stopwatch, name: str) -> Iterator[None]:
         steps[name] += 1
         with measured(self, name):
+            tracer.waiting = {frame for task in asyncio.all_tasks() for frame in waiting_frames(task)}
             tracer.open = tracer.entered[PHASES[name]] if steps[name] == TRACED_STEP and name in PHASES else None
             yield
             tracer.open = None

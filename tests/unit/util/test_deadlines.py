@@ -122,7 +122,7 @@ def test_the_inner_of_two_deadlines_leaves_the_outer_alone():
     assert not registry.open
 
 
-def test_waits_know_their_parents_through_tasks_but_never_one_that_is_over():
+def test_deadlines_know_their_parents_through_tasks_but_never_one_that_is_over():
     async def run():
         seen = {}
 
@@ -255,7 +255,7 @@ async def behind_a_gather():
 def test_user_code_that_never_ends_is_left_30_s_after_its_deadline_or_its_cancellation(work, caplog):
     async def run():
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        with pytest.raises(AbandonedError, match=r"it was cancelled and did not end within 30 s, at .*test_waits.py"):
+        with pytest.raises(AbandonedError, match=r"it was cancelled and did not end within 30 s, at .*test_deadlines.py"):
             await UserCall(60, "it", work())
         late, left = loop.time(), task.cancelling()
         task = asyncio.ensure_future(UserCall(60, "it", work()))
@@ -392,7 +392,7 @@ def test_thousands_of_episodes_are_one_line_below_what_waits_for_them():
     episode = next(node for node in nodes if node["count"] > 1)
     assert episode["limit"] == 300
     assert episode["stack"][-1].startswith("python/asyncio/locks.py"), "the stack goes down to what is awaited"
-    assert any("test_waits.py" in line and line.endswith(" forever") for line in episode["stack"])
+    assert any("test_deadlines.py" in line and line.endswith(" forever") for line in episode["stack"])
 
 
 def test_a_stack_follows_tasks_that_wait_for_tasks():
@@ -515,7 +515,7 @@ def test_a_run_that_does_not_move_says_who_waits_for_whom_within_a_minute_and_th
     assert not dog.ear.phases
     stacks = stalled_file(tmp_path).read_text()
     assert "the answer of rank 3" in stacks
-    assert "test_waits.py" in stacks
+    assert "test_deadlines.py" in stacks
 
 
 def test_a_stall_in_which_no_wait_has_a_name_says_where_the_process_stands(tmp_path, monkeypatch):
@@ -531,7 +531,7 @@ def test_a_stall_in_which_no_wait_has_a_name_says_where_the_process_stands(tmp_p
     asyncio.run(lonely())
     said = dog.ear.notes[-1]
     assert "the task `Task-" in said
-    assert "test_waits.py:" in said
+    assert "test_deadlines.py:" in said
     assert " lonely" in said
 
 
@@ -586,7 +586,7 @@ def test_a_blocked_event_loop_is_named_with_the_line_that_blocks_it(tmp_path):
     thread.join(60)
     (note,) = dog.ear.notes
     assert note.startswith("the event loop has been blocked for ")
-    assert "test_waits.py" in note
+    assert "test_deadlines.py" in note
     assert "blocks_the_loop (in python/threading.py:" in note
     assert snapshot["blocked"] > 50
     assert any("blocks_the_loop" in line for group in snapshot["threads"] for line in group["stack"])
@@ -690,7 +690,7 @@ def test_doctor_shows_a_living_run_and_who_waits_in_it(tmp_path):
     assert "step        3" in text
     assert "sampling a batch (" in text
     assert "the answer of the engine (" in text
-    assert "test_waits.py" in text
+    assert "test_deadlines.py" in text
     assert "who waits for whom in the trainer" in text
     assert "something to know" in text
     assert "step-000002" in text
