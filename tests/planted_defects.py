@@ -138,10 +138,10 @@ def stale_prefix(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 def wrong_normaliser(patch: pytest.MonkeyPatch, _: Path) -> None:
     """One over half of the tokens."""
-    from paceline.data import scales
+    from paceline.data import packing
 
-    real = scales._totals
-    patch.setattr(scales, "_totals", lambda *given: real(*given) / 2)
+    real = packing._totals
+    patch.setattr(packing, "_totals", lambda *given: real(*given) / 2)
 
 
 def leaked_answer(patch: pytest.MonkeyPatch, _: Path) -> None:

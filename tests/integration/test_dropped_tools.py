@@ -11,7 +11,7 @@ from paceline.config.inference import SamplingConfig
 from paceline.config.model import ModelConfig
 from paceline.envs import Environment, Outcome
 from paceline.model import load_tokenizer
-from paceline.rollout.template import ToolsDropped, dropped_tools
+from paceline.rollout.render import ToolsDropped, dropped_tools
 from paceline.runtime import train
 from paceline.runtime.local import renderer_of
 

@@ -13,10 +13,10 @@ from pairs import apart, mlx_gradient, mlx_model, packs, pair, samples, torch_gr
 from paceline.config import trainer as config
 from paceline.config.model import LoRAConfig
 from paceline.trainer import TrainerError
+from paceline.trainer.learner import trained
 from paceline.trainer.mlx import forward
 from paceline.trainer.mlx.trainer import MlxTrainer
 from paceline.trainer.ops import clip
-from paceline.trainer.stepping import trained
 
 LORA = LoRAConfig(rank=4)
 

@@ -12,8 +12,7 @@ from paceline.algorithms.grpo import GRPO
 from paceline.config.algorithm import EchoConfig as Config
 from paceline.rollout import Message, Rollout, Turn, threads
 from paceline.rollout.history import Chain
-from paceline.rollout.render import Renderer, RenderError
-from paceline.rollout.template import Tools
+from paceline.rollout.render import Renderer, RenderError, Tools
 from paceline.server.tokenizer import TokenBytes
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code

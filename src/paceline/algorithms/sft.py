@@ -14,8 +14,7 @@ from paceline.data import Row, Sample, look_through
 from paceline.envs import POLICY, Environment, Outcome, Split
 from paceline.rollout import Group, Message, SamplingClient, Seat, Turn
 from paceline.rollout.history import message_text
-from paceline.rollout.render import Renderer, RenderError
-from paceline.rollout.template import Tools
+from paceline.rollout.render import Renderer, RenderError, Tools
 
 
 def demonstration_turns(renderer: Renderer, messages: Sequence[Message], tools: Tools | None = None) -> list[Turn]:

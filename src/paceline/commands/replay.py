@@ -38,9 +38,8 @@ from paceline.trainer import TorchTrainer
 from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.checkpoint import check_files
 from paceline.trainer.critic import cut
-from paceline.trainer.learner import Learner
+from paceline.trainer.learner import Learner, trained
 from paceline.trainer.loss import TokenLosses
-from paceline.trainer.stepping import trained
 from paceline.trainer.terms import held_back
 
 

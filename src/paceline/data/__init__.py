@@ -10,11 +10,10 @@ from paceline.data.mixture import (
     order_of,
     skipped,
 )
-from paceline.data.packing import MicroBatch, first_fit_decreasing, lay, minibatches, pack
+from paceline.data.packing import MicroBatch, Scales, count, first_fit_decreasing, fold, lay, minibatches, pack
 from paceline.data.rows import BadRow, BadRows, DataError, Row, look_through, part_problem, row_change, row_digest
 from paceline.data.sample import Sample, Ticket, WireError, decode, encode
 from paceline.data.sampler import Curriculum, Cursor, MixtureCursor
-from paceline.data.scales import Scales, count, fold
 from paceline.data.sources import DatasetUri, Scheme, listed_rows, open_rows, parse_address, register_scheme
 
 __all__ = [

@@ -17,7 +17,7 @@ from paceline.errors import Mismatch
 from paceline.orchestrator.failures import Kind, error_text, kind_of, stopped
 from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
-from paceline.rollout.template import ToolsDropped
+from paceline.rollout.render import ToolsDropped
 from paceline.util.deadlines import AbandonedError, Clock, DeadlineError
 from paceline.util.rate_limited_logger import RateLimitedLogger
 from paceline.util.user_code import is_cancelled, is_ctrl_c

@@ -19,7 +19,7 @@ from paceline.clients.rpc import HEAD
 from paceline.config import RunConfig
 from paceline.data import Sample, decode, encode
 from paceline.data.balance import Cost
-from paceline.data.scales import owners
+from paceline.data.packing import owners
 from paceline.errors import PacelineError
 from paceline.trainer import StepReport, Trainer, TrainerError
 from paceline.util.deadlines import beat

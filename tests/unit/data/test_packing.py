@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.data import Cost, Sample, Ticket, balanced, cuts, first_fit_decreasing, fold, imbalance, lockstep
 from paceline.data.balance import everyone, held, only
-from paceline.data.scales import owners
+from paceline.data.packing import owners
 from paceline.trainer.batch import BLANK_PACK, packed
 
 laws = settings(max_examples=40, deadline=None)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from paceline.data import Sample, Ticket
 from paceline.data.balance import Cost
-from paceline.data.scales import owners
+from paceline.data.packing import owners
 from paceline.runtime.rpc import spread
 
 COST = Cost(1.0, 0.01)

@@ -22,10 +22,9 @@ from paceline.clients.tools import for_template, with_calls_as_text
 from paceline.data import Ticket
 from paceline.rollout import Renderer, RenderError, Rollout, Turn, assemble
 from paceline.rollout import render as pieces
-from paceline.rollout import template as sandbox
+from paceline.rollout import render as sandbox
 from paceline.rollout.history import LONGEST_KNOWN, meaning
-from paceline.rollout.render import SHORTEST
-from paceline.rollout.template import ENTRY, Recent
+from paceline.rollout.render import ENTRY, SHORTEST, Recent
 
 TICKET = Ticket(4, "maze", 0, 4, 1)
 TOKENS = st.lists(st.integers(0, 3), max_size=3)  # few ids, so that prompts agree by chance as well

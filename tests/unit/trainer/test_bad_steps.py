@@ -19,7 +19,7 @@ from paceline.data import Sample, decode
 from paceline.errors import PacelineError
 from paceline.model import load_model
 from paceline.trainer import TorchTrainer, TrainerError
-from paceline.trainer.stepping import KEPT, WARM_UP, GradientNorms, StepOutcome
+from paceline.trainer.learner import KEPT, WARM_UP, GradientNorms, StepOutcome
 from samples import PLAIN, make_batch, near_policy
 from trainers import put_weights, tensors_of, trainer_of, weights_of
 

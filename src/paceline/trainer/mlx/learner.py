@@ -14,13 +14,12 @@ from paceline.model.mlx.loading import MlxModel, twin
 from paceline.trainer.base import TrainerError
 from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.critic import Critic, value_loss
-from paceline.trainer.learner import Learner
+from paceline.trainer.learner import Learner, Stream, component, components, streams_of, trained
 from paceline.trainer.loss import LossStats
 from paceline.trainer.mlx.forward import MlxForwardPass
 from paceline.trainer.mlx.optimizer import ADAPTER, MlxAdamW, Parameters
 from paceline.trainer.optimizer import schedule_lengths
 from paceline.trainer.reference import KLReference
-from paceline.trainer.stepping import Stream, component, components, streams_of, trained
 from paceline.weights.update import Array, Canary, canary_ids, canary_of, fingerprint
 
 

@@ -16,11 +16,10 @@ from paceline.model import Canary, trainable, twin
 from paceline.model.head import CanaryScorer, make_canary
 from paceline.trainer.batch import Batch, TrainedTokens, cost_of
 from paceline.trainer.critic import Critic, value_loss
-from paceline.trainer.learner import Learner
+from paceline.trainer.learner import Learner, Stream, component, components, streams_of, trained
 from paceline.trainer.loss import LossStats
 from paceline.trainer.optimizer import schedule_lengths
 from paceline.trainer.reference import KLReference
-from paceline.trainer.stepping import Stream, component, components, streams_of, trained
 from paceline.trainer.torch.forward import ForwardPass
 from paceline.trainer.torch.optimizer import MasterAdamW
 from paceline.trainer.torch.sharding import shard
