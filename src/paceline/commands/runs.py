@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.commands.commands import FILE, OVERRIDES, Commands, common_keys, show_warnings
 from paceline.config import LoadedConfig, dump, schema
 from paceline.config.target import arms_of, load_target
+from paceline.util.interrupts import interrupt_ends_process
 from paceline.util.user_code import to_show
 
 COMPARING = """
@@ -60,7 +61,8 @@ def _train(known: argparse.Namespace, overrides: list[str]) -> int:
     loaded = load_target(known.file, overrides)
     if os.environ.get("RANK", "0") == "0":  # of the ranks of a torchrun one is enough to speak
         show_warnings(loaded)
-    from paceline.runtime import train
+    with interrupt_ends_process():
+        from paceline.runtime import train
 
     result = train(loaded.config, overwrite=known.overwrite, screen=None if known.quiet else sys.stdout)
     if result.summary:

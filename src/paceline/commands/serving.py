@@ -8,6 +8,7 @@ from types import ModuleType
 from paceline.commands.commands import Commands, old_spelling
 from paceline.config.errors import from_flags
 from paceline.errors import PacelineError
+from paceline.util.interrupts import interrupt_ends_process
 
 CLUSTER = """
 examples, on the first machine, then on each further one:
@@ -137,7 +138,9 @@ def _serve(known: argparse.Namespace, overrides: list[str]) -> int:
 
     loaded = load_served(served_model(known.model), overrides)
     from paceline.errors import EngineError
-    from paceline.runtime.serving import serve_model
+
+    with interrupt_ends_process():
+        from paceline.runtime.serving import serve_model
 
     try:
         serve_model(loaded.config, settings)
