@@ -1,17 +1,16 @@
 """`python -m paceline` is the `paceline` command."""
 
-import sys
+from paceline.util.interrupts import end_interrupted, interrupt_ends_process
 
 
 def main() -> None:
-    """The `paceline` command as a process: Ctrl-C while its modules are loaded is no traceback either."""
+    """The `paceline` command as a process."""
     try:
-        from paceline.commands import command
-
+        with interrupt_ends_process():
+            from paceline.commands import command
         command()
     except KeyboardInterrupt:
-        print("paceline: stopped", file=sys.stderr)
-        sys.exit(130)
+        end_interrupted()
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def refused(done, *words: str) -> str:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["trainer.safetensors", "trainer.json", "groups.msgpack"])
+@pytest.mark.parametrize("file", ["trainer.safetensors", "trainer.json", "groups.msgpack", "state.json"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_to_the_newest_checkpoint_is_named_and_the_whole_one_is_offered(runs, file, damage):
     harm, words = DAMAGE[damage]

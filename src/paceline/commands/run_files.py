@@ -19,6 +19,7 @@ from paceline.config.keys import ConfigTable, find_tables, key_schema, tables
 from paceline.config.load import example_names
 from paceline.config.target import KINDS, arms_of, load_target, write_starter
 from paceline.errors import PacelineError
+from paceline.util.interrupts import interrupt_ends_process
 from paceline.util.user_code import to_show
 
 
@@ -75,7 +76,8 @@ def train(known: argparse.Namespace, overrides: list[str]) -> int:
     loaded = load_target(known.file, overrides)
     if os.environ.get("RANK", "0") == "0":  # of the ranks of a torchrun one is enough to speak
         cli.show_warnings(loaded)
-    from paceline.runtime import train
+    with interrupt_ends_process():
+        from paceline.runtime import train
 
     result = train(loaded.config, overwrite=known.overwrite, screen=None if known.quiet else sys.stdout)
     if result.summary:

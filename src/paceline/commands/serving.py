@@ -8,6 +8,7 @@ from types import ModuleType
 from paceline.commands.commands import arg, old_spelling, subcommand
 from paceline.config.errors import from_flags
 from paceline.errors import PacelineError
+from paceline.util.interrupts import interrupt_ends_process
 
 
 @subcommand(
@@ -110,7 +111,9 @@ def serve(known: argparse.Namespace, overrides: list[str]) -> int:
 
     loaded = load_served(served_model(known.model), overrides)
     from paceline.errors import EngineError
-    from paceline.runtime.serving import serve_model
+
+    with interrupt_ends_process():
+        from paceline.runtime.serving import serve_model
 
     try:
         serve_model(loaded.config, settings)

@@ -68,16 +68,16 @@ class Checkpoints:
         """The checkpoint behind `latest`, the name of one of this run (`step-000020`) or a path, and the orchestrator's
         state in it."""
         path, own = Path(resume), self._folder / Path(resume).name
-        if resume == LATEST:  # should a crash have left the link dangling, the newest whole checkpoint
-            path = own if (own / STATE).is_file() else next(reversed(self.all()), own)
+        if resume == LATEST:  # should a crash have left the link dangling, the newest checkpoint
+            path = own if own.is_dir() else next(reversed(self.all()), own)
         elif not path.exists() and own.is_dir():
             path = own
+        if path.is_dir() and (found := problems(path, STATE)):
+            raise self._damaged(path.resolve(), found)
         if not (path / STATE).is_file():
             lost = f"{path} has no {STATE}" if path.is_dir() else f"no checkpoint at {path}"
             raise CheckpointError(f"resume = `{resume}`: {lost}; {self.offer()}")
         path = path.resolve()
-        if found := problems(path, STATE):
-            raise self._damaged(path, found)
         try:
             return path, _read_state(path)
         except (OSError, ValueError):
@@ -105,7 +105,7 @@ class Checkpoints:
 
     def offer(self) -> str:
         """The checkpoints that can be resumed, as the end of a sentence."""
-        *earlier, newest = [None, *self.all()]
+        *earlier, newest = [None, *(path for path in self.all() if (path / STATE).is_file())]
         if newest is None:
             return f"there is no checkpoint in {self._folder}"
         others = ", ".join(path.name for path in earlier if path)
@@ -113,13 +113,13 @@ class Checkpoints:
         return f"the newest whole checkpoint is {newest} (write --resume {newest.name}){more}"
 
     def all(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
-        return sorted(path for path in self._folder.glob("step-*") if (path / STATE).is_file())
+        """All checkpoints, oldest first. Each was whole when it appeared; what it lacks now is damage."""
+        return sorted(path for path in self._folder.glob("step-*") if path.is_dir())
 
     def forget_after(self, step: int) -> None:
         """Remove what a roll-back to `step` undoes, and whatever a killed run left half written."""
         survivor = self._folder / f"step-{step:06d}"
-        if (survivor / STATE).is_file():
+        if survivor.is_dir():
             self._point_at(survivor)  # first of all: `latest` never names what is half gone
         for path in [p for p in self.all() if p.name > survivor.name]:
             self._remove(path)

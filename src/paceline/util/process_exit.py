@@ -16,6 +16,7 @@ from _io import _IOBase
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NoReturn
 
+from paceline.util.interrupts import INTERRUPTED
 from paceline.util.user_code import frames_of, user_place
 
 THREADS_SECONDS = 2.0
@@ -32,7 +33,8 @@ def exit_process(code: int) -> NoReturn:
         with contextlib.suppress(Exception):
             stream.flush()
     threading.Thread(target=_leave_threads, args=(code,), name="exit", daemon=True).start()
-    if "torch" not in sys.modules or sys.getprofile() or sys.gettrace():  # a profiler writes its results after us
+    profiled = sys.getprofile() or sys.gettrace()  # a profiler writes its results after us
+    if profiled or ("torch" not in sys.modules and code != INTERRUPTED):
         sys.exit(code)
     with contextlib.suppress(KeyboardInterrupt):  # it ends already
         threading._shutdown()  # ty: ignore[missing-attribute]

@@ -2,13 +2,12 @@
 
 import asyncio
 import re
+import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 
-import paceline.__main__
 from paceline.commands import main, the_commands
 from paceline.commands.commands import COMMON_KEYS
 from paceline.config import ConfigError, load
@@ -344,14 +343,25 @@ def test_a_module_that_is_nowhere_is_named(tmp_path):
         import_object(f"{tmp_path}/env.py:f")
 
 
-def test_ctrl_c_while_the_command_is_loaded_is_no_traceback(monkeypatch, capsys):
-    class Loading(types.ModuleType):
-        @property
-        def command(self):
-            raise KeyboardInterrupt
+LOADING = """
+import os, signal, sys, time
+from paceline.util.interrupts import interrupt_ends_process
 
-    monkeypatch.setitem(sys.modules, "paceline.commands", Loading("paceline.commands"))
-    with pytest.raises(SystemExit) as ended:
-        paceline.__main__.main()
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == "paceline: stopped\n"
+class Lost:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+if len(sys.argv) > 1:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+with interrupt_ends_process():
+    exec("Lost()")
+"""
+
+
+def test_ctrl_c_while_modules_are_loaded_ends_the_process_even_where_an_exception_would_be_lost():
+    done = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "paceline: stopped\n")
+    code = LOADING.replace("sleep(5)", "sleep(0)")
+    ignored = subprocess.run([sys.executable, "-c", code, "nohup"], capture_output=True, text=True, timeout=60)
+    assert (ignored.returncode, ignored.stderr) == (0, "")

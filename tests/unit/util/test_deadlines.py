@@ -712,7 +712,7 @@ def test_doctor_says_that_a_run_was_killed_and_how_to_go_on(tmp_path):
     assert not found.alive
     assert found.verdict.startswith(f"killed: process {sleeper.pid} is gone and wrote no end (SIGKILL, out of memory")
     assert found.checkpoint == tmp_path / "run" / "checkpoints" / "step-000002"
-    assert resume_command(found) == f"paceline train {tmp_path}/run/config.toml --resume latest"
+    assert resume_command(found) == f"paceline train {tmp_path}/run/config.toml --resume step-000002"
 
 
 def test_doctor_is_not_fooled_by_a_process_number_that_is_used_again(tmp_path):
@@ -735,7 +735,7 @@ def test_doctor_tells_the_outcome_of_a_run_that_ended(tmp_path, capsys):
     assert main(["doctor", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     assert "failed at step 3: the engine was lost" in said
-    assert said.splitlines()[-1] == f"to go on: paceline train {tmp_path}/run/config.toml --resume latest"
+    assert said.splitlines()[-1] == f"to go on: paceline train {tmp_path}/run/config.toml --resume step-000002"
     recorder.end(RunOutcome("finished", 9))
     found = examine(tmp_path / "run")
     assert found.verdict == "finished at step 9"

@@ -135,7 +135,7 @@ def way_on(files: RunDirectory, checkpoint: Path | None, trained: bool) -> tuple
     """What can be done with a run that stopped, and the command for it. What was trained is never overwritten."""
     command = f"{_TRAIN} {shlex.quote(str(files.config_file))}"
     if checkpoint is not None:
-        saved = [state.parent.name for state in files.checkpoints.glob("step-*/state.json")]
+        saved = [path.name for path in files.checkpoints.glob("step-*")]
         newest = checkpoint.name >= max(saved, default="")
         return f"to go on from {checkpoint.name}", f"{command} --resume {'latest' if newest else checkpoint.name}"
     if any(files.checkpoints.glob("step-*")):
