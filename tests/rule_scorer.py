@@ -57,7 +57,7 @@ class Attached(FrozenPool):
     any_temperature = True  # ty: ignore
 
 
-def means(
+def context(
     renderer: Renderer, engine: Oracle, rows=(), temperature: float = 1.0, teacher: bool = True
 ) -> AlgorithmContext:
     async def attach(ref):

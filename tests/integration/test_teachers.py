@@ -285,8 +285,8 @@ from paceline.algorithms import Algorithm, broadcast
 from paceline.algorithms.distillation import ReferenceScorer
 
 class Mirror(Algorithm):
-    async def begin(self, means):
-        self.reference = await ReferenceScorer.connect("policy", means)
+    async def begin(self, context):
+        self.reference = await ReferenceScorer.connect("policy", context)
 
     def assign(self, group):
         for rollout in group.rollouts:

@@ -2,7 +2,7 @@
 
 Hooks, called in this order in the life of a rollout, and two for the checkpoint:
 
-    begin(means)       once, before anything is played: connect to teachers, look at the rows
+    begin(context)       once, before anything is played: connect to teachers, look at the rows
     observe(rollout)   when a rollout becomes samples: loss weights for tokens the policy did not sample
     assign(group)      when a group is complete: credit for the tokens it did
     score(groups)      when a batch ships: what needs the whole batch, or another model's log probabilities
@@ -57,7 +57,7 @@ class Algorithm(ABC):
         """The environment as it is to be played. Unchanged by default."""
         return environment
 
-    async def begin(self, means: AlgorithmContext) -> None:  # noqa: B027 - optional by design
+    async def begin(self, context: AlgorithmContext) -> None:  # noqa: B027 - optional by design
         """Connect to whatever is needed; what cannot work is refused here. Nothing by default."""
 
     def observe(self, rollout: Rollout) -> None:  # noqa: B027 - optional by design

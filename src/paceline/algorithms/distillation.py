@@ -54,22 +54,22 @@ class ReferenceScorer:
         self._empty = 0
 
     @classmethod
-    async def connect(cls, ref: Ref, means: AlgorithmContext) -> "ReferenceScorer":
+    async def connect(cls, ref: Ref, context: AlgorithmContext) -> "ReferenceScorer":
         """The policy, or a frozen model that can score at the run's temperature."""
         if ref == "policy":
-            return cls(means.client.pool, "the policy", means.teacher)
-        pool = await means.attach(ref)
-        temperature = means.client.sampling.temperature
+            return cls(context.client.pool, "the policy", context.teacher)
+        pool = await context.attach(ref)
+        temperature = context.client.sampling.temperature
         if temperature != 1.0 and not pool.any_temperature:
             raise AlgorithmError(
-                f"environment `{means.env}`: `{ref.name}` at {ref.where} scores at temperature 1 only, and the run "
+                f"environment `{context.env}`: `{ref.name}` at {ref.where} scores at temperature 1 only, and the run "
                 f"samples at {temperature:g}: set sampling.temperature = 1.0, or serve it with `paceline serve`"
             )
         try:
-            await pool.score([means.client.renderer.prompt([{"role": "user", "content": "?"}])], temperature)
+            await pool.score([context.client.renderer.prompt([{"role": "user", "content": "?"}])], temperature)
         except EngineError as error:
-            raise AlgorithmError(f"environment `{means.env}`: `{ref.name}` cannot score: {error}") from error
-        return cls(pool, f"`{ref.name}` at {ref.where}", means.teacher)
+            raise AlgorithmError(f"environment `{context.env}`: `{ref.name}` cannot score: {error}") from error
+        return cls(pool, f"`{ref.name}` at {ref.where}", context.teacher)
 
     async def refer(self, groups: Sequence[Group], context: Context = lambda *_: ReferencePrompt()) -> Counter[str]:
         """Put `ref_logprobs` on each sample that has weights for them. One without a score is dropped: trained without
@@ -193,8 +193,8 @@ class OPD(Algorithm):
         self._ref = config.teacher
         self._weight = config.weight
 
-    async def begin(self, means: AlgorithmContext) -> None:
-        self._teacher = await ReferenceScorer.connect(self._ref, means)
+    async def begin(self, context: AlgorithmContext) -> None:
+        self._teacher = await ReferenceScorer.connect(self._ref, context)
 
     def assign(self, group: Group) -> None:
         for rollout in group.rollouts:
@@ -234,19 +234,19 @@ class OPSD(Algorithm):
     def __init__(self, config: OPSDConfig) -> None:
         self._config = config
 
-    async def begin(self, means: AlgorithmContext) -> None:
-        self._means, config = means, self._config
-        self.bad_rows = look_through(means.rows, self._demonstration, AlgorithmError)
-        self._teacher = await ReferenceScorer.connect(config.teacher, means)
+    async def begin(self, context: AlgorithmContext) -> None:
+        self._context, config = context, self._config
+        self.bad_rows = look_through(context.rows, self._demonstration, AlgorithmError)
+        self._teacher = await ReferenceScorer.connect(config.teacher, context)
         asked: list[Message] = [{"role": "user", "content": "?"}]
-        plain, mark = means.client.renderer.text(asked), "The quick brown fox."
+        plain, mark = context.client.renderer.text(asked), "The quick brown fox."
         try:
-            told = means.client.renderer.text(self._conditioned(asked, mark))
+            told = context.client.renderer.text(self._conditioned(asked, mark))
         except RenderError:
             told = plain
         if mark not in told:
             raise AlgorithmError(
-                f"environment `{means.env}`: opsd shows the demonstration as a system message, and this model's chat "
+                f"environment `{context.env}`: opsd shows the demonstration as a system message, and this model's chat "
                 "template does not write one: set model.chat_template to one that does"
             )
 
@@ -277,7 +277,7 @@ class OPSD(Algorithm):
                 "prompts with bare tokens: let it speak in messages, or use another algorithm"
             )
         told = self._conditioned(turn.messages, self._demonstration(rollout.ticket.row))
-        return ReferencePrompt(self._means.client.renderer.prompt(told, turn.tools), len(turn.prompt_ids))
+        return ReferencePrompt(self._context.client.renderer.prompt(told, turn.tools), len(turn.prompt_ids))
 
     def _clamped(self, sample: Sample) -> Sample:
         if sample.ref_logprobs is None or sample.logprobs is None:
@@ -294,11 +294,11 @@ class OPSD(Algorithm):
         return [{"role": "system", "content": block}, *messages]
 
     def _demonstration(self, number: int) -> str:
-        row: Row = self._means.rows[number]
+        row: Row = self._context.rows[number]
         text = _as_text(row.get(self._config.demo_key))
         if not text:
             raise AlgorithmError(
-                f"environment `{self._means.env}`, row {number}: there is no demonstration under "
+                f"environment `{self._context.env}`, row {number}: there is no demonstration under "
                 f"`{self._config.demo_key}`: add it, or name the field that has it with demo_key; the row has "
                 + ", ".join(f"`{key}`" for key in row)
             )

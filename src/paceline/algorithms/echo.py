@@ -121,19 +121,19 @@ class Echo(GRPO):
         self._hook = config.filter
         self._filter: Callable[..., Any] | None = import_object(self._hook.import_path) if self._hook else None
 
-    async def begin(self, means: AlgorithmContext) -> None:
-        self._bodies = Bodies(means.client.renderer)
+    async def begin(self, context: AlgorithmContext) -> None:
+        self._bodies = Bodies(context.client.renderer)
         for role in self._alphas:
             said: list[Message] = [*OPENINGS.get(role, []), {"role": role, "content": "The quick brown fox."}]
             try:
-                ids = means.client.renderer.prompt(said)
+                ids = context.client.renderer.prompt(said)
                 seen = self._bodies.find(_trial(ids, said), [len(said) - 1])
             except RenderError:
                 seen = []
             if not seen:
                 raise AlgorithmError(
-                    f"environment `{means.env}`: echo cannot tell which tokens are the words of a `{role}` message, as "
-                    "this model's chat template writes it: leave the role out of `roles`, or set model.chat_template"
+                    f"environment `{context.env}`: echo cannot tell which tokens are the words of a `{role}` message, "
+                    "as this model's chat template writes it: leave the role out of `roles`, or set model.chat_template"
                 )
 
     def observe(self, rollout: Rollout) -> None:

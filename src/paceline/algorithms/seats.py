@@ -23,9 +23,9 @@ class Seats(Algorithm):
     def stage(self, environment: Environment) -> Environment:
         return self._common.stage(environment)
 
-    async def begin(self, means: AlgorithmContext) -> None:
+    async def begin(self, context: AlgorithmContext) -> None:
         for algorithm in (self._common, *self._seats.values()):
-            await algorithm.begin(means)
+            await algorithm.begin(context)
         self.client = self._common.client
 
     def observe(self, rollout: Rollout) -> None:

@@ -94,16 +94,16 @@ class SFT(Algorithm):
         self._demonstrations = DemonstrationEnvironment(environment, self._config.demonstrations)
         return self._demonstrations
 
-    async def begin(self, means: AlgorithmContext) -> None:
+    async def begin(self, context: AlgorithmContext) -> None:
         if self._demonstrations is not None:
-            self._demonstrations.client = means.client
+            self._demonstrations.client = context.client
             read = self._demonstrations.conversation
-            where = f"environment `{means.env}`, row"
+            where = f"environment `{context.env}`, row"
             self.bad_rows = look_through(
-                means.rows, lambda number: read(means.rows[number], f"{where} {number}"), AlgorithmError
+                context.rows, lambda number: read(context.rows[number], f"{where} {number}"), AlgorithmError
             )
         if isinstance(self._config.teacher, ModelRef):
-            self.client = replace(means.client, pool=await means.attach(self._config.teacher))
+            self.client = replace(context.client, pool=await context.attach(self._config.teacher))
 
     def assign(self, group: Group) -> None:
         for rollout in group.rollouts:

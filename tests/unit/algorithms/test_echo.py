@@ -14,7 +14,7 @@ from paceline.config.algorithm import EchoConfig, GRPOConfig
 from paceline.config.base import Hook
 from paceline.orchestrator.admission import without_signal
 from paceline.rollout import Renderer, RenderError, assemble
-from rule_scorer import Oracle, grouped, means, spoken
+from rule_scorer import Oracle, context, grouped, spoken
 
 laws = settings(max_examples=15, deadline=None)
 WORDS = st.text("ab c:1\n", min_size=1, max_size=8)
@@ -33,7 +33,7 @@ def quick(load):
 
 def echo(renderer, **settings):
     algorithm = build_algorithm(EchoConfig(**settings))
-    asyncio.run(algorithm.begin(means(renderer, Oracle())))
+    asyncio.run(algorithm.begin(context(renderer, Oracle())))
     return algorithm
 
 

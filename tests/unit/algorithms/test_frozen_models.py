@@ -15,7 +15,7 @@ from paceline.clients.frozen import CompletionsEngine, FrozenPool, prompt_logpro
 from paceline.config.model import ModelRef
 from paceline.errors import EngineError
 from paceline.rollout import Renderer
-from rule_scorer import Oracle, grouped, means, spoken, truth
+from rule_scorer import Oracle, context, grouped, spoken, truth
 
 laws = settings(max_examples=12, deadline=None)
 REF = ModelRef(name="big", base_url="http://there/v1", concurrency=3)
@@ -42,7 +42,7 @@ def test_every_sample_gets_its_own_scores_at_its_own_temperature(renderer, repli
     engine = Oracle()
 
     async def ask():
-        reference = await ReferenceScorer.connect(REF, means(renderer, engine))
+        reference = await ReferenceScorer.connect(REF, context(renderer, engine))
         return await reference.refer([group])
 
     group = asked(*replies, renderer=renderer, temperature=temperature)
@@ -59,7 +59,7 @@ def test_a_failed_score_drops_its_sample_and_nothing_else(renderer, replies):
     engine = Oracle(fears=renderer.encode("z"))
 
     async def ask():
-        return await (await ReferenceScorer.connect(REF, means(renderer, engine))).refer([group])
+        return await (await ReferenceScorer.connect(REF, context(renderer, engine))).refer([group])
 
     group = asked(*replies, renderer=renderer)
     lost = asyncio.run(ask())
@@ -70,7 +70,7 @@ def test_a_failed_score_drops_its_sample_and_nothing_else(renderer, replies):
 
 def test_a_teacher_that_scores_nothing_any_more_stops_the_run_with_its_cause(renderer):
     async def ask():
-        reference = await ReferenceScorer.connect(REF, means(renderer, Oracle(fears=renderer.encode("z"))))
+        reference = await ReferenceScorer.connect(REF, context(renderer, Oracle(fears=renderer.encode("z"))))
         for _ in range(MOST_EMPTY - 1):
             await reference.refer([asked("z", renderer=renderer)])
         await reference.refer([asked("a", "z", renderer=renderer)])  # one that works, and the count begins anew
@@ -85,7 +85,7 @@ def test_who_trains_once_more_is_not_asked_about_again(renderer):
     engine = Oracle()
 
     async def ask():
-        reference = await ReferenceScorer.connect(REF, means(renderer, engine))
+        reference = await ReferenceScorer.connect(REF, context(renderer, engine))
         await reference.refer([group])
         engine.asked.clear()
         engine.fears = set(range(200))
@@ -118,7 +118,7 @@ def test_a_reference_that_is_gone_is_waited_for_once_and_not_by_each_in_turn(ren
     engine = Gone(answers + 1)  # one more at the start, to see that it can score
 
     async def ask():
-        return await (await ReferenceScorer.connect(REF, means(renderer, engine))).refer([group])
+        return await (await ReferenceScorer.connect(REF, context(renderer, engine))).refer([group])
 
     group = asked(*["ab"] * 40, renderer=renderer)
     assert asyncio.run(ask()) == {"teacher_failed": 40 - answers}
@@ -133,7 +133,7 @@ def test_what_stands_before_the_sampled_tokens_may_be_another_prompt(renderer):
     head, engine = [7, 8, 9], Oracle()
 
     async def ask():
-        reference = await ReferenceScorer.connect("policy", means(renderer, engine))
+        reference = await ReferenceScorer.connect("policy", context(renderer, engine))
         await reference.refer([group], lambda rollout, sample: ReferencePrompt(head, cut))
 
     asyncio.run(ask())

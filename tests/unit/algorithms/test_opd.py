@@ -10,7 +10,7 @@ from paceline.algorithms import AlgorithmError, build_algorithm
 from paceline.config.algorithm import OPDConfig
 from paceline.errors import EngineError
 from paceline.orchestrator.admission import without_signal
-from rule_scorer import Attached, Oracle, grouped, means, spoken, truth
+from rule_scorer import Attached, Oracle, context, grouped, spoken, truth
 
 USER = {"role": "user", "content": "go"}
 
@@ -22,7 +22,7 @@ def test_two_turns_are_scored_as_one_sequence_and_rewards_play_no_part(renderer)
 
     async def run():
         algorithm = build_algorithm(OPDConfig(teacher=REF))
-        await algorithm.begin(means(renderer, engine))
+        await algorithm.begin(context(renderer, engine))
         algorithm.assign(group)
         assert not without_signal(group)
         return await algorithm.score([group])
@@ -40,14 +40,14 @@ def test_two_turns_are_scored_as_one_sequence_and_rewards_play_no_part(renderer)
 def test_a_teacher_at_one_temperature_only_is_refused_at_another(renderer, monkeypatch):  # noqa: F811
     monkeypatch.setattr(Attached, "any_temperature", False)
     algorithm = build_algorithm(OPDConfig(teacher=REF))
-    asyncio.run(algorithm.begin(means(renderer, Oracle())))
+    asyncio.run(algorithm.begin(context(renderer, Oracle())))
     with pytest.raises(AlgorithmError, match=r"scores at temperature 1 only, and the run samples at 0.7: set sampling"):
-        asyncio.run(algorithm.begin(means(renderer, Oracle(), temperature=0.7)))
+        asyncio.run(algorithm.begin(context(renderer, Oracle(), temperature=0.7)))
 
 
 def test_a_teacher_that_does_not_answer_or_cannot_score_is_refused_at_the_start(renderer):  # noqa: F811
     algorithm = build_algorithm(OPDConfig(teacher=REF))
     with pytest.raises(EngineError, match="nobody answers"):
-        asyncio.run(algorithm.begin(means(renderer, Oracle(), teacher=False)))
+        asyncio.run(algorithm.begin(context(renderer, Oracle(), teacher=False)))
     with pytest.raises(AlgorithmError, match="environment `maze`: `big` cannot score: I fear this"):
-        asyncio.run(algorithm.begin(means(renderer, Oracle(fears=range(200)))))
+        asyncio.run(algorithm.begin(context(renderer, Oracle(fears=range(200)))))

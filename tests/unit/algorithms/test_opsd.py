@@ -13,7 +13,7 @@ from paceline.algorithms import AlgorithmError, build_algorithm
 from paceline.config.algorithm import OPSDConfig
 from paceline.orchestrator.admission import without_signal
 from paceline.rollout import Renderer
-from rule_scorer import Oracle, grouped, means, spoken, truth
+from rule_scorer import Oracle, context, grouped, spoken, truth
 
 laws = settings(max_examples=20, deadline=None)
 USER = {"role": "user", "content": "go"}
@@ -24,7 +24,7 @@ SHORT = "see: {demonstration}"
 def taught(group, renderer, config=None, rows=ROWS, engine=None):  # noqa: F811
     async def run():
         algorithm = build_algorithm(config or OPSDConfig(block=SHORT))
-        await algorithm.begin(means(renderer, engine or Oracle(), rows))
+        await algorithm.begin(context(renderer, engine or Oracle(), rows))
         algorithm.assign(group)
         return await algorithm.score([group])
 
@@ -113,7 +113,7 @@ def test_a_demonstration_is_text_or_messages(renderer, demonstration, text):  # 
 def test_a_missing_demonstration_is_skipped_and_many_are_an_error_that_names_row_and_key(renderer, missing):  # noqa: F811
     lacking, algorithm = {"question": "?"} | missing, build_algorithm(OPSDConfig(block=SHORT))
     sentence = r"`maze`, row 2: there is no demonstration under `demonstration`.*`question`"
-    asyncio.run(algorithm.begin(means(renderer, Oracle(), [*ROWS, lacking])))
+    asyncio.run(algorithm.begin(context(renderer, Oracle(), [*ROWS, lacking])))
     assert algorithm.bad_rows.indices == {2}
     assert re.search(sentence, str(algorithm.bad_rows))
     with pytest.raises(AlgorithmError, match=sentence):

@@ -22,7 +22,7 @@ from paceline.orchestrator import build_train_envs
 from paceline.orchestrator.admission import without_signal
 from paceline.orchestrator.gate import fresh_enough, staleness
 from paceline.rollout import Renderer, Rollout, SessionMap, assemble
-from rule_scorer import Oracle, grouped, means, spoken
+from rule_scorer import Oracle, context, grouped, spoken
 
 laws = settings(max_examples=12, deadline=None)
 USER = {"role": "user", "content": "go"}
@@ -56,7 +56,7 @@ def test_every_token_trains_by_itself_and_age_is_no_matter(quick, turns, version
 
 
 def test_the_teacher_speaks_in_training_and_nobody_else_is_asked(quick):
-    algorithm, given = build_algorithm(SFTConfig(teacher=REF)), means(quick, Oracle())
+    algorithm, given = build_algorithm(SFTConfig(teacher=REF)), context(quick, Oracle())
     assert algorithm.client is None
     asyncio.run(algorithm.begin(given))
     assert algorithm.client.pool.ref == REF
@@ -123,7 +123,7 @@ def course(rows: Environment, demonstrations):
 
 def begun(quick, rows, demonstrations):
     found = course(Rows(*rows), demonstrations)
-    given = means(quick, Oracle(), found.rows)
+    given = context(quick, Oracle(), found.rows)
     asyncio.run(found.algorithm.begin(given))
     return found, given.client
 
