@@ -57,11 +57,11 @@ if MLX:
 
         def __init__(
             self, shape: AttentionShape, slots: int, length: int, most: int, dtype: torch.dtype, device: str,
-            steady: bool = False,
+            deterministic: bool = False,
         ) -> None:  # fmt: skip
             kind = getattr(mx, str(dtype).removeprefix("torch."))
             heads, dim = shape.kv_heads, shape.head_dim
-            super().__init__(KeyShape(shape.layers, heads, dim, dim, kind), slots, length, most, steady)
+            super().__init__(KeyShape(shape.layers, heads, dim, dim, kind), slots, length, most, deterministic)
 
         def write(self, layer, slots, positions, keys, values) -> None:
             if not isinstance(keys, torch.Tensor):

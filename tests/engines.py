@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from backends import paged
 from paceline.engine.pages import PAGE, PageCache
 from paceline.engine.runner import Runner, StepInFlight
-from paceline.engine.sequence import Catalog, SampledToken, Sequence
+from paceline.engine.sequence import Catalog, DecodeSequence, SampledToken
 from paceline.model import twin
 from paceline.weights.update import mix_int
 
@@ -72,10 +72,10 @@ class SymbolicRunner(Runner):
 
     def __init__(self, cache, depth: int, catalog: Catalog) -> None:
         self.depth, self.cache, self.catalog = depth, cache, catalog
-        self.sampled: dict[Sequence, list[int]] = {}
+        self.sampled: dict[DecodeSequence, list[int]] = {}
         self.table: dict[tuple[int, int], int] = {}
         self.writes: dict[StepInFlight, set[int]] = {}
-        self.computed: dict[Sequence, set[int]] = {}
+        self.computed: dict[DecodeSequence, set[int]] = {}
 
     def launch(self, chunks) -> StepInFlight:
         assert len({id(c.sequence) for c in chunks}) == len(chunks)
@@ -107,7 +107,7 @@ class SymbolicRunner(Runner):
     def _compute(self, chunk) -> None:
         sequence, slot = chunk.sequence, torch.tensor([chunk.sequence.slot])
         known = [*sequence.request.prompt_ids, *self.sampled.get(sequence, [])]
-        weights = self.catalog.family(sequence.request.model)
+        weights = self.catalog.weights_key(sequence.request.model)
         assert chunk.version == self.catalog.versions[sequence.request.model]
         last = int(self.cache.read_one(0, sequence.slot, chunk.start)[0][0, -1]) if chunk.start else 0
         made = []

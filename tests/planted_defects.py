@@ -133,7 +133,7 @@ def stale_prefix(patch: pytest.MonkeyPatch, _: Path) -> None:
     from paceline.engine.sequence import Catalog
 
     patch.setattr(PageCache, "forget", lambda self: None)
-    patch.setattr(Catalog, "family", lambda self, model: (model, 0))
+    patch.setattr(Catalog, "weights_key", lambda self, model: (model, 0))
 
 
 def wrong_normaliser(patch: pytest.MonkeyPatch, _: Path) -> None:

@@ -25,7 +25,7 @@ class Mismatch(EngineError):
     """Weights are not what they claim to be: nothing sampled from them could be trusted."""
 
 
-class OtherBase(EngineError):
+class DeltaBaseMismatch(EngineError):
     """The engine does not hold the weights a delta builds on: it must be sent all of them."""
 
 

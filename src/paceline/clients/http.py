@@ -14,7 +14,15 @@ import orjson
 
 from paceline.clients.remote import CONNECT_SECONDS, HttpConnection, Question, RemoteEngine, finite_canary, in_one_piece
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Grammar, Listener
-from paceline.errors import EngineError, Mismatch, OtherBase, Overloaded, RequestError, UnknownModel, Unreachable
+from paceline.errors import (
+    DeltaBaseMismatch,
+    EngineError,
+    Mismatch,
+    Overloaded,
+    RequestError,
+    UnknownModel,
+    Unreachable,
+)
 from paceline.weights import tensors as libraries
 from paceline.weights.transports import UPDATE_HEADER, WeightPath, WeightTransport, transport_for
 from paceline.weights.update import ServedPolicy, WeightUpdate
@@ -158,7 +166,7 @@ class HttpEngine(HttpConnection, RemoteEngine):
 
 KINDS = {
     "weights_mismatch": Mismatch,
-    "other_base": OtherBase,
+    "other_base": DeltaBaseMismatch,
     "model_not_found": UnknownModel,
     "shutting_down": Unreachable,
     "engine_unavailable": Unreachable,

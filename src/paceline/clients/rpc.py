@@ -17,7 +17,15 @@ from safetensors import SafetensorError
 
 from paceline.clients.remote import Question
 from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener, Piece
-from paceline.errors import EngineError, Mismatch, OtherBase, Overloaded, PartialUpdateError, RequestError, UnknownModel
+from paceline.errors import (
+    DeltaBaseMismatch,
+    EngineError,
+    Mismatch,
+    Overloaded,
+    PartialUpdateError,
+    RequestError,
+    UnknownModel,
+)
 from paceline.weights import tensors as libraries
 from paceline.weights.update import Adapter, Array, Canary, ServedPolicy, WeightUpdate
 from paceline.weights.weight_store import StoredTensors, read_delta
@@ -25,7 +33,7 @@ from paceline.weights.weight_store import StoredTensors, read_delta
 HEAD = struct.Struct("<Q")
 ERRORS = {
     kind.__name__: kind
-    for kind in (EngineError, RequestError, UnknownModel, Overloaded, Mismatch, OtherBase, PartialUpdateError)
+    for kind in (EngineError, RequestError, UnknownModel, Overloaded, Mismatch, DeltaBaseMismatch, PartialUpdateError)
 }
 
 

@@ -146,12 +146,12 @@ def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Eval
     progress(f"loading {config.model.name}")
     with open_house(config, sampling_on(config, "eval"), None, config.eval.concurrency, target.checkpoint) as house:
         assert house.client is not None
-        player = RolloutRunner(house.client, RealClock(), config.seed, EVAL)
+        runner = RolloutRunner(house.client, RealClock(), config.seed, EVAL)
 
         async def play() -> list[Rollout]:
             played: list[Rollout] = []
             try:
-                await evaluate(envs, player, config.eval, progress, played.extend)
+                await evaluate(envs, runner, config.eval, progress, played.extend)
             finally:
                 await house.close()
             return played

@@ -15,8 +15,8 @@ from paceline.engine.cpu.runner import EagerRunner
 from paceline.engine.engine import DecodingEngine
 from paceline.engine.pages import PAGE, PageCache, PageMemory
 from paceline.engine.sequence import BASE, Guide
-from paceline.engine.weight_swap import StagedUpdate, WeightApplier
-from paceline.errors import EngineError, Mismatch, OtherBase
+from paceline.engine.weight_applier import StagedUpdate, WeightApplier
+from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch
 from paceline.model import LMHead, set_cpu_threads
 from paceline.model.adapters import Adapters, install
 from paceline.model.background_compile import BackgroundCompile
@@ -145,22 +145,26 @@ class TorchWeights(WeightApplier):
             fingerprint(self._adapters.tensors(1).items())
             self._adapters.clear(1)
 
-    def mark(self) -> "torch.cuda.Event | None":
+    def sender_event(self) -> "torch.cuda.Event | None":
         """How far the sender's work on the GPU has come."""
         if self._model.device.type != "cuda":
             return None
-        mark = torch.cuda.Event()
-        mark.record(torch.cuda.current_stream(self._model.device))
-        return mark
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._model.device))
+        return event
 
-    def read(self, update: WeightUpdate, check: bool = True, mark: "torch.cuda.Event | None" = None) -> StagedUpdate:
-        with torch.no_grad(), nullcontext() if mark is None else torch.cuda.device(self._model.device):
-            if mark is None:
+    def read(
+        self, update: WeightUpdate, check: bool = True, sender_event: "torch.cuda.Event | None" = None
+    ) -> StagedUpdate:
+        with torch.no_grad(), nullcontext() if sender_event is None else torch.cuda.device(self._model.device):
+            if sender_event is None:
                 return super().read(update, check)
-            mark.wait()  # bounded: orders two CUDA streams, the host goes on
+            sender_event.wait()  # bounded: orders two CUDA streams, the host goes on
             staged = super().read(update, check)
-            mark.record(torch.cuda.current_stream(self._model.device))  # what was left to the GPU comes before use
-            return replace(staged, ready=mark)
+            sender_event.record(
+                torch.cuda.current_stream(self._model.device)
+            )  # what was left to the GPU comes before use
+            return replace(staged, ready=sender_event)
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Nothing is left to be read from a file. A second copy of the weights is never made on the device; on the host
@@ -233,7 +237,7 @@ class TorchWeights(WeightApplier):
             held = self.catalog.weights[BASE].get(version) if whole else None
             held = held or fingerprint((name, self._parameters[name]) for name in delta.entries)
         if held != base.fingerprint:
-            raise OtherBase(
+            raise DeltaBaseMismatch(
                 f"the delta builds on version {base.version} ({base.fingerprint}), and this engine holds version "
                 f"{version}{f' ({held})' if held else ''}: send all weights"
             )

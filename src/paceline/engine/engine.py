@@ -19,15 +19,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from paceline.config import inference
-from paceline.engine.admission import MAX_TOP_LOGPROBS, check_request
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Grammar, Listener
 from paceline.engine.kv_cache import Cache
 from paceline.engine.runner import Runner, StepInFlight
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import Chunk, Guide, SampledToken, TokenStreamer
-from paceline.engine.sequence import Sequence as Running
-from paceline.engine.weight_swap import StagedUpdate, WeightApplier
-from paceline.errors import EngineError, OtherBase, Overloaded, RequestError
+from paceline.engine.sequence import Chunk, DecodeSequence, Guide, SampledToken, TokenStreamer
+from paceline.engine.validation import MAX_TOP_LOGPROBS, check_request
+from paceline.engine.weight_applier import StagedUpdate, WeightApplier
+from paceline.errors import DeltaBaseMismatch, EngineError, Overloaded, RequestError
 from paceline.weights.update import ServedPolicy, WeightUpdate
 
 CLOSE_SECONDS = 30.0
@@ -46,13 +45,13 @@ class DecodingEngine:
     """
 
     def __init__(
-        self, config: inference.EngineConfig, cache: Cache, runner: Runner, served: WeightApplier, *, max_context: int,
+        self, config: inference.EngineConfig, cache: Cache, runner: Runner, weights: WeightApplier, *, max_context: int,
         vocabulary: int, deterministic: bool, grammars: Callable[[Grammar], Guide] | None,
     ) -> None:  # fmt: skip
         self.max_context = max_context
-        self._config, self._cache, self._runner, self._served = config, cache, runner, served
-        self._vocabulary, self._grammars, self._catalog = vocabulary, grammars, served.catalog
-        self._scheduler = Scheduler(cache, config.prefill_tokens, deterministic, served.catalog)
+        self._config, self._cache, self._runner, self._weights = config, cache, runner, weights
+        self._vocabulary, self._grammars, self._catalog = vocabulary, grammars, weights.catalog
+        self._scheduler = Scheduler(cache, config.prefill_tokens, deterministic, weights.catalog)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._posting = threading.Lock()
         self._flights: deque[StepInFlight] = deque()
@@ -101,7 +100,7 @@ class DecodingEngine:
         """Queue a request; cancelling the future takes it out again."""
         self._check(request)
         limit = min(len(request.prompt_ids) + request.max_tokens, self.max_context)
-        sequence = Running(request, Future(), list(request.prompt_ids), limit, listener)
+        sequence = DecodeSequence(request, Future(), list(request.prompt_ids), limit, listener)
         if request.grammar is not None:
             sequence.guide = self._guide(request.grammar)
         return self._enqueue(sequence)
@@ -116,28 +115,28 @@ class DecodingEngine:
         for ids in sequences:
             request = GenerateRequest(prompt_ids=tuple(ids), max_tokens=1, temperature=temperature, model=model)
             self._check(request, room=0)
-            running.append(Running(request, Future(), list(ids), len(ids), scores=[]))
+            running.append(DecodeSequence(request, Future(), list(ids), len(ids), scores=[]))
         futures = [self._enqueue(sequence) for sequence in running]
         return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))  # bounded: by the pool's deadline
 
     async def load_weights(self, update: WeightUpdate) -> float:
-        mark = self._served.mark()
+        event = self._weights.sender_event()
         try:
             async with self._updates:  # bounded: by those before it, and applied in the order in which they came
                 # Read before decoding has to pause, and beside it: the pause is then the copy alone.
-                staged = await asyncio.to_thread(self._served.read, update, self._config.verify_weights, mark)
+                staged = await asyncio.to_thread(self._weights.read, update, self._config.verify_weights, event)
                 return await self._ask(lambda: self._swap(staged))
-        except OtherBase:
+        except DeltaBaseMismatch:
             if update.delta is None or not update.tensors:
                 raise
         return await self.load_weights(dataclasses.replace(update, delta=None))  # all of it is here too
 
     async def policy(self) -> ServedPolicy:
-        return await self._ask(self._served.policy)
+        return await self._ask(self._weights.policy)
 
     async def limits(self) -> EngineLimits:
         return EngineLimits(
-            self.max_context, self._vocabulary, MAX_TOP_LOGPROBS, self._catalog.adapters, self._served.bytes
+            self.max_context, self._vocabulary, MAX_TOP_LOGPROBS, self._catalog.adapters, self._weights.bytes
         )
 
     async def stats(self) -> EngineStats:
@@ -181,14 +180,14 @@ class DecodingEngine:
 
     def _check(self, request: GenerateRequest, room: int = 1) -> None:
         check_request(request, self._catalog, self.max_context - room, self._vocabulary)
-        self._served.check_trusted(request.model)
+        self._weights.check_trusted(request.model)
 
     def _guide(self, grammar: Grammar) -> Guide:
         if self._grammars is None:
             raise RequestError("constrained output needs xgrammar: pip install 'paceline[grammar]'")
         return self._grammars(grammar)
 
-    def _enqueue(self, sequence: Running) -> "Future[Any]":
+    def _enqueue(self, sequence: DecodeSequence) -> "Future[Any]":
         if not self._cache.fits(sequence.limit):
             raise RequestError(f"{sequence.limit} tokens do not fit the engine's KV cache: lower max_tokens")
         waiting = self._scheduler.waiting + self._inbox.qsize()
@@ -197,10 +196,10 @@ class DecodingEngine:
         self._post(lambda: self._admit(sequence))
         return sequence.future
 
-    def _admit(self, sequence: Running) -> None:
+    def _admit(self, sequence: DecodeSequence) -> None:
         """An update may have gone wrong since the request was checked."""
         try:
-            self._served.check_trusted(sequence.request.model)
+            self._weights.check_trusted(sequence.request.model)
         except EngineError as error:
             return self._fail(sequence, str(error), type(error))
         self._scheduler.add(sequence)
@@ -240,7 +239,7 @@ class DecodingEngine:
         try:
             with self._context():
                 self._runner.warm()
-                self._served.warm()
+                self._weights.warm()
                 self._ready.set()
                 while self._drain_inbox():
                     self._step()
@@ -311,7 +310,7 @@ class DecodingEngine:
         # Only now: a preempted sequence waits again from here on, with all it has, or is over.
         self._scheduler.land(chunk)
 
-    def _process_scores(self, sequence: Running, scores: list[float]) -> None:
+    def _process_scores(self, sequence: DecodeSequence, scores: list[float]) -> None:
         assert sequence.scores is not None
         sequence.scores += scores
         if any(map(math.isnan, scores)):
@@ -321,7 +320,7 @@ class DecodingEngine:
             self._scheduler.release(sequence)
             _answer(sequence, [0.0, *sequence.scores])
 
-    def _process_token(self, sequence: Running, chunk: Chunk, drawn: SampledToken) -> None:
+    def _process_token(self, sequence: DecodeSequence, chunk: Chunk, drawn: SampledToken) -> None:
         if not math.isfinite(drawn.logprob):
             sequence.broken = True
             return self._fail(sequence, f"the model's logits are not finite at version {chunk.version}")
@@ -338,7 +337,7 @@ class DecodingEngine:
             self._streamer.finish(sequence)
             _answer(sequence, sequence.completion(finish, self._catalog.weights[sequence.request.model]))
 
-    def _fail(self, sequence: Running, why: str, kind: type[EngineError] = EngineError) -> None:
+    def _fail(self, sequence: DecodeSequence, why: str, kind: type[EngineError] = EngineError) -> None:
         sequence.end.reached = True
         self._scheduler.release(sequence)
         self._streamer.finish(sequence)
@@ -351,7 +350,7 @@ class DecodingEngine:
         """What is in flight lands with its own version, what runs goes on with the new one."""
         self._land(0)
         start = time.perf_counter()
-        self._served.swap(staged, self._scheduler, self._config.on_swap == "recompute", self._fail, self._guide)
+        self._weights.swap(staged, self._scheduler, self._config.on_swap == "recompute", self._fail, self._guide)
         self._runner.sync()
         pause = time.perf_counter() - start
         self.swaps += 1
@@ -365,7 +364,7 @@ class DecodingEngine:
     def _fall_asleep(self) -> None:
         if not self._asleep:
             self._hold(True)
-            self._scheduler.requeue(list(self._scheduler.running.values()))
+            self._scheduler.preempt(list(self._scheduler.running.values()))
             self._cache.sleep()
             self._asleep = True
 
@@ -389,7 +388,7 @@ class DecodingEngine:
                 sequence.future.set_exception(error)
 
 
-def _answer(sequence: Running, result: Any) -> None:
+def _answer(sequence: DecodeSequence, result: Any) -> None:
     sequence.end.reached = True  # now: where it is being given up just then, the future may tell a moment later
     if sequence.future.set_running_or_notify_cancel():
         sequence.future.set_result(result)

@@ -6,9 +6,9 @@ A slot is one row of memory: a decode step reads it in place, without gathering.
 import heapq
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
-from paceline.engine.sequence import Family, Sequence
+from paceline.engine.sequence import DecodeSequence, WeightsKey
 
 
 class Cache(ABC):
@@ -17,8 +17,8 @@ class Cache(ABC):
     shares_at_once: bool
     """Whether a prompt can be shared in the very step that computes it."""
 
-    def __init__(self, slots: int, max_length: int, steady: bool) -> None:
-        self.slots, self.max_length, self._steady = slots, max_length, steady
+    def __init__(self, slots: int, max_length: int, deterministic: bool) -> None:
+        self.slots, self.max_length, self._deterministic = slots, max_length, deterministic
 
     @property
     def scratch(self) -> int:
@@ -35,26 +35,26 @@ class Cache(ABC):
         return length <= self.max_length
 
     @abstractmethod
-    def admit(self, sequence: Sequence, running: int) -> bool:
+    def admit(self, sequence: DecodeSequence, running: int) -> bool:
         """Give it a slot and whatever of its tokens is already there (`computed`); False when there is no room."""
 
     @abstractmethod
-    def grow(self, sequence: Sequence, length: int) -> bool:
+    def grow(self, sequence: DecodeSequence, length: int) -> bool:
         """Room for `length` tokens of a running sequence; False when the memory is used up."""
 
     def settle(self) -> None:  # noqa: B027 - pages leave nothing to do
         """Before a step: carry out what admissions left to do."""
 
     @abstractmethod
-    def advance(self, sequence: Sequence) -> None:
+    def advance(self, sequence: DecodeSequence) -> None:
         """More of its tokens are computed."""
 
     @abstractmethod
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: DecodeSequence) -> None:
         """Take its place back; what it computed may be shared until it is overwritten."""
 
     @abstractmethod
-    def scrub(self, sequence: Sequence) -> None:
+    def scrub(self, sequence: DecodeSequence) -> None:
         """Overwrite what it wrote, before its place is released."""
 
     @abstractmethod
@@ -79,27 +79,27 @@ class Slots(Cache):
     """Assigns slots, and finds keys and values that another sequence may share. The memory is a subclass's.
 
     The length grows by doubling up to `max_length`, so short conversations never pay for the model's whole context.
-    With `steady`, only prompts are shared, because keys from a decode step may differ from those of a prompt by
+    With `deterministic`, only prompts are shared, because keys from a decode step may differ from those of a prompt by
     rounding.
     """
 
     shares_at_once = False  # a slot is copied before the step that fills it
 
-    def __init__(self, slots: int, length: int, max_length: int, steady: bool = False) -> None:
-        super().__init__(slots, max_length, steady)
+    def __init__(self, slots: int, length: int, max_length: int, deterministic: bool = False) -> None:
+        super().__init__(slots, max_length, deterministic)
         self.length = length
         self._free = list(range(slots))
-        self._left: dict[int, tuple[Family, list[int]]] = {}
+        self._left: dict[int, tuple[WeightsKey, list[int]]] = {}
         """Tokens a freed slot still holds, for the next turn of the same conversation."""
-        self._prompts: dict[tuple[Family, tuple[int, ...]], int] = {}
+        self._prompts: dict[tuple[WeightsKey, tuple[int, ...]], int] = {}
         """Running slots by their prompt, for the other members of a group."""
-        self._owners: dict[int, tuple[Family, tuple[int, ...]]] = {}
+        self._owners: dict[int, tuple[WeightsKey, tuple[int, ...]]] = {}
         self._copies: dict[tuple[int, int], list[int]] = defaultdict(list)
         """To copy before the next step: (source slot, length) to target slots."""
         self.wake()
 
     @abstractmethod
-    def _copy(self, source: int, length: int, targets: Seq[int]) -> None:
+    def _copy(self, source: int, length: int, targets: Sequence[int]) -> None:
         """The first positions of a slot, to others."""
 
     @abstractmethod
@@ -114,13 +114,13 @@ class Slots(Cache):
     def used(self) -> float:
         return 1 - len(self._free) / self.slots
 
-    def admit(self, sequence: Sequence, running: int) -> bool:
+    def admit(self, sequence: DecodeSequence, running: int) -> bool:
         if not self._free:
             return False
-        assert sequence.family is not None
+        assert sequence.weights_key is not None
         tokens = sequence.tokens
         left, shared = self._continued(sequence)
-        source = self._prompts.get((sequence.family, tuple(tokens))) if sequence.scores is None else None
+        source = self._prompts.get((sequence.weights_key, tuple(tokens))) if sequence.scores is None else None
         if source is not None and shared < len(tokens) - 1:
             sequence.slot = heapq.heappop(self._free)
             sequence.computed = len(tokens) - 1
@@ -136,18 +136,18 @@ class Slots(Cache):
         self._ensure(len(tokens))
         return True
 
-    def _continued(self, sequence: Sequence) -> tuple[int | None, int]:
+    def _continued(self, sequence: DecodeSequence) -> tuple[int | None, int]:
         """The free slot that holds most of this prompt's beginning, and how many tokens of it."""
         best, most = None, 0
-        if self._steady or sequence.scores is not None:
+        if self._deterministic or sequence.scores is not None:
             return best, most
-        for slot, (family, tokens) in self._left.items():
+        for slot, (weights_key, tokens) in self._left.items():
             shared = min(len(tokens), len(sequence.tokens) - 1)
-            if shared > most and family == sequence.family and tokens[:shared] == sequence.tokens[:shared]:
+            if shared > most and weights_key == sequence.weights_key and tokens[:shared] == sequence.tokens[:shared]:
                 best, most = slot, shared
         return best, most
 
-    def grow(self, sequence: Sequence, length: int) -> bool:
+    def grow(self, sequence: DecodeSequence, length: int) -> bool:
         """Only as far as it has come: a request may ask for the model's whole context and say one word."""
         self._ensure(length)
         return True
@@ -157,25 +157,25 @@ class Slots(Cache):
             self._copy(source, length, targets)
         self._copies.clear()
 
-    def advance(self, sequence: Sequence) -> None:
+    def advance(self, sequence: DecodeSequence) -> None:
         prompt = sequence.request.prompt_ids
-        if sequence.family is None or sequence.slot in self._owners or sequence.computed < len(prompt) - 1:
+        if sequence.weights_key is None or sequence.slot in self._owners or sequence.computed < len(prompt) - 1:
             return
-        key = (sequence.family, prompt)
+        key = (sequence.weights_key, prompt)
         if key not in self._prompts:
             self._prompts[key] = sequence.slot
             self._owners[sequence.slot] = key
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: DecodeSequence) -> None:
         slot = sequence.slot
         if key := self._owners.pop(slot, None):
             del self._prompts[key]
-        if sequence.family is not None and sequence.computed > 1:
-            self._left[slot] = (sequence.family, sequence.tokens[: sequence.computed])
+        if sequence.weights_key is not None and sequence.computed > 1:
+            self._left[slot] = (sequence.weights_key, sequence.tokens[: sequence.computed])
         heapq.heappush(self._free, slot)
 
-    def scrub(self, sequence: Sequence) -> None:
-        sequence.family = None
+    def scrub(self, sequence: DecodeSequence) -> None:
+        sequence.weights_key = None
         self._blank(sequence.slot)
 
     def forget(self) -> None:

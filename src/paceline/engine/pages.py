@@ -2,8 +2,8 @@
 
     free -> held by n sequences -> kept (unused, but still found by its content) -> free
 
-A page is found by exact content: a node is (parent node, tokens of the page), its root the family, that is the model
-and version the keys were computed with. So a prefix of older weights can never be found again.
+A page is found by exact content: a node is (parent node, tokens of the page), its root the key of the weights,
+that is the model and version the keys were computed with. So a prefix of older weights can never be found again.
 """
 
 from collections import OrderedDict, deque
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.engine.kv_cache import Cache
-from paceline.engine.sequence import Family, Sequence
+from paceline.engine.sequence import DecodeSequence, WeightsKey
 from paceline.model.support import AttentionShape
 
 PAGE = 16
@@ -37,16 +37,16 @@ class Prefixes:
 
     def __init__(self) -> None:
         self._pages: dict[tuple[object, tuple[int, ...]], tuple[int, int]] = {}
-        """(parent node or family, tokens) to (node, page)."""
+        """(parent node or weights_key, tokens) to (node, page)."""
         self._keys: dict[int, tuple[object, tuple[int, ...]]] = {}
         """Page to its key above."""
         self.kept: OrderedDict[int, None] = OrderedDict()
         self._nodes = 0
 
-    def find(self, family: Family, tokens: list[int]) -> list[tuple[int, int]]:
+    def find(self, weights_key: WeightsKey, tokens: list[int]) -> list[tuple[int, int]]:
         """(node, page) of the longest known beginning of `tokens`, never all of them: one is left to sample from."""
         found: list[tuple[int, int]] = []
-        parent: object = family
+        parent: object = weights_key
         for end in range(PAGE, len(tokens), PAGE):
             entry = self._pages.get((parent, tuple(tokens[end - PAGE : end])))
             if entry is None:
@@ -89,17 +89,17 @@ class Prefixes:
 class PageCache(Cache):
     """Slots name running sequences; a table says which pages hold their tokens.
 
-    With `steady`, nothing is shared and a sequence gets all its pages at once, so that none is ever preempted: what a
-    request computes then depends on the request alone.
+    With `deterministic`, nothing is shared and a sequence gets all its pages at once, so that none is ever preempted:
+    what a request computes then depends on the request alone.
     """
 
     shares_at_once = True  # a step writes all its keys before it reads any
 
     def __init__(
         self, shape: AttentionShape, slots: int, pages: int, max_length: int, dtype: torch.dtype, memory: PageMemory,
-        steady: bool = False,
+        deterministic: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(slots, max_length, steady)
+        super().__init__(slots, max_length, deterministic)
         self.pages, self._memory = pages, memory
         self.kv = memory.take((shape.layers, 2, pages + 1, shape.kv_heads, PAGE, shape.head_dim), dtype)
         self.columns = -(-max_length // PAGE)
@@ -133,18 +133,18 @@ class PageCache(Cache):
     def fits(self, length: int) -> bool:
         return super().fits(length) and -(-length // PAGE) <= self.pages
 
-    def admit(self, sequence: Sequence, running: int) -> bool:
+    def admit(self, sequence: DecodeSequence, running: int) -> bool:
         """Room for its tokens and, so that those who run can go on for a while, a page for each of them."""
         if not self._slots:
             return False
-        assert sequence.family is not None
-        alone = self._steady or sequence.scores is not None
-        shared = [] if alone else self._prefixes.find(sequence.family, sequence.tokens)
+        assert sequence.weights_key is not None
+        alone = self._deterministic or sequence.scores is not None
+        shared = [] if alone else self._prefixes.find(sequence.weights_key, sequence.tokens)
         unheld = sum(1 for _, page in shared if not self._holders[page])
         room = self.available - unheld
-        first = sequence.limit if self._steady else min(len(sequence.tokens) + 1, sequence.limit)
+        first = sequence.limit if self._deterministic else min(len(sequence.tokens) + 1, sequence.limit)
         needed = -(-first // PAGE) - len(shared)
-        if needed + (0 if self._steady else running) > room and (running or needed > room):
+        if needed + (0 if self._deterministic else running) > room and (running or needed > room):
             return False
         sequence.slot = self._slots.pop()
         for node, page in shared:
@@ -152,11 +152,11 @@ class PageCache(Cache):
             self._place(sequence, page)
             sequence.nodes.append(node)
         sequence.computed = len(shared) * PAGE
-        if self._steady:
+        if self._deterministic:
             self.grow(sequence, sequence.limit)
         return True
 
-    def grow(self, sequence: Sequence, length: int) -> bool:
+    def grow(self, sequence: DecodeSequence, length: int) -> bool:
         while len(sequence.pages) * PAGE < length:
             if not self.available:
                 return False
@@ -165,17 +165,17 @@ class PageCache(Cache):
             self._place(sequence, page)
         return True
 
-    def advance(self, sequence: Sequence) -> None:
+    def advance(self, sequence: DecodeSequence) -> None:
         """Pages that are full, and whose tokens the host has seen, can be shared from now on."""
-        if sequence.family is None or self._steady:
+        if sequence.weights_key is None or self._deterministic:
             return
         full = min(sequence.computed, len(sequence.tokens)) // PAGE
         for column in range(len(sequence.nodes), full):
-            parent: object = sequence.nodes[-1] if sequence.nodes else sequence.family
+            parent: object = sequence.nodes[-1] if sequence.nodes else sequence.weights_key
             tokens = tuple(sequence.tokens[column * PAGE : (column + 1) * PAGE])
             sequence.nodes.append(self._prefixes.add(parent, tokens, sequence.pages[column]))
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: DecodeSequence) -> None:
         self.advance(sequence)
         # Last pages first, so that the beginning of a conversation is the last to be dropped.
         for page in reversed(sequence.pages):
@@ -186,8 +186,8 @@ class PageCache(Cache):
         sequence.nodes.clear()
         self._slots.append(sequence.slot)
 
-    def scrub(self, sequence: Sequence) -> None:
-        sequence.family = None
+    def scrub(self, sequence: DecodeSequence) -> None:
+        sequence.weights_key = None
         own = [page for page in sequence.pages if self._holders[page] == 1]
         self.kv[:, :, torch.tensor([SCRATCH_PAGE, *own], device=self.kv.device)] = 0
 
@@ -198,7 +198,7 @@ class PageCache(Cache):
         self._prefixes.kept.pop(page, None)
         self._holders[page] += 1
 
-    def _place(self, sequence: Sequence, page: int) -> None:
+    def _place(self, sequence: DecodeSequence, page: int) -> None:
         column = len(sequence.pages)
         sequence.pages.append(page)
         self.table[sequence.slot, column] = page

@@ -1,6 +1,6 @@
 """Defines what the decoding loop asks of a runner, independent of the tensor library."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from paceline.engine.sequence import Chunk
@@ -9,7 +9,7 @@ from paceline.engine.sequence import Chunk
 class StepInFlight:
     """A launched step. This one was computed while it was launched."""
 
-    def __init__(self, chunks: Seq[Chunk]) -> None:
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = chunks
 
     def land(self) -> None:
@@ -23,7 +23,7 @@ class Runner:
     is_compiling = False
     """Whether faster code is being made, to which it may want to switch soon."""
 
-    def launch(self, chunks: Seq[Chunk]) -> StepInFlight:
+    def launch(self, chunks: Sequence[Chunk]) -> StepInFlight:
         """Compute the chunks and sample where they ask for it."""
         raise NotImplementedError
 

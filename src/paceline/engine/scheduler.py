@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterable
 
 from paceline.engine.kv_cache import Cache
-from paceline.engine.sequence import Catalog, Chunk, Family, Sequence
+from paceline.engine.sequence import Catalog, Chunk, DecodeSequence, WeightsKey
 
 
 class Scheduler:
@@ -23,7 +23,7 @@ class Scheduler:
     def __init__(
         self, cache: Cache, prefill_tokens: int, deterministic: bool = False, catalog: Catalog | None = None
     ) -> None:
-        self.running: dict[int, Sequence] = {}
+        self.running: dict[int, DecodeSequence] = {}
         """By slot, in order of admission."""
         self._catalog = catalog or Catalog()
         self.preempted = 0
@@ -32,14 +32,14 @@ class Scheduler:
         self._cache = cache
         self._prefill_tokens = prefill_tokens
         self._deterministic = deterministic
-        self._waiting: list[tuple[int, int, int, Sequence]] = []
+        self._waiting: list[tuple[int, int, int, DecodeSequence]] = []
         self._arrivals = 0
         self._turn = 0
         """The highest turn that was admitted: a call that comes now begins there."""
-        self._leaving: set[Sequence] = set()
-        self._leaders: dict[tuple[Family, tuple[int, ...]], Sequence] = {}
+        self._leaving: set[DecodeSequence] = set()
+        self._leaders: dict[tuple[WeightsKey, tuple[int, ...]], DecodeSequence] = {}
         """Sequences that compute a prompt which others may soon share."""
-        self._prompting: set[tuple[Family | None, tuple[int, ...]]] = set()
+        self._prompting: set[tuple[WeightsKey | None, tuple[int, ...]]] = set()
         """Prompts that the step being put together computes."""
 
     @property
@@ -50,13 +50,13 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.running and not self._waiting and not self._leaving
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: DecodeSequence) -> None:
         """Queue a request: by its order, then by its turn, then by arrival."""
         sequence.arrival, sequence.turn = self._arrivals, self._turn + sequence.request.turn
         self._arrivals += 1
         self._queue(sequence)
 
-    def _queue(self, sequence: Sequence) -> None:
+    def _queue(self, sequence: DecodeSequence) -> None:
         heapq.heappush(self._waiting, (sequence.request.order, sequence.turn, sequence.arrival, sequence))
 
     # -- before a step ------------------------------------------------------------------------------------------------
@@ -74,13 +74,13 @@ class Scheduler:
         return chunks
 
     def _admit_waiting(self, budget: int, chunks: list[Chunk]) -> None:
-        held: list[Sequence] = []
+        held: list[DecodeSequence] = []
         while self._waiting and budget > 0:
             sequence = self._waiting[0][-1]
             if sequence.future.cancelled():
                 heapq.heappop(self._waiting)
                 continue
-            sequence.family = self._catalog.family(sequence.request.model)
+            sequence.weights_key = self._catalog.weights_key(sequence.request.model)
             if self._computing_now(sequence):
                 held.append(heapq.heappop(self._waiting)[-1])
                 continue
@@ -92,19 +92,20 @@ class Scheduler:
         for sequence in held:
             self._queue(sequence)
 
-    def _computing_now(self, sequence: Sequence) -> bool:
+    def _computing_now(self, sequence: DecodeSequence) -> bool:
         """Another sequence is computing the same prompt just now: better wait a step and share it. What is computed in
         this very step must not be copied before it, even where the leader is not the one that computes it."""
-        assert sequence.family is not None
-        prompt = (sequence.family, sequence.request.prompt_ids)
+        assert sequence.weights_key is not None
+        prompt = (sequence.weights_key, sequence.request.prompt_ids)
         if sequence.scores is not None:
             return False
-        if not self._cache.shares_at_once and {prompt, (sequence.family, tuple(sequence.tokens))} & self._prompting:
+        own = (sequence.weights_key, tuple(sequence.tokens))
+        if not self._cache.shares_at_once and {prompt, own} & self._prompting:
             return True
         leader = self._leaders.get(prompt)
         return leader is not None and leader.computed < len(sequence.request.prompt_ids) - 1
 
-    def _begin(self, sequence: Sequence) -> None:
+    def _begin(self, sequence: DecodeSequence) -> None:
         self._turn = max(self._turn, sequence.turn)
         self.running[sequence.slot] = sequence
         if sequence.cached is None:
@@ -112,13 +113,13 @@ class Scheduler:
             self.prompt_tokens += len(sequence.tokens)
             self.cached_tokens += sequence.computed
         sequence.cached = min(sequence.cached, sequence.computed)  # what it once computed itself was never shared
-        assert sequence.family is not None
-        self._leaders.setdefault((sequence.family, sequence.request.prompt_ids), sequence)
+        assert sequence.weights_key is not None
+        self._leaders.setdefault((sequence.weights_key, sequence.request.prompt_ids), sequence)
 
-    def _take(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+    def _take(self, sequence: DecodeSequence, budget: int, chunks: list[Chunk]) -> int:
         """Add the sequence's next chunk. Answers what it cost of the prefill budget; decoding is free."""
-        length = len(sequence.tokens) + sequence.flying
-        if sequence.flying and (length >= sequence.limit or sequence.guide is not None):
+        length = len(sequence.tokens) + sequence.pending_tokens
+        if sequence.pending_tokens and (length >= sequence.limit or sequence.guide is not None):
             return 0  # nothing more to sample, or not before the host has seen the last token
         pending = length - sequence.computed
         if pending == 1 and sequence.scores is None:
@@ -133,24 +134,24 @@ class Scheduler:
             return 0
         return self._launch(sequence, length, samples and length == pending, chunks)
 
-    def _launch(self, sequence: Sequence, length: int, samples: bool, chunks: list[Chunk]) -> int:
+    def _launch(self, sequence: DecodeSequence, length: int, samples: bool, chunks: list[Chunk]) -> int:
         while not self._cache.grow(sequence, sequence.computed + length):
-            if any(leaving.requeue for leaving in self._leaving):
+            if any(leaving.preempted for leaving in self._leaving):
                 return 0  # pages are on their way back
             victim = next(reversed(self.running.values()))
             self.preempted += 1
-            self.requeue([victim])  # gives its pages to others; it waits again and recomputes what it had
+            self.preempt([victim])  # gives its pages to others; it waits again and recomputes what it had
             if victim is sequence:
                 return 0
         request, catalog = sequence.request, self._catalog
         start, model, prompt = sequence.computed, request.model, len(request.prompt_ids)
-        index = len(sequence.tokens) + sequence.flying - prompt
+        index = len(sequence.tokens) + sequence.pending_tokens - prompt
         chunks.append(Chunk(sequence, start, length, samples, catalog.versions[model], catalog.slots[model], index))
         sequence.computed += length
-        sequence.in_flight += 1
-        sequence.flying += samples
+        sequence.pending_steps += 1
+        sequence.pending_tokens += samples
         if start < prompt - 1:  # all but its last token are what others share
-            self._prompting.add((sequence.family, request.prompt_ids))
+            self._prompting.add((sequence.weights_key, request.prompt_ids))
         if start < prompt:
             self._cache.advance(sequence)
         return length
@@ -160,35 +161,35 @@ class Scheduler:
     def land(self, chunk: Chunk) -> None:
         """The host has what this chunk computed."""
         sequence = chunk.sequence
-        sequence.in_flight -= 1
-        sequence.flying -= chunk.samples
-        if sequence in self._leaving and not sequence.in_flight:
+        sequence.pending_steps -= 1
+        sequence.pending_tokens -= chunk.samples
+        if sequence in self._leaving and not sequence.pending_steps:
             self._leave(sequence)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: DecodeSequence) -> None:
         """It is done, finished or not: nothing more is scheduled, its place is freed once no step writes there."""
-        sequence.requeue = False
+        sequence.preempted = False
         if self.running.pop(sequence.slot, None) is None and sequence not in self._leaving:
             return
         self._part(sequence)
 
-    def _part(self, sequence: Sequence) -> None:
-        if sequence.family is not None:
-            prompt = (sequence.family, sequence.request.prompt_ids)
+    def _part(self, sequence: DecodeSequence) -> None:
+        if sequence.weights_key is not None:
+            prompt = (sequence.weights_key, sequence.request.prompt_ids)
             if self._leaders.get(prompt) is sequence:
                 del self._leaders[prompt]
         self._leaving.add(sequence)
-        if not sequence.in_flight:
+        if not sequence.pending_steps:
             self._leave(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: DecodeSequence) -> None:
         self._leaving.discard(sequence)
         if sequence.broken:
             self._cache.scrub(sequence)
         self._cache.release(sequence)
         sequence.slot, sequence.computed = -1, 0
-        if sequence.requeue:
-            sequence.requeue = False
+        if sequence.preempted:
+            sequence.preempted = False
             sequence.recomputed = sequence.recomputed or sequence.sampled > 0
             if sequence.scores is not None:
                 sequence.scores.clear()
@@ -203,25 +204,25 @@ class Scheduler:
         for sequence in touched:
             sequence.kept_cache = sequence.kept_cache or (bool(sequence.sampled) and not recompute)
         # Who has sampled nothing yet starts anew in any case: what names one version alone is then wholly its own.
-        self.requeue(s for s in touched if recompute or not s.sampled)
+        self.preempt(s for s in touched if recompute or not s.sampled)
         for sequence in (*touched, *self._leaving):
-            sequence.family = None
+            sequence.weights_key = None
         self._leaders.clear()
         self._cache.forget()
 
-    def requeue(self, sequences: Iterable[Sequence]) -> None:
+    def preempt(self, sequences: Iterable[DecodeSequence]) -> None:
         """Take them out of the cache, to be computed anew once no launched step writes there."""
         for sequence in list(sequences):
             del self.running[sequence.slot]
-            sequence.requeue = True
+            sequence.preempted = True
             self._part(sequence)
 
-    def begun(self, model: str | None) -> list[Sequence]:
+    def begun(self, model: str | None) -> list[DecodeSequence]:
         """Sequences that have sampled something from this model, or from any (None), and are not done."""
         alive = (*self.running.values(), *(entry[-1] for entry in self._waiting))
         return [s for s in _of(model, alive) if s.sampled]
 
-    def dismiss(self, sequences: Iterable[Sequence]) -> None:
+    def abort(self, sequences: Iterable[DecodeSequence]) -> None:
         """Take them out, wherever they are."""
         out = list(sequences)
         self._waiting = [entry for entry in self._waiting if entry[-1] not in out]
@@ -229,22 +230,22 @@ class Scheduler:
         for sequence in out:
             self.release(sequence)
 
-    def withdraw(self, model: str | None) -> list[Sequence]:
+    def abort_model(self, model: str | None) -> list[DecodeSequence]:
         """Take out all that waits for this model or runs with it, or with any (None)."""
         out = _of(model, (*(entry[-1] for entry in self._waiting), *self.running.values()))
-        self.dismiss(out)
+        self.abort(out)
         return out
 
-    def drain(self) -> Iterable[Sequence]:
+    def drain(self) -> Iterable[DecodeSequence]:
         """Take everything out, for shutting down."""
         everything = [*self.running.values(), *self._leaving, *(entry[-1] for entry in self._waiting)]
         self._waiting.clear()
         for sequence in everything:
-            sequence.in_flight, sequence.broken = 0, False  # a device that failed cannot be asked to clean up
+            sequence.pending_steps, sequence.broken = 0, False  # a device that failed cannot be asked to clean up
             self.release(sequence)
         return everything
 
 
-def _of(model: str | None, sequences: Iterable[Sequence]) -> list[Sequence]:
+def _of(model: str | None, sequences: Iterable[DecodeSequence]) -> list[DecodeSequence]:
     """Those of a model, or all (None)."""
     return [s for s in sequences if model is None or s.request.model == model]

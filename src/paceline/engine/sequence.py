@@ -25,7 +25,7 @@ class Guide(Protocol):
         ...
 
 
-Family = tuple[int, int, int]
+WeightsKey = tuple[int, int, int]
 """The weights that keys and values were computed with: adapter slot, its version, the base's version."""
 POLICY = ""
 BASE = "base"
@@ -52,7 +52,7 @@ class Catalog:
         self.weights |= {model: {} for model in models}
         self.base_version = self.versions[BASE]
 
-    def family(self, model: str) -> Family:
+    def weights_key(self, model: str) -> WeightsKey:
         """Identifies the weights that keys and values are computed with."""
         return (self.slots[model], self.versions[model], self.base_version)
 
@@ -76,11 +76,11 @@ class End:
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
+class DecodeSequence:
     """Its tokens, and how far each stage has come with them.
 
     tokens      prompt and every sampled token the host has seen
-    + flying    sampled in steps that are launched but not landed: the device knows them, the host not yet
+    + pending_tokens    sampled in steps that are launched but not landed: the device knows them, the host not yet
     computed    how many of all these have their keys and values in the cache, in launch order
     """
 
@@ -97,11 +97,11 @@ class Sequence:
     turn: int = 0
     slot: int = -1
     computed: int = 0
-    flying: int = 0
-    in_flight: int = 0
+    pending_tokens: int = 0
+    pending_steps: int = 0
     """Launched steps that touch it and have not landed: its place in the cache cannot be freed before."""
     cached: int | None = None
-    family: Family | None = None
+    weights_key: WeightsKey | None = None
     """None once its cache mixes several versions: such keys are never shared."""
     pages: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Sequence:
     recomputed: bool = False
     kept_cache: bool = False
     """Weights changed under it while its cache stayed as it was."""
-    requeue: bool = False
+    preempted: bool = False
     broken: bool = False
     """Its keys and values may hold NaN, which no mask hides from the sequence that gets the memory next."""
     end: End = field(default_factory=End)
@@ -126,7 +126,7 @@ class Sequence:
 
     @property
     def sampled(self) -> int:
-        return len(self.tokens) + self.flying - len(self.request.prompt_ids)
+        return len(self.tokens) + self.pending_tokens - len(self.request.prompt_ids)
 
     def append(self, drawn: "SampledToken", version: int) -> Finish | None:
         """Take one sampled token; tells how the sequence ended, if it did."""
@@ -183,7 +183,7 @@ class SampledToken:
 class Chunk:
     """Tokens `start` to `start + length` of a sequence, and whether the token after them is sampled."""
 
-    sequence: Sequence
+    sequence: DecodeSequence
     start: int
     length: int
     samples: bool
@@ -217,11 +217,11 @@ class TokenStreamer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._pending: dict[Sequence, None] = {}
+        self._pending: dict[DecodeSequence, None] = {}
         """Sequences with tokens that their listeners have not received."""
         self._due = 0.0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: DecodeSequence) -> None:
         """It has a new token."""
         self._pending[sequence] = None
 
@@ -234,17 +234,17 @@ class TokenStreamer:
         self._due = self._clock() + min(len(self._pending) * LISTENER_SECONDS, LONGEST_SECONDS)
         self._pending.clear()
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: DecodeSequence) -> None:
         """It is over: its listener receives the rest."""
         if sequence in self._pending:
             del self._pending[sequence]
             _stream(sequence)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: DecodeSequence) -> None:
         """Its listener no longer waits."""
         self._pending.pop(sequence, None)
 
 
-def _stream(sequence: Sequence) -> None:
+def _stream(sequence: DecodeSequence) -> None:
     assert sequence.listener is not None
     sequence.listener(sequence.next_piece())

@@ -53,14 +53,14 @@ class Dispatcher:
         self,
         config: RunConfig,
         envs: dict[str, TrainEnv],
-        player: RolloutRunner,
+        runner: RolloutRunner,
         gate: Gate,
         ledger: Ledger,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config = config
         self._envs = envs
-        self._player = player
+        self._runner = runner
         self._gate = gate
         gate.extra = config.extra
         self._ledger = ledger
@@ -100,7 +100,7 @@ class Dispatcher:
                 self._drop(ticket, BAD_ROW)
                 continue
             self._gate.start(env.group_size)
-            task = asyncio.create_task(self._player.group(env, ticket), name=f"ticket {ticket.number}")
+            task = asyncio.create_task(self._runner.group(env, ticket), name=f"ticket {ticket.number}")
             self._flights[ticket] = GroupInFlight(task, env, self._gate.version)
             task.add_done_callback(lambda done, t=ticket: self._landed(done, t))
 

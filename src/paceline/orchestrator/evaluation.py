@@ -21,7 +21,7 @@ PASS = 0.5
 
 async def evaluate(
     envs: dict[str, TrainEnv],
-    player: RolloutRunner,
+    runner: RolloutRunner,
     config: EvalConfig,
     progress: Callable[[str], None],
     played: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
@@ -33,13 +33,13 @@ async def evaluate(
     metrics: dict[str, float] = {}
     for env in envs.values():
         if env.eval_rows:
-            metrics |= await _evaluate(env, player, config, progress, played)
+            metrics |= await _evaluate(env, runner, config, progress, played)
     return metrics
 
 
 async def _evaluate(
     env: TrainEnv,
-    player: RolloutRunner,
+    runner: RolloutRunner,
     config: EvalConfig,
     progress: Callable[[str], None],
     report: Callable[[Sequence[Rollout]], None],
@@ -53,7 +53,7 @@ async def _evaluate(
         ticket = Ticket(index, env.name, 0, index, index)
         try:
             async with places:  # bounded: each episode before it has a timeout
-                row = await player.prepare(env, rows[index])
+                row = await runner.prepare(env, rows[index])
         except EpisodeLost as lost:
             error, cause = str(lost), lost.__cause__
             members = range(config.samples)
@@ -64,7 +64,7 @@ async def _evaluate(
     async def one(row: Row, ticket: Ticket, member: int) -> list[Rollout]:
         nonlocal done
         async with places:  # bounded: each episode before it has a timeout
-            played = await player.episode(env, row, ticket, member, -1)
+            played = await runner.episode(env, row, ticket, member, -1)
         done += 1
         progress(f"evaluating {env.name} {done}/{len(rows) * config.samples}")
         return played

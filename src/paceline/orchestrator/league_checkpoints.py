@@ -77,7 +77,7 @@ class LeagueCheckpoints:
 
     async def assess(
         self,
-        player: RolloutRunner,
+        runner: RolloutRunner,
         version: int,
         concurrency: int,
         progress: Callable[[str], None],
@@ -88,7 +88,7 @@ class LeagueCheckpoints:
         metrics: dict[str, float] = {}
         for member in self.members:
             if rows := member.environment.meetings(version):
-                metrics |= await self._assess(member, rows, player, version, concurrency, progress, played)
+                metrics |= await self._assess(member, rows, runner, version, concurrency, progress, played)
             elif any(kept != version for kept in member.league.versions):
                 self._note(f"{member.env.name}: no version was rated: matches() gave no episode of two actors")
         return metrics
@@ -97,7 +97,7 @@ class LeagueCheckpoints:
         self,
         member: LeagueMember,
         rows: Sequence[Row],
-        player: RolloutRunner,
+        runner: RolloutRunner,
         version: int,
         concurrency: int,
         progress: Callable[[str], None],
@@ -108,7 +108,7 @@ class LeagueCheckpoints:
         async def one(index: int, row: Row) -> str | None:
             nonlocal done
             async with places:
-                rollouts = await player.episode(member.env, row, Ticket(index, name, 0, index, index), 0, -1)
+                rollouts = await runner.episode(member.env, row, Ticket(index, name, 0, index, index), 0, -1)
             done += 1
             played(rollouts)
             progress(f"rating {name} {done}/{len(rows)}")

@@ -95,8 +95,8 @@ class Orchestrator:
         assert config.max_inflight is not None
         reserve = config.replay.places(config.batch_size, [env.group_size for env in parts.envs.values()])
         self._gate = Gate(config.batch_size, config.staleness, config.max_inflight, total=config.steps, reserve=reserve)
-        self._player = RolloutRunner(parts.client, parts.clock, config.seed)
-        self._dispatcher = Dispatcher(config, parts.envs, self._player, self._gate, self._ledger, parts.monitor.note)
+        self._runner = RolloutRunner(parts.client, parts.clock, config.seed)
+        self._dispatcher = Dispatcher(config, parts.envs, self._runner, self._gate, self._ledger, parts.monitor.note)
         self._dispatcher.skipped_draws = skipped_draws
         self._past = LeagueCheckpoints(parts.envs, parts.past, parts.monitor.note)
         advisor = parts.advisor(config.model_dump()) if parts.advisor else None
@@ -237,7 +237,7 @@ class Orchestrator:
             metrics["data/bad_rows"] = float(bad)
         if self._config.replay.share:
             metrics |= replay_metrics(batch, self._gate.version - 1)
-        metrics |= self._player.metrics()
+        metrics |= self._runner.metrics()
         metrics |= self._watch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
         if report.skipped:
             self._p.monitor.note(f"step {self.step}: {report.trouble}")
@@ -252,11 +252,11 @@ class Orchestrator:
     async def _evaluate(self) -> dict[str, float]:
         with self._watch.phase("eval"):
             progress, played = self._p.monitor.phase, partial(self._p.monitor.played, self.step)
-            player = RolloutRunner(self._p.eval_client, self._p.clock, self._config.seed, EVAL)
-            metrics = await evaluate(self._p.envs, player, self._config.eval, progress, partial(played, "evaluated"))
-            player = RolloutRunner(self._p.eval_client, self._p.clock, self._config.seed, MATCH)
+            runner = RolloutRunner(self._p.eval_client, self._p.clock, self._config.seed, EVAL)
+            metrics = await evaluate(self._p.envs, runner, self._config.eval, progress, partial(played, "evaluated"))
+            runner = RolloutRunner(self._p.eval_client, self._p.clock, self._config.seed, MATCH)
             metrics |= await self._past.assess(
-                player, self._gate.version, self._config.eval.concurrency, progress, partial(played, "matched")
+                runner, self._gate.version, self._config.eval.concurrency, progress, partial(played, "matched")
             )
         return metrics | {"time/eval": self._watch.seconds("eval")}
 

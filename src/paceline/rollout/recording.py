@@ -161,16 +161,16 @@ class RecordingServer:
     async def _start(self) -> int:
         allow_many_connections()
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        door = listen(self._host, self._port)
+        listener = listen(self._host, self._port)
         server = _Quiet(server_config(self._app(), 1, timeout_keep_alive=60))
-        serving = asyncio.create_task(server.serve(sockets=[door]), name="recording server")
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="recording server")
         async with asyncio.timeout(START_SECONDS):
             while not server.started:
                 if serving.done():
                     serving.result()  # bounded: it is done
                 await asyncio.sleep(0.001)
         self._server, self._serving = server, serving
-        return door.getsockname()[1]
+        return listener.getsockname()[1]
 
     def _app(self) -> FastAPI:
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)

@@ -240,7 +240,7 @@ def allow_many_connections() -> None:
 
 async def serve(
     app: FastAPI,
-    door: socket.socket,
+    listener: socket.socket,
     grace: float,
     ready: Callable[[], None],
     lost: Callable[[], Awaitable[EngineError]] | None = None,
@@ -260,8 +260,8 @@ async def serve(
 
     watching = asyncio.ensure_future(watch(lost)) if lost else None
     async with app.router.lifespan_context(app):
-        doors = [door, *(door.dup() for _ in range(ACCEPTED_AT_ONCE - 1))]
-        await server.serve(sockets=doors)  # unbounded: serving is its job
+        listeners = [listener, *(listener.dup() for _ in range(ACCEPTED_AT_ONCE - 1))]
+        await server.serve(sockets=listeners)  # unbounded: serving is its job
     if watching is not None:
         if watching.done():
             raise watching.result()  # bounded: it is done

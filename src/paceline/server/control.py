@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from paceline.clients.link import EngineLink
-from paceline.errors import EngineError, Mismatch, OtherBase, Overloaded, PartialUpdateError, RequestError
+from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch, Overloaded, PartialUpdateError, RequestError
 from paceline.model.adapter_names import canonical
 from paceline.server.bodies import (
     AdapterBody,
@@ -152,7 +152,7 @@ async def apply(service: Service, update: WeightUpdate) -> dict[str, Any]:
         pause = await service.engine.load_weights(update)
     except (RequestError, Overloaded, PartialUpdateError):
         raise
-    except OtherBase as error:
+    except DeltaBaseMismatch as error:
         raise Refusal(409, str(error), code=OTHER_BASE) from error
     except EngineError as error:
         await service.check_alive()

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from paceline.errors import EngineError, OtherBase
+from paceline.errors import DeltaBaseMismatch, EngineError
 from paceline.util.private_folder import PrivateFolder
 from paceline.weights.update import WeightUpdate
 from paceline.weights.weight_store import StoredTensors, WeightStore
@@ -61,7 +61,7 @@ class WeightTransport(ABC):
             data = update.delta.data
             try:
                 return await channel.stream("/weights/delta", head, len(data), _cut(data))
-            except OtherBase:
+            except DeltaBaseMismatch:
                 pass  # it was restarted, or has missed or refused one: it gets everything
         return await self._send_full(channel, head, update)
 

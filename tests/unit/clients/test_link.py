@@ -78,7 +78,7 @@ def test_cancelling_here_frees_the_place_there(engine):
 def test_weights_cross_and_refusals_keep_their_class(engine):
     name = "model.norm.weight"
     before = asyncio.run(engine.policy())
-    old = engine._served._parameters[name].clone()
+    old = engine._weights._parameters[name].clone()
 
     async def load(link):
         assert await link.load_weights(WeightUpdate(4, {name: old * 2})) >= 0

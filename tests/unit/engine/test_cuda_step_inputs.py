@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 
 from paceline.engine import GenerateRequest
 from paceline.engine.cuda.step import StepShape, decode_only, split
-from paceline.engine.sequence import Chunk, Sequence
+from paceline.engine.sequence import Chunk, DecodeSequence
 
 ROWS, EXTRA, COLUMNS = 6, 16, 8
 
 
-def _sequence(slot: int, prompt: int, temperature: float = 1.0, arrival: int = 0) -> Sequence:
+def _sequence(slot: int, prompt: int, temperature: float = 1.0, arrival: int = 0) -> DecodeSequence:
     request = GenerateRequest(prompt_ids=tuple(range(10, 10 + prompt)), max_tokens=50, temperature=temperature)
-    sequence = Sequence(request, Future(), list(request.prompt_ids), 60)
+    sequence = DecodeSequence(request, Future(), list(request.prompt_ids), 60)
     sequence.slot, sequence.arrival = slot, arrival
     return sequence
 
 
-def _decoding(sequence: Sequence, start: int, adapter: int = 0) -> Chunk:
+def _decoding(sequence: DecodeSequence, start: int, adapter: int = 0) -> Chunk:
     index = start + 1 - len(sequence.request.prompt_ids)
     return Chunk(sequence, start, 1, True, 0, adapter, index)
 

@@ -102,7 +102,7 @@ def swap_midway(model, other, on_swap: str, when: int = 6) -> tuple[GenerateRequ
         def stepping():
             step()
             if engine.tokens == when and engine._catalog.versions[POLICY] == 0:
-                engine._swap(engine._served.read(WeightUpdate(1, dict(other.named_parameters()))))
+                engine._swap(engine._weights.read(WeightUpdate(1, dict(other.named_parameters()))))
 
         engine._step = stepping
         return await engine.generate(request)
@@ -392,11 +392,11 @@ def test_requests_queue_by_order_then_arrival(model):
     scheduler = Scheduler(cache, prefill_tokens=100)
     from concurrent.futures import Future
 
-    from paceline.engine.scheduler import Sequence
+    from paceline.engine.sequence import DecodeSequence
 
     for order in (5, 1, 3, 1):
         request = GenerateRequest(prompt_ids=(1, order), max_tokens=2, order=order)
-        scheduler.add(Sequence(request, Future(), [1, order], limit=4))
+        scheduler.add(DecodeSequence(request, Future(), [1, order], limit=4))
     served = []
     while chunks := scheduler.schedule():
         served.append(chunks[0].sequence.request.order)

@@ -23,7 +23,7 @@ from paceline.engine import GenerateRequest
 from paceline.engine.cpu.kv_cache import PlainMemory
 from paceline.engine.pages import PAGE, PageCache
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import Sequence
+from paceline.engine.sequence import DecodeSequence
 from paceline.model import Adapter, WeightUpdate, twin
 from paceline.model.support import AttentionShape
 
@@ -50,24 +50,24 @@ class EngineByHand(RuleBasedStateMachine):
     def build(self, paged, depth, pages, slots, prefill, on_swap, deterministic):
         config = EngineConfig(max_running=slots, on_swap=on_swap, max_context=CONTEXT)
         self.engine = engine = engine_of(MODEL, config)
-        steady = {"steady": deterministic}
+        given = {"deterministic": deterministic}
         if paged:
             memory = PlainMemory(torch.device("cpu"))
-            cache = PageCache(NUMBER, slots, pages, CONTEXT, torch.int64, memory, **steady)
+            cache = PageCache(NUMBER, slots, pages, CONTEXT, torch.int64, memory, **given)
         else:
-            cache = SlotCache(NUMBER, slots, 8, CONTEXT, torch.int64, "cpu", **steady)
+            cache = SlotCache(NUMBER, slots, 8, CONTEXT, torch.int64, "cpu", **given)
         self.catalog = engine._catalog
         self.catalog.slots["a"], self.catalog.versions["a"], self.catalog.weights["a"] = 1, 0, {}
         self.cache = engine._cache = cache
         self.scheduler = engine._scheduler = Scheduler(cache, prefill, deterministic, self.catalog)
         self.runner = engine._runner = SymbolicRunner(cache, depth, self.catalog)
         self.on_swap = on_swap
-        self.alive: dict[Future, Sequence] = {}
+        self.alive: dict[Future, DecodeSequence] = {}
         self.heard: dict[Future, list[int]] = {}
         self.submit(length=17, other=0, members=3, max_tokens=70, model="")
         self.submit(length=30, other=20, members=2, max_tokens=40, model="a")
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: DecodeSequence) -> None:
         self.alive[self.engine._enqueue(sequence)] = sequence
         while not self.engine._inbox.empty():
             self.engine._inbox.get()()
@@ -84,14 +84,16 @@ class EngineByHand(RuleBasedStateMachine):
                 prompt_ids=prompt(length, other), max_tokens=max_tokens, model=model, stop_token_ids=frozenset([STOP])
             )
             limit = min(length + max_tokens, CONTEXT)
-            sequence = Sequence(request, Future(), list(request.prompt_ids), limit, lambda p, to=heard: to.extend(p[0]))
+            sequence = DecodeSequence(
+                request, Future(), list(request.prompt_ids), limit, lambda p, to=heard: to.extend(p[0])
+            )
             self.heard[sequence.future] = heard
             self.add(sequence)
 
     @rule(length=st.sampled_from([1, 2, 17, 31, 48, 79, 80]), other=st.sampled_from([0, 16]))
     def score(self, length, other):
         request = GenerateRequest(prompt_ids=prompt(length, other), max_tokens=1, model="a")
-        self.add(Sequence(request, Future(), list(request.prompt_ids), length, scores=[]))
+        self.add(DecodeSequence(request, Future(), list(request.prompt_ids), length, scores=[]))
 
     @rule(steps=st.integers(1, 25))
     def step(self, steps):
@@ -130,7 +132,7 @@ class EngineByHand(RuleBasedStateMachine):
 
     # -- what holds at every moment -----------------------------------------------------------------------------------
 
-    def held(self) -> list[Sequence]:
+    def held(self) -> list[DecodeSequence]:
         return [*self.scheduler.running.values(), *self.scheduler._leaving]
 
     @invariant()
@@ -151,10 +153,10 @@ class EngineByHand(RuleBasedStateMachine):
     def places_hold_what_their_owners_computed(self):
         """Whatever was shared, copied, freed or swapped: a sequence of one version sees only that version's keys."""
         for sequence in self.held():
-            if sequence.family is not None and sequence.computed:
+            if sequence.weights_key is not None and sequence.computed:
                 known = [*sequence.request.prompt_ids, *self.runner.sampled.get(sequence, [])][: sequence.computed]
                 keys, values = self.cache.read_one(0, sequence.slot, sequence.computed)
-                assert keys.flatten().tolist() == content(sequence.family, known)
+                assert keys.flatten().tolist() == content(sequence.weights_key, known)
                 assert torch.equal(keys, -values)
 
     @invariant()
@@ -162,12 +164,12 @@ class EngineByHand(RuleBasedStateMachine):
         for future in [f for f in self.alive if f.done()]:
             sequence = self.alive.pop(future)
             if not future.cancelled() and sequence.scores is not None:
-                expected = content(self.catalog.family(sequence.request.model), sequence.tokens)
+                expected = content(self.catalog.weights_key(sequence.request.model), sequence.tokens)
                 assert future.result() == [0.0, *expected[: len(sequence.tokens) - 1]]
             elif not future.cancelled():
                 self.check(sequence, future)
 
-    def check(self, sequence: Sequence, future: Future) -> None:
+    def check(self, sequence: DecodeSequence, future: Future) -> None:
         answer, sampled = future.result(), self.runner.sampled[sequence]
         tokens = sampled[: sampled.index(STOP) + 1] if STOP in sampled else sampled
         tokens = tokens[: sequence.request.max_tokens]

@@ -10,7 +10,7 @@ import torch
 from backends import SlotCache
 from paceline.engine import GenerateRequest
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import Catalog, Sequence
+from paceline.engine.sequence import Catalog, DecodeSequence
 from paceline.model.support import AttentionShape
 
 PROMPTS = [(5, 6, 7), (5, 6, 8, 9), (5, 6, 7, 1, 1)]
@@ -39,7 +39,7 @@ def test_a_chunk_stands_on_its_own_tokens(seed):
     for _ in range(300):
         if dice.random() < 0.4:
             request = GenerateRequest(prompt_ids=dice.choice(PROMPTS), max_tokens=6)
-            sequence = Sequence(request, Future(), list(request.prompt_ids), len(request.prompt_ids) + 6)
+            sequence = DecodeSequence(request, Future(), list(request.prompt_ids), len(request.prompt_ids) + 6)
             scheduler.add(sequence)
             alive.append(sequence)
         if alive and dice.random() < 0.2:
@@ -69,7 +69,7 @@ def test_equal_prompts_are_admitted_together():
     scheduler = Scheduler(cache, prefill_tokens=100, catalog=catalog)
     request = GenerateRequest(prompt_ids=PROMPTS[1], max_tokens=6)
     for _ in range(64):
-        scheduler.add(Sequence(request, Future(), list(request.prompt_ids), 10))
+        scheduler.add(DecodeSequence(request, Future(), list(request.prompt_ids), 10))
     assert len(scheduler.schedule()) == 1
     assert len(scheduler.schedule()) == 64
 
@@ -83,7 +83,7 @@ def test_calls_that_queue_take_turns():
     def call(name: str, count: int) -> None:
         for turn in range(count):
             request = GenerateRequest(prompt_ids=(len(name), turn, 1), max_tokens=1, turn=turn, model="")
-            scheduler.add(Sequence(request, Future(), list(request.prompt_ids), 4))
+            scheduler.add(DecodeSequence(request, Future(), list(request.prompt_ids), 4))
 
     def step() -> None:
         for chunk in scheduler.schedule():

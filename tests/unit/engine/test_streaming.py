@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from conftest import tiny_model
 from engine_requests import serve, together
 from paceline.engine import EmbeddedEngine, GenerateRequest, Piece
-from paceline.engine.sequence import LISTENER_SECONDS, LONGEST_SECONDS, SampledToken, Sequence, TokenStreamer
+from paceline.engine.sequence import LISTENER_SECONDS, LONGEST_SECONDS, DecodeSequence, SampledToken, TokenStreamer
 
 
 class Hall:
@@ -21,7 +21,7 @@ class Hall:
         self.herald = TokenStreamer(lambda: self.now)
         self.heard: list[list[Piece]] = [[] for _ in range(count)]
         request = GenerateRequest(prompt_ids=(1, 2, 3), max_tokens=1000)
-        self.sequences = [Sequence(request, Future(), [1, 2, 3], 1000, pieces.append) for pieces in self.heard]
+        self.sequences = [DecodeSequence(request, Future(), [1, 2, 3], 1000, pieces.append) for pieces in self.heard]
 
     def draw(self, index: int, token: int) -> None:
         self.sequences[index].append(SampledToken(token, -float(token)), version=token % 3)

@@ -29,7 +29,7 @@ class CachedPlan:
 
     def __init__(
         self, cache: SlotCache | PageCache, singles: Sequence[SlotSpan], fresh: Sequence[SlotSpan],
-        resumed: Sequence[SlotSpan], fixed_shape: bool,
+        resumed: Sequence[SlotSpan], deterministic: bool,
     ) -> None:  # fmt: skip
         device = cache.device
         self._cache = cache
@@ -40,9 +40,9 @@ class CachedPlan:
         first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         self.positions = (starts + torch.arange(len(starts)) - first).to(device)
         self._singles = len(singles)
-        self._rows = cache.slots + 1 if fixed_shape else max((span.slot for span in singles), default=-1) + 1
-        self._width = cache.max_length if fixed_shape else max((span.start for span in singles), default=-1) + 1
-        self._dense = self._rows == len(singles) and not fixed_shape
+        self._rows = cache.slots + 1 if deterministic else max((span.slot for span in singles), default=-1) + 1
+        self._width = cache.max_length if deterministic else max((span.start for span in singles), default=-1) + 1
+        self._dense = self._rows == len(singles) and not deterministic
         """Every row has its query, in order: nothing to scatter or gather."""
         self._last = _last_positions(singles, self._rows, device)
         self._masks: dict[int | None, Tensor] = {}

@@ -17,12 +17,12 @@ class SlotCache(Slots):
 
     def __init__(
         self, shape: AttentionShape, slots: int, length: int, max_length: int, dtype: torch.dtype, device: str,
-        steady: bool = False,
+        deterministic: bool = False,
     ) -> None:  # fmt: skip
         self._shape, self._dtype, self._device = shape, dtype, device
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        super().__init__(slots, length, max_length, steady)
+        super().__init__(slots, length, max_length, deterministic)
 
     @property
     def device(self) -> torch.device:

@@ -1,6 +1,6 @@
 """Runs one step of the model: tokens in, sampled tokens out. This one is eager and waits; `cuda/runner.py` does not."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,32 +12,32 @@ from paceline.engine.cpu.sampler import columns, sample
 from paceline.engine.pages import PageCache
 from paceline.engine.runner import Runner, StepInFlight
 from paceline.engine.sampling import SamplingMetadata
-from paceline.engine.sequence import Chunk, Sequence
+from paceline.engine.sequence import Chunk, DecodeSequence
 from paceline.model import PLAN, LMHead, token_logprobs
 from paceline.model.adapters import Adapters
 
 
 class EagerRunner(Runner):
-    """The model with its cache. With `fixed_shape`, decoding always runs at the full batch and each prompt alone, so a
-    token's bits do not depend on its neighbours."""
+    """The model with its cache. With `deterministic`, decoding always runs at the full batch and each prompt alone, so
+    that a token's bits do not depend on its neighbours."""
 
     def __init__(
-        self, model: PreTrainedModel, head: LMHead, cache: SlotCache | PageCache, fixed_shape: bool,
+        self, model: PreTrainedModel, head: LMHead, cache: SlotCache | PageCache, deterministic: bool,
         adapters: Adapters | None, depth: int,
     ) -> None:  # fmt: skip
         self.depth = depth
         self._decoder, self._device = model.get_decoder(), model.device
-        self._head, self._cache, self._fixed_shape, self._adapters = head, cache, fixed_shape, adapters
+        self._head, self._cache, self._deterministic, self._adapters = head, cache, deterministic, adapters
         self._last: dict[int, int] = {}
         """The token each slot sampled last, for those whose step has not landed."""
-        self._rows: list[Sequence] = []
+        self._rows: list[DecodeSequence] = []
         self._last_draw: SamplingMetadata | None = None
 
-    def launch(self, chunks: Seq[Chunk]) -> StepInFlight:
+    def launch(self, chunks: Sequence[Chunk]) -> StepInFlight:
         singles = sorted((c for c in chunks if c.length == 1), key=lambda c: c.sequence.slot)
         fresh = [c for c in chunks if c.length > 1 and c.start == 0]
         resumed = [c for c in chunks if c.length > 1 and c.start > 0]
-        if not self._fixed_shape:
+        if not self._deterministic:
             self._forward(singles, fresh, resumed)
         else:
             for chunk in fresh:
@@ -48,19 +48,19 @@ class EagerRunner(Runner):
                 self._forward(singles, [], [])
         return StepInFlight(chunks)
 
-    def _forward(self, singles: Seq[Chunk], fresh: Seq[Chunk], resumed: Seq[Chunk]) -> None:
+    def _forward(self, singles: Sequence[Chunk], fresh: Sequence[Chunk], resumed: Sequence[Chunk]) -> None:
         chunks = [*singles, *fresh, *resumed]
         spans = _spans(singles)
         ids = [
             t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.length] or [self._last[c.sequence.slot]]
         ]
         routes = [c.adapter for c in chunks for _ in range(c.length)]
-        if self._fixed_shape and singles:
+        if self._deterministic and singles:
             missing = self._cache.slots - len(singles)
             spans += [SlotSpan(self._cache.slots, 0, 1)] * missing
             ids += [0] * missing
             routes += [0] * missing
-        plan = CachedPlan(self._cache, spans, _spans(fresh), _spans(resumed), self._fixed_shape)
+        plan = CachedPlan(self._cache, spans, _spans(fresh), _spans(resumed), self._deterministic)
         hidden = self._decode(torch.tensor(ids), plan, routes)
         self._score(chunks, hidden)
         drawn = [c for c in chunks if c.samples]
@@ -68,7 +68,7 @@ class EagerRunner(Runner):
             ends = self._ends(chunks)
             logits = (
                 self._head(hidden).index_select(0, ends)
-                if self._fixed_shape
+                if self._deterministic
                 else self._head(hidden.index_select(0, ends))
             )
             sample(logits, self._draw(drawn)).hand_out(drawn)
@@ -81,7 +81,7 @@ class EagerRunner(Runner):
         out = self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **{PLAN: plan})
         return out.last_hidden_state[0]
 
-    def _ends(self, chunks: Seq[Chunk]) -> Tensor:
+    def _ends(self, chunks: Sequence[Chunk]) -> Tensor:
         """Where the last token of each sampling chunk lies in the step."""
         ends, at = [], 0
         for chunk in chunks:
@@ -90,7 +90,7 @@ class EagerRunner(Runner):
                 ends.append(at - 1)
         return torch.tensor(ends, device=self._device)
 
-    def _score(self, chunks: Seq[Chunk], hidden: Tensor) -> None:
+    def _score(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
         at = 0
         for chunk in chunks:
             if chunk.sequence.scores is not None:
@@ -109,5 +109,5 @@ class EagerRunner(Runner):
         return self._last_draw.at(chunks, self._head.vocabulary, columns(self._device))
 
 
-def _spans(chunks: Seq[Chunk]) -> list[SlotSpan]:
+def _spans(chunks: Sequence[Chunk]) -> list[SlotSpan]:
     return [SlotSpan(c.sequence.slot, c.start, c.length) for c in chunks]

@@ -1,7 +1,7 @@
 """The integers of one captured step of a fixed size: what the host writes and the device reads."""
 
 import itertools
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TypeVar
 
@@ -69,8 +69,13 @@ class StepShape:
         those that are done shall not be kept for the sake of a size that is seldom used."""
 
     def fill(
-        self, buffer: np.ndarray, chunks: Seq[Chunk], changed: dict[tuple[int, int], int], columns: int, scratch: int
-    ) -> Seq[Chunk]:
+        self,
+        buffer: np.ndarray,
+        chunks: Sequence[Chunk],
+        changed: dict[tuple[int, int], int],
+        columns: int,
+        scratch: int,
+    ) -> Sequence[Chunk]:
         """Write a step's inputs; answers with the chunks that are sampled from, in the order of their draws.
 
         `chunks` come single tokens first, and among those the ones that are sampled from: where nothing but single
@@ -97,7 +102,7 @@ class StepShape:
         buffer[: self.size] = self._inputs
         return drawn
 
-    def _begin(self, a: dict[str, np.ndarray], chunks: Seq[Chunk], scratch: int) -> list[Chunk]:
+    def _begin(self, a: dict[str, np.ndarray], chunks: Sequence[Chunk], scratch: int) -> list[Chunk]:
         """Write all inputs of a step, whatever the last one held."""
         singles = [c for c in chunks if c.length == 1]
         prompts = [c for c in chunks if c.length > 1]
@@ -112,7 +117,7 @@ class StepShape:
         self._move_on(a, singles)
         return drawn
 
-    def _move_on(self, a: dict[str, np.ndarray], singles: Seq[Chunk]) -> None:
+    def _move_on(self, a: dict[str, np.ndarray], singles: Sequence[Chunk]) -> None:
         """Write the inputs that change with every token of a sequence that decodes."""
         n = len(singles)
         if not n:
@@ -125,7 +130,7 @@ class StepShape:
         tokens = [(c.sequence.tokens, c.start) for c in singles]
         a["ids"][:n] = [t[at] if at < len(t) else -1 for t, at in tokens]
 
-    def _fill_prompts(self, a: dict[str, np.ndarray], prompts: Seq[Chunk]) -> list[int]:
+    def _fill_prompts(self, a: dict[str, np.ndarray], prompts: Sequence[Chunk]) -> list[int]:
         """Answers with the rows of the last tokens of those that are sampled from."""
         at, ends, tiles = self.rows, [], []
         for number, chunk in enumerate(prompts):
@@ -157,7 +162,7 @@ class StepShape:
         temperatures[:n] = [r.temperature for r in requests]
 
 
-def decode_only(chunks: Seq[Chunk]) -> bool:
+def decode_only(chunks: Sequence[Chunk]) -> bool:
     """Whether every chunk is a sequence's last token, from which the next is sampled."""
     n = len(chunks)
     return [c.length for c in chunks].count(1) == n and [c.samples for c in chunks].count(True) == n

@@ -14,8 +14,8 @@ from paceline.engine.mlx.kv_cache import MlxSlots, key_shape
 from paceline.engine.mlx.runner import MlxRunner
 from paceline.engine.mlx.sampler import token_logprobs
 from paceline.engine.sequence import Guide
-from paceline.engine.weight_swap import StagedUpdate, WeightApplier
-from paceline.errors import EngineError, OtherBase
+from paceline.engine.weight_applier import StagedUpdate, WeightApplier
+from paceline.errors import DeltaBaseMismatch, EngineError
 from paceline.model.mlx.loading import MlxModel, twin
 from paceline.model.mlx.lora import put
 from paceline.weights.mlx_arrays import as_array, settled
@@ -50,7 +50,7 @@ class MlxWeights(WeightApplier):
 
     def _read_delta(self, update: WeightUpdate, check: bool) -> StagedUpdate:
         self._check_whole()
-        raise OtherBase("an engine on MLX takes no deltas: send all weights")
+        raise DeltaBaseMismatch("an engine on MLX takes no deltas: send all weights")
 
     def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None:
         raise AssertionError("a delta is refused when it is read")
@@ -92,7 +92,7 @@ class MlxEngine(DecodingEngine):
         shape = key_shape(model)
         adapters = install(model, lora_targets, config.adapters, config.adapter_rank) if config.adapters else None
         first = max_context if deterministic else min(FIRST_CACHE_LENGTH, max_context)
-        cache = MlxSlots(shape, config.max_running, first, max_context, steady=deterministic)
+        cache = MlxSlots(shape, config.max_running, first, max_context, deterministic=deterministic)
         runner = MlxRunner(model, cache, deterministic, adapters, config.in_flight or 0)
         super().__init__(
             config, cache, runner, MlxWeights(model, adapters, version), max_context=max_context,

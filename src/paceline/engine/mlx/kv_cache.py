@@ -36,11 +36,11 @@ class MlxSlots(Slots):
     beyond a step, or every write would copy the whole cache.
     """
 
-    def __init__(self, shape: KeyShape, slots: int, length: int, max_length: int, steady: bool = False) -> None:
+    def __init__(self, shape: KeyShape, slots: int, length: int, max_length: int, deterministic: bool = False) -> None:
         self._shape = shape
         self.keys: list[mx.array] = []
         self.values: list[mx.array] = []
-        super().__init__(slots, length, max_length, steady)
+        super().__init__(slots, length, max_length, deterministic)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -146,32 +146,32 @@ class LayerCache:
         return self._step.mask
 
 
-def decoding(cache: MlxSlots, chunks: Sequence[Chunk], fixed_shape: bool) -> Pass:
+def decoding(cache: MlxSlots, chunks: Sequence[Chunk], deterministic: bool) -> Pass:
     """One token a row, with all that came before it. Slots in use lie mostly side by side: a few idle rows between cost
-    less than to bring the others together. With `fixed_shape` all slots always take part, at full width."""
+    less than to bring the others together. With `deterministic` all slots always take part, at full width."""
     slots = [chunk.sequence.slot for chunk in chunks]
-    rows = cache.slots if fixed_shape else max(slots) + 1
-    width = cache.length if fixed_shape else _width(cache, chunks)
-    if not fixed_shape and 4 * len(chunks) < 3 * rows:
+    rows = cache.slots if deterministic else max(slots) + 1
+    width = cache.length if deterministic else _width(cache, chunks)
+    if not deterministic and 4 * len(chunks) < 3 * rows:
         return Pass(cache, chunks, width, slots)
     by_slot = {chunk.sequence.slot: chunk for chunk in chunks}
     return Pass(cache, [by_slot.get(row) for row in range(rows)], width)
 
 
-def prompting(cache: MlxSlots, chunks: Sequence[Chunk], fixed_shape: bool) -> list[Pass]:
-    """Pieces of prompts, those of like length together: padding never doubles the work. With `fixed_shape` each alone,
-    so that no neighbour can change its bits."""
+def prompting(cache: MlxSlots, chunks: Sequence[Chunk], deterministic: bool) -> list[Pass]:
+    """Pieces of prompts, those of like length together: padding never doubles the work. With `deterministic` each
+    alone, so that no neighbour can change its bits."""
     alike: dict[Any, list[Chunk]] = {}
     for number, chunk in enumerate(chunks):
-        kind = number if fixed_shape else (chunk.start > 0, chunk.length.bit_length())
+        kind = number if deterministic else (chunk.start > 0, chunk.length.bit_length())
         alike.setdefault(kind, []).append(chunk)
-    return [_prompt_pass(cache, group, fixed_shape) for group in alike.values()]
+    return [_prompt_pass(cache, group, deterministic) for group in alike.values()]
 
 
-def _prompt_pass(cache: MlxSlots, chunks: Sequence[Chunk], fixed_shape: bool) -> Pass:
+def _prompt_pass(cache: MlxSlots, chunks: Sequence[Chunk], deterministic: bool) -> Pass:
     if chunks[0].start == 0:
         return Pass(cache, chunks)
-    width = chunks[0].start + chunks[0].length if fixed_shape else _width(cache, chunks)
+    width = chunks[0].start + chunks[0].length if deterministic else _width(cache, chunks)
     return Pass(cache, chunks, width, [chunk.sequence.slot for chunk in chunks])
 
 

@@ -31,8 +31,8 @@ class MlxFlight(StepInFlight):
 
 
 class MlxRunner(Runner):
-    """The model with its cache. With `fixed_shape`, decoding always runs at the full batch and each prompt alone, so a
-    token's bits do not depend on its neighbours.
+    """The model with its cache. With `deterministic`, decoding always runs at the full batch and each prompt alone, so
+    that a token's bits do not depend on its neighbours.
 
     Whatever a step touches is computed with it, the cache too: a graph never evaluated only grows. Steps in
     flight are possible but do not pay: while one still reads the cache, the next cannot write to the same memory, and
@@ -40,10 +40,10 @@ class MlxRunner(Runner):
     """
 
     def __init__(
-        self, model: MlxModel, cache: MlxSlots, fixed_shape: bool, adapters: MlxAdapters | None, depth: int
+        self, model: MlxModel, cache: MlxSlots, deterministic: bool, adapters: MlxAdapters | None, depth: int
     ) -> None:
         self.depth = depth
-        self._model, self._cache, self._fixed_shape, self._adapters = model, cache, fixed_shape, adapters
+        self._model, self._cache, self._deterministic, self._adapters = model, cache, deterministic, adapters
         self._device = mx.default_device()
         self._last = mx.zeros(cache.slots + 1, mx.int32)
         """The token each slot sampled last, for those whose step has not landed."""
@@ -60,9 +60,9 @@ class MlxRunner(Runner):
 
     def launch(self, chunks: Sequence[Chunk]) -> MlxFlight:
         singles = sorted((c for c in chunks if c.length == 1), key=lambda c: c.sequence.slot)
-        passes = prompting(self._cache, [c for c in chunks if c.length > 1], self._fixed_shape)
+        passes = prompting(self._cache, [c for c in chunks if c.length > 1], self._deterministic)
         if singles:
-            passes.append(decoding(self._cache, singles, self._fixed_shape))
+            passes.append(decoding(self._cache, singles, self._deterministic))
         drawn: list[Chunk] = []
         logits: list[mx.array] = []
         for step in passes:
@@ -101,7 +101,7 @@ class MlxRunner(Runner):
     def _ends(self, hidden: mx.array, ends: list[tuple[int, Chunk]]) -> mx.array:
         """Logits after the last token of each of these rows."""
         rows = mx.array([row for row, _ in ends])
-        if self._fixed_shape:
+        if self._deterministic:
             return self._model.logits(hidden[:, -1])[rows]
         return self._model.logits(hidden[rows, mx.array([chunk.length - 1 for _, chunk in ends])])
 

@@ -110,18 +110,18 @@ class Health(BaseModel):
 
 def serve_search(options: SearchOptions) -> None:
     """Serve until a signal comes."""
-    door = listen(options.host, options.port)
+    listener = listen(options.host, options.port)
     host = f"[{options.host}]" if ":" in options.host else options.host
-    with door:
+    with listener:
         embedder = None
         if options.embeddings_url is not None and options.embeddings_model is not None:
             embedder = Embedder(options.embeddings_url, options.embeddings_model, options.embeddings_api_key)
         index = open_index(options.corpus, options.index, embedder)
-        address = f"http://{host}:{door.getsockname()[1]}"
+        address = f"http://{host}:{listener.getsockname()[1]}"
         ready = f"paceline: searching {len(index.documents)} documents at {address}/search"
         app = build_app(index, options.top_k, options.api_key)
         with asyncio.Runner(loop_factory=quick_loop()) as runner:
-            runner.run(serve(app, door, GRACE_SECONDS, lambda: print(ready, flush=True)))
+            runner.run(serve(app, listener, GRACE_SECONDS, lambda: print(ready, flush=True)))
     print("paceline: stopped", file=sys.stderr)
 
 

@@ -15,7 +15,7 @@ from engine_requests import requests, serve, together, trainer_logprobs, until
 from engines import MATRIX, merged, random_adapter
 from paceline.clients import Pool
 from paceline.engine import Completion, GenerateRequest, noise_key
-from paceline.errors import EngineError, OtherBase, PartialUpdateError, RequestError, UnknownModel
+from paceline.errors import DeltaBaseMismatch, EngineError, PartialUpdateError, RequestError, UnknownModel
 from paceline.model import PLAN, Adapter, Canary, LMHead, ServedPolicy, WeightUpdate, fingerprint, twin
 from paceline.model.attention import sdpa, window_mask
 from paceline.model.head import make_canary
@@ -246,7 +246,7 @@ def test_what_breaks_off_in_the_middle_has_no_name_until_all_weights_come(monkey
         assert broken.version < 0
         assert (broken.fingerprint == fingerprint(weights(0).items())) == (at == 0)
         for part in (WeightUpdate(1, {}, delta=change), WeightUpdate(1, {NAME: GOOD})):
-            with pytest.raises(OtherBase, match="broke off here"):
+            with pytest.raises(DeltaBaseMismatch, match="broke off here"):
                 await engine.load_weights(part)
             with pytest.raises(PartialUpdateError):
                 await engine.generate(CROWD[0])
@@ -278,7 +278,7 @@ def test_a_delta_that_breaks_off_in_the_middle_leaves_no_name_either(monkeypatch
         with pytest.raises(PartialUpdateError, match="a kernel failed"):
             await engine.load_weights(WeightUpdate(1, {}, delta=change))
         monkeypatch.undo()
-        with pytest.raises(OtherBase):
+        with pytest.raises(DeltaBaseMismatch):
             await engine.load_weights(WeightUpdate(1, {}, delta=change))
         await engine.load_weights(WeightUpdate(1, weights(1)))
         return await engine.generate(CROWD[0])

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from paceline.engine.base import Grammar
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import BASE, BROKEN, POLICY, Catalog, Guide, Sequence
-from paceline.errors import EngineError, Mismatch, OtherBase, PartialUpdateError
+from paceline.engine.sequence import BASE, BROKEN, POLICY, Catalog, DecodeSequence, Guide
+from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch, PartialUpdateError
 from paceline.model.adapter_names import AdapterError, check_scale
 from paceline.weights.update import Adapter, Array, Canary, ServedPolicy, WeightUpdate, fingerprint
 
-Fail = Callable[[Sequence, str, type[EngineError]], None]
+Fail = Callable[[DecodeSequence, str, type[EngineError]], None]
 """Ends a request with an error."""
 MakeGuide = Callable[[Grammar], Guide]
 
@@ -56,7 +56,7 @@ class WeightApplier(ABC):
         self._slots = adapters
         self._vocabulary = vocabulary
         self._free = list(range(adapters.slots, 0, -1)) if adapters is not None else []
-        self._torn: set[str] = set()
+        self._partial: set[str] = set()
         """Parameters that an update which broke off may have changed."""
         self._quarantine: dict[str | None, EngineError] = {}
         """Models whose last update failed its checks, and why; None for the base and so for all."""
@@ -94,7 +94,7 @@ class WeightApplier(ABC):
     def warm(self) -> None:  # noqa: B027 - only where the first time takes long
         """Do once what an update does."""
 
-    def mark(self) -> Any:
+    def sender_event(self) -> Any:
         """How far the sender's work on the device has come, taken on the sender's thread: reading comes after it."""
         return None
 
@@ -103,10 +103,10 @@ class WeightApplier(ABC):
     def policy(self) -> ServedPolicy:
         """The served version, and its fingerprint as verified; else taken now from the tensors really used."""
         version = self.catalog.versions[POLICY]
-        mark = self.catalog.weights[POLICY].get(version)
-        return ServedPolicy(version, mark or fingerprint(self._held(POLICY).items()))
+        verified = self.catalog.weights[POLICY].get(version)
+        return ServedPolicy(version, verified or fingerprint(self._held(POLICY).items()))
 
-    def read(self, update: WeightUpdate, check: bool = True, mark: Any = None) -> StagedUpdate:
+    def read(self, update: WeightUpdate, check: bool = True, sender_event: Any = None) -> StagedUpdate:
         """All that can be done while decoding goes on, on any thread: read it, and check that it fits and is whole."""
         if check and (canary := update.canary) is not None:
             ids, most = canary.token_ids, self._vocabulary
@@ -156,8 +156,8 @@ class WeightApplier(ABC):
         elif update.adapter is not None:
             self._apply_adapter(staged, update.adapter)
         else:
-            if left := self._torn - staged.tensors.keys():
-                raise OtherBase(
+            if left := self._partial - staged.tensors.keys():
+                raise DeltaBaseMismatch(
                     f"an update broke off here, and this one leaves {sorted(left)[:3]} as they are: send all"
                 )
             with self._writing(update):
@@ -174,18 +174,18 @@ class WeightApplier(ABC):
             models = [model for model in _touched(update) if model in self.catalog.versions]
             self.catalog.renew(models, BROKEN)
             if update.adapter is None:
-                self._torn |= set(update.names)
+                self._partial |= set(update.names)
             raise PartialUpdateError(
                 f"the update to version {update.version} broke off ({type(error).__name__}: {error}), and this engine "
                 "now holds neither the old weights nor the new: it answers no request until it is sent all of them"
             ) from error
         if update.adapter is None:
-            self._torn.clear()
+            self._partial.clear()
 
     def _check_whole(self) -> None:
         """A delta needs something to build on."""
-        if self._torn:
-            raise OtherBase(
+        if self._partial:
+            raise DeltaBaseMismatch(
                 "an update broke off here, so nothing can build on what this engine holds: send all weights"
             )
 
@@ -261,7 +261,7 @@ class WeightApplier(ABC):
             kind = PartialUpdateError if isinstance(error, PartialUpdateError) else Mismatch
             self._quarantine[name] = kind(str(error))
             scheduler.swap(name, recompute=True)
-            for sequence in scheduler.withdraw(name):
+            for sequence in scheduler.abort_model(name):
                 fail(sequence, str(error), kind)
 
         try:
@@ -291,11 +291,11 @@ class WeightApplier(ABC):
             was = before[sequence.request.model]
             if self.catalog.weights[sequence.request.model] is was:
                 continue  # an adapter beside a new base
-            past = (sequence.weights or {}) | {v: mark for v, mark in was.items() if v == sequence.versions[-1]}
+            past = (sequence.weights or {}) | {v: of for v, of in was.items() if v == sequence.versions[-1]}
             if version not in sequence.versions or past.get(version) == sent:
                 sequence.weights = carried.setdefault(tuple(past.items()), past)
             elif sequence.streamed:
-                scheduler.dismiss([sequence])
+                scheduler.abort([sequence])
                 why = f"version {version} came again with other weights under a stream: ask again"
                 fail(sequence, why, EngineError)
             else:
