@@ -40,8 +40,9 @@ IDLE_LOOK_SECONDS = 0.5
 class DecodingEngine:
     """Serves a model from this process, whatever it computes with.
 
-    Everything that touches the model happens on one thread: launch a step, land an older one, then whatever was asked
-    meanwhile (requests, new weights, scores). So a weight update needs no lock and falls exactly between two tokens.
+    Everything that touches the model happens on one thread: launch a step, land an older one (wait for it and read its
+    tokens back; the runner's `depth` says how many may be launched ahead), then whatever was asked meanwhile (requests,
+    new weights, scores). So a weight update needs no lock and falls exactly between two tokens.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class DecodingEngine:
         self._updates = asyncio.Lock()
         self._closed = self._paused = self._asleep = False
         self._busy: tuple[float, float | None] = (0.0, None)
-        """Seconds with a step in flight that are over, and when those under way began: read and written as one."""
+        """Seconds of finished busy periods, and the start of the one under way: one tuple, so that other threads never
+        see half of an update."""
         self.steps = self.tokens = self.swaps = 0
         self.pause_seconds = 0.0
 

@@ -2,9 +2,7 @@
 
 Three questions, each asked only if the one before went well. Does the config or the module tree name something the
 attention function does not do? Does every layer attend through it, once, and alike? And for model types not yet
-verified: does a rehearsal give what transformers' own attention gives?
-
-Finds the shape of a model's attention: all that a KV cache must know about it.
+verified: does a rehearsal give what transformers' own attention gives? `attention_shape` is what a KV cache must know.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping

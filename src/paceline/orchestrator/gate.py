@@ -17,7 +17,7 @@ def staleness(sample: Sample, version: int) -> int:
 
 
 def fresh_enough(sample: Sample, version: int, limit: int, on_stale: OnStale) -> Sample | None:
-    """The sample as it may train now; None drops it."""
+    """The sample with its stale tokens masked as `on_stale` says; None drops it."""
     if on_stale == "keep" or staleness(sample, version) <= limit:
         return sample
     if on_stale == "drop":
@@ -33,21 +33,23 @@ def fresh_enough(sample: Sample, version: int, limit: int, on_stale: OnStale) ->
 
 @dataclass(slots=True)
 class Gate:
-    """Counts rollouts so that none is trained more than `staleness` versions after it started.
+    """Limits how many rollouts start, so that there is a place for each within `staleness` versions of its start.
 
         capacity = min(max_inflight - running, (S + version + 1) * B - S * reserve + extra - (accepted + running))
 
-    The batch that a rollout started at version v can join at the latest has index v + S, because at most
-    (S + v + 1) * B rollouts are let in before version v + 1 exists. With S = 0 the gate closes when one batch is full
-    and opens at the next publish: the synchronous loop. `total` batches are all a run needs; the gate lets in no more.
+    with S = `staleness` and B = `batch`, the rollouts of a batch. Batch k is trained at version k, so a rollout that
+    started at version v may join batch v + S at the latest; at most (S + v + 1) * B are let in before version v + 1
+    exists, which is as many places as those batches have. With S = 0 the gate closes when one batch is full and opens
+    at the next publish: the synchronous loop. `total` batches are all a run needs; the gate lets in no more.
 
-    Where groups are replayed, `reserve` places of every batch to come are kept for them. What the batch being filled
-    really replays is known, and counts as accepted; the rest of its places are for fresh rollouts. So replay shrinks
-    fresh sampling by the places it fills, and never pushes a fresh rollout past the last batch it may join.
+    A batch fills from the groups that finish first, so a slow rollout can still miss its last batch. That is checked
+    where a group finishes and again before a batch ships (`fresh_enough`): this is what keeps the limit.
 
-    `extra` rollouts are let in beyond that as long as a batch is still to be filled, so that it fills from those that
-    finish first. The others may come too late for their last batch: counting alone no longer keeps the limit, and the
-    dispatcher checks ages before it ships.
+    Where groups are replayed, `reserve` places of every batch to come are reserved for them. What the batch being
+    filled really replays is known, and counts as accepted; the rest of its places are for fresh rollouts. So replay
+    shrinks fresh sampling by the places it fills.
+
+    `extra` (`oversample`) rollouts are let in beyond that as long as a batch is still to be filled.
 
     >>> gate = Gate(batch=8, staleness=0, max_inflight=100)
     >>> gate.start(8); gate.capacity
@@ -66,7 +68,7 @@ class Gate:
     reserve: int = 0
     extra: int = 0
     shipped: int = 0
-    """Batches that are full: as many as versions, or one more while it is trained."""
+    """Batches handed to the trainer: `version`, or one more while it trains."""
 
     @property
     def capacity(self) -> int:
@@ -84,9 +86,9 @@ class Gate:
         batches = self.staleness + self.version + 1
         if self.total is not None:
             batches = min(batches, self.total)
-        kept = max(0, batches - self.version - 1) * self.reserve
+        reserved = max(0, batches - self.version - 1) * self.reserve
         extra = self.extra if self.shipped < batches else 0
-        return batches * self.batch - kept + extra - (self.accepted + self.running)
+        return batches * self.batch - reserved + extra - (self.accepted + self.running)
 
     def start(self, places: int) -> None:
         """A group enters, whole."""
@@ -114,8 +116,8 @@ class Gate:
         self.accepted -= places
 
     def ship(self, places: int) -> None:
-        """A batch is full. One that groups could not fill exactly still counts as a whole one, or the gate would drift
-        open."""
+        """A batch is handed to the trainer. One that groups could not fill exactly counts as a whole one, or capacity
+        would grow with each of them."""
         self.accepted += self.batch - places
         self.shipped += 1
 

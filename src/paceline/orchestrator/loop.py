@@ -82,7 +82,7 @@ class RollBack(PacelineError):
 class Orchestrator:
     """Executes one run, or the part of it between two roll-backs.
 
-    Draws that are `shunned` are dropped instead of trained: an earlier attempt of this run found that they break it.
+    Draws in `skipped_draws` are dropped instead of trained: an earlier attempt of this run found that they break it.
     """
 
     def __init__(

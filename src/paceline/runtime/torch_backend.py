@@ -60,7 +60,7 @@ def external_engine(
         source = _untied(model, tokenizer, folder / "served") if apart else resolve(config.model.name)
         return LaunchedVllm(_process(config, source, model, root), **shared)
     assert engine.base_url is not None
-    kind = VllmEngine if engine.backend == "vllm" else SglangEngine
+    kind = {"vllm": VllmEngine, "sglang": SglangEngine}[engine.backend]
     key = os.environ.get(engine.api_key_env or "")
     if engine.api_key_env is not None and not key:
         raise PacelineError(

@@ -2,9 +2,7 @@
 
 Each rank brings some samples and gets those of all: so every rank can count the normalisers, cut the optimizer steps
 and deal out micro-batches by itself, with the same result. The traffic is small beside the weights: some 25 bytes a
-token.
-
-The tokens of a micro-batch that train, and how far each has moved.
+token. `TrainedTokens` are what a micro-batch of it trains, and `Ratio` how far each token's probability has moved.
 """
 
 from collections.abc import Mapping, Sequence

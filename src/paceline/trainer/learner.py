@@ -31,14 +31,12 @@ from paceline.trainer.base import TrainerError, process_bytes
 from paceline.trainer.batch import BLANK_PACK, BUDGET, Batch, TrainedTokens, packed, scales_of, score
 from paceline.trainer.checkpoint import under
 from paceline.trainer.critic import Critic
-from paceline.trainer.loss import NAMES, Loss, LossStats, TokenLosses, metrics
+from paceline.trainer.loss import NAMES, TERMS, Loss, LossStats, TokenLosses, metrics
 from paceline.trainer.ops import stack
 from paceline.trainer.optimizer import MasterOptimizer
 from paceline.trainer.reference import KLReference, shaped
 from paceline.weights.update import Array, Canary
 
-TERMS = {"rl": ("rl", "kl", "entropy"), "ce": ("ce",), "ref_kl": ("ref_kl",)}
-"""Terms of the loss that a component's normaliser divides: KL and entropy go by the rl tokens."""
 SCALE_OF = {"rl": "policy_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
 """The scale that marks a component's tokens."""
 ONE = np.ones((len(COMPONENTS), 2))

@@ -1,10 +1,14 @@
-"""The loss: one sum over components, each token already scaled by its normaliser.
+"""The loss: one sum over terms, each token already scaled by its normaliser.
 
     sum_t  rl_scale_t * rl_t  +  ce_scale_t * ce_t  +  ref_kl_scale_t * ref_kl_t
-         + policy_scale_t * (coef * kl_t - entropy_coef * H_t)
+         + policy_scale_t * (kl_coef * kl_t - entropy_coef * H_t)
 
-The second line holds the policy's tokens near a reference and keeps them varied; it is off by default. Which token
-carries which scale is the algorithm's choice, made long before; nothing here knows its name.
+    rl      the policy loss (`trainer.loss`)        ref_kl  reverse KL to a teacher: on-policy distillation
+    ce      cross entropy on given tokens           kl      KL penalty towards the frozen reference (`trainer.kl`)
+
+`policy_scale` is the rl normaliser on rl tokens, without the weights that an algorithm gave them. The second line is
+off by default. Which token carries which scale is the algorithm's choice, made long before; nothing here knows its
+name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +34,8 @@ class Loss:
         self._kl = KL_TERMS[c.kl.kind] if c.kl is not None and c.kl.how == "loss" else None
 
     def __call__(self, tokens: TrainedTokens, version: int, first: bool = True) -> tuple[Array, "LossStats"]:
-        """The scaled loss of these tokens, and unscaled sums for the report. `first`: no step was taken yet since
-        `version`, so that engine and trainer can be compared."""
+        """The scaled loss of these tokens, and unscaled sums for the report. `first`: no optimizer step was taken yet
+        since `version`, so the trainer's weights are those that the engine serves."""
         parts, sums = self.parts(tokens, version, first)
         return stack(*parts.values()).sum(), sums
 
@@ -39,6 +43,7 @@ class Loss:
         """The same, term by term."""
         losses = self.per_token(tokens)
         parts = {name: values.sum() for name, values in losses.scaled().items()}
+        assert all(f"loss_{name}" in NAMES for name in parts), "a term that no sum reports"
         with no_grad(tokens.logprobs):
             sums = LossStats.of(tokens, losses, parts, version, first)
         return parts, sums
@@ -64,7 +69,7 @@ class Loss:
 
     def _skipped(self, sampled: Ratio, tokens: TrainedTokens) -> Array:
         """Sequences so many of whose tokens are far from the sampler that nothing in them can be trusted. Decided per
-        sequence, so that it does not depend on the cut; N counts them all the same."""
+        sequence, so that it does not depend on how a batch is split; skipped tokens still count in the normaliser."""
         threshold, (low, high) = self._config.clip_skip_threshold, SKIP_RANGE
         with no_grad(tokens.logprobs):
             if threshold is None:
@@ -79,10 +84,10 @@ class TokenLosses:
     """A loss token by token."""
 
     terms: dict[str, Array]
-    """Unscaled, by component."""
+    """Unscaled, by term."""
     scales: dict[str, Array]
     clipped: dict[str, Array]
-    """Where a bound held a token back, by component."""
+    """Where a bound held a token back, by term."""
     ratio: Ratio
     """Of the policy to the one that the rl term measures from: the sampler, or under `proximal` the batch's start."""
     skipped: Array
@@ -96,11 +101,17 @@ class TokenLosses:
         return {name: where(used[name], term, 0.0) * self.scales[name] for name, term in self.terms.items()}
 
 
+TERMS = {"rl": ("rl", "kl", "entropy"), "ce": ("ce",), "ref_kl": ("ref_kl",)}
+"""Terms of the loss that a component's normaliser divides: KL and entropy go by the rl tokens."""
 NAMES = (
     *(f"loss_{part}" for part in ("rl", "ce", "ref_kl", "kl", "entropy")),
     *("rl", "ce", "ref_kl", "based", "fresh", "kept", "stale", "skipped"),
     *("ratio", "ppo_kl", "clipped", "entropy", "mismatch", "kv_kept", "drift", "nll", "pull", "ref_kl_clipped", "kl"),
 )
+"""First the scaled terms. Then counts: of tokens by component, of rl tokens with a reference's log probability (based),
+of the current version with its own KV cache (fresh) or an older one's (kept), of older versions (stale), and of skipped
+sequences. Then sums over them: ratio, ppo_kl, clipped and entropy over rl, mismatch over fresh, kv_kept over kept,
+drift over stale, nll over ce, pull and ref_kl_clipped over ref_kl, kl over based."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +160,8 @@ class LossStats:
 
 def _drift(s: Mapping[str, float]) -> float:
     """How far the weights have moved since older tokens were sampled: the mean of r - log r - 1 over rl tokens of older
-    versions, r = the batch's start / the sampler, less the same mean over the step's fresh tokens. These differ by
-    numerics alone, as older ones do besides. Where a step has no fresh tokens nothing is subtracted."""
+    versions, r = the batch's start / the sampler, less the same mean over the step's fresh tokens. Fresh tokens differ
+    by numerics alone; older ones differ by that too, so it is subtracted. Without fresh tokens nothing is."""
     numerics = s["mismatch"] / s["fresh"] if s["fresh"] else 0.0
     return max(0.0, s["drift"] / s["stale"] - numerics) if s["stale"] else 0.0
 
