@@ -37,7 +37,7 @@ from paceline.runtime.torch_backend import torch_trainer
 from paceline.trainer import TorchTrainer
 from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.checkpoint import check_files
-from paceline.trainer.critic import cut
+from paceline.trainer.critic import truncate
 from paceline.trainer.learner import Learner, trained
 from paceline.trainer.loss import TokenLosses
 from paceline.trainer.terms import held_back
@@ -241,7 +241,7 @@ def replay_dump(run: Path, dump: str, config: RunConfig) -> ReplayedStep:
         raise PacelineError(f"{path} cannot be read: {error}") from error
     with _trainer(directory, step, config) as (trainer, weights):
         exact = trainer.version == step - 1
-        short = [cut(sample, trainer.max_tokens) for sample in samples]
+        short = [truncate(sample, trainer.max_tokens) for sample in samples]
         broken, findings = broken_weights(trainer.learner), examine(trainer.learner, short, trainer.version)
         now = _step(trainer, samples)
     folder = open_run(run)

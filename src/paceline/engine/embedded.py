@@ -25,7 +25,7 @@ from paceline.model.native.layers import Product
 from paceline.model.native.layers import install as install_native
 from paceline.model.support import AttentionShape, attention_shape
 from paceline.weights.delta import DeltaError, WeightDelta
-from paceline.weights.update import WeightUpdate, canary_ids, fingerprint, rounding
+from paceline.weights.update import WeightUpdate, canary_ids, dtype_tolerance, fingerprint
 
 FIRST_CACHE_LENGTH = 256
 CPU_PAGES_BYTES = 1 << 30
@@ -123,8 +123,8 @@ class TorchWeights(WeightApplier):
         return self._parameters
 
     @property
-    def rounding(self) -> float:
-        return rounding(self._model.dtype)
+    def tolerance(self) -> float:
+        return dtype_tolerance(self._model.dtype)
 
     def warm(self) -> None:
         """Do once what an update does, so that no running request waits for a kernel to be loaded."""

@@ -37,7 +37,7 @@ class StagedUpdate:
     update: WeightUpdate
     tensors: Mapping[str, Array]
     """As they will be copied; none where a delta stands for them."""
-    sent: str | None = None
+    sent_fingerprint: str | None = None
     """Their fingerprint, unless it is not checked or a delta will lead to it."""
     check: bool = True
     ready: Any = None
@@ -70,7 +70,7 @@ class WeightApplier(ABC):
 
     @property
     @abstractmethod
-    def rounding(self) -> float:
+    def tolerance(self) -> float:
         """How far log probabilities of the same weights may be apart because of what this engine computes in."""
 
     @abstractmethod
@@ -115,13 +115,13 @@ class WeightApplier(ABC):
         if update.delta is not None:
             return self._read_delta(update, check)
         tensors = self._fit_base(update.tensors) if update.adapter is None else self._fit_adapter(update.tensors)
-        sent = fingerprint(tensors.items()) if check else None
-        if check and update.expected not in (None, sent):
+        sent_fingerprint = fingerprint(tensors.items()) if check else None
+        if check and update.expected not in (None, sent_fingerprint):
             raise Mismatch(
-                f"the weights of version {update.version} are damaged: their fingerprint is {sent}, not the "
-                f"{update.expected} they were sent with"
+                f"the weights of version {update.version} are damaged: their fingerprint is "
+                f"{sent_fingerprint}, not the {update.expected} they were sent with"
             )
-        return StagedUpdate(update, tensors, sent, check)
+        return StagedUpdate(update, tensors, sent_fingerprint, check)
 
     def _fit_base(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """The base's new tensors, ready to be copied; refuses what does not fit."""
@@ -150,9 +150,9 @@ class WeightApplier(ABC):
     def apply(self, staged: StagedUpdate) -> str | None:
         """Copy the update in place; answers with its fingerprint, if it is to be checked. Refusals change nothing; what
         breaks off in the middle leaves weights that have no name, and raises `PartialUpdateError`."""
-        update, sent = staged.update, staged.sent
+        update, sent_fingerprint = staged.update, staged.sent_fingerprint
         if update.delta is not None:
-            sent = self._apply_delta(update, staged.check)
+            sent_fingerprint = self._apply_delta(update, staged.check)
         elif update.adapter is not None:
             self._apply_adapter(staged, update.adapter)
         else:
@@ -163,7 +163,7 @@ class WeightApplier(ABC):
             with self._writing(update):
                 self._copy(staged.tensors)
         self.catalog.renew(_touched(update), update.version)
-        return sent
+        return sent_fingerprint
 
     @contextmanager
     def _writing(self, update: WeightUpdate) -> Generator[None]:
@@ -209,19 +209,19 @@ class WeightApplier(ABC):
 
     # -- before anything is sampled from them -------------------------------------------------------------------------
 
-    def verify(self, update: WeightUpdate, sent: str) -> None:
+    def verify(self, update: WeightUpdate, sent_fingerprint: str) -> None:
         """Check that the weights held are those sent, and compute what the trainer computes. Whatever is sampled from
         now on names them."""
         name, weights = POLICY if update.adapter is None else update.adapter.name, self.catalog.weights
         mine = self.parameters
         held = self._held(name) if update.adapter is not None else {key: mine[key] for key in update.names}
-        if fingerprint(held.items()) != sent:
+        if fingerprint(held.items()) != sent_fingerprint:
             raise Mismatch(f"the engine does not hold the weights of version {update.version} it was sent")
         if update.canary is not None:
             self.check_canary(update.canary, name)
         if update.adapter is None and update.names != mine.keys():
-            sent = fingerprint(mine.items())
-        known = {update.version: sent}
+            sent_fingerprint = fingerprint(mine.items())
+        known = {update.version: sent_fingerprint}
         weights |= dict.fromkeys(_touched(update), known)
         if update.adapter is None and self.catalog.slots[POLICY]:
             weights[POLICY] = {update.version: fingerprint(self._held(POLICY).items())}
@@ -229,7 +229,7 @@ class WeightApplier(ABC):
     def check_canary(self, canary: Canary, model: str) -> None:
         """The trainer's log probabilities of a short prompt must be found again."""
         gap = canary.gap(self.logprobs(canary.token_ids, model))
-        allowed = max(canary.tolerance, self.rounding)
+        allowed = max(canary.tolerance, self.tolerance)
         if not gap <= allowed:
             raise Mismatch(
                 f"version {self.catalog.versions[model]} failed its canary: log probabilities of engine and trainer "
@@ -265,22 +265,22 @@ class WeightApplier(ABC):
                 fail(sequence, str(error), kind)
 
         try:
-            sent = self.apply(staged)
+            sent_fingerprint = self.apply(staged)
         except PartialUpdateError as error:
             distrust(error)
             raise
-        self._carry_over(name, before, update.version, sent, scheduler, fail, guide)
+        self._carry_over(name, before, update.version, sent_fingerprint, scheduler, fail, guide)
         scheduler.swap(name, recompute)
         try:
-            if sent is not None:
-                self.verify(update, sent)
+            if sent_fingerprint is not None:
+                self.verify(update, sent_fingerprint)
         except Exception as error:  # whatever it was, these weights are not proved
             distrust(error)
             raise
         self._quarantine.pop(name, None)
 
     def _carry_over(
-        self, name: str | None, before: dict[str, dict[int, str]], version: int, sent: str | None,
+        self, name: str | None, before: dict[str, dict[int, str]], version: int, sent_fingerprint: str | None,
         scheduler: Scheduler, fail: Fail, guide: MakeGuide,
     ) -> None:  # fmt: skip
         """Sequences that go on under new weights keep the names of the old. After a roll-back a version comes again
@@ -292,7 +292,7 @@ class WeightApplier(ABC):
             if self.catalog.weights[sequence.request.model] is was:
                 continue  # an adapter beside a new base
             past = (sequence.weights or {}) | {v: of for v, of in was.items() if v == sequence.versions[-1]}
-            if version not in sequence.versions or past.get(version) == sent:
+            if version not in sequence.versions or past.get(version) == sent_fingerprint:
                 sequence.weights = carried.setdefault(tuple(past.items()), past)
             elif sequence.streamed:
                 scheduler.abort([sequence])

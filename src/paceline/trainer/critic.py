@@ -14,7 +14,7 @@ from paceline.trainer.ops import clip, maximum, square
 from paceline.weights.update import Array
 
 
-def cut(sample: Sample, limit: int) -> Sample:
+def truncate(sample: Sample, limit: int) -> Sample:
     """The sample's first tokens. What it earned later it earns where it is cut: most often the whole reward lies on its
     last token, and a critic would learn that long samples are worth nothing."""
     short = sample.truncated_to(limit)

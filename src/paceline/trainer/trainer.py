@@ -16,7 +16,7 @@ from paceline.data import MicroBatch, Sample, encode
 from paceline.model.dtypes import dtype_name
 from paceline.trainer.base import StepReport, TrainerError
 from paceline.trainer.checkpoint import another_model, under
-from paceline.trainer.critic import cut
+from paceline.trainer.critic import truncate
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
 from paceline.weights.tensors import writing
@@ -80,14 +80,14 @@ class ThreadedTrainer(ABC, Generic[L]):
     def _feed(self, samples: Sequence[Sample]) -> None:
         start = time.perf_counter()
         self._fed |= {id(sample): sample for sample in samples}  # held, so that no other sample gets its id
-        self.learner.feed([cut(sample, self.max_tokens) for sample in samples], self.version)
+        self.learner.feed([truncate(sample, self.max_tokens) for sample in samples], self.version)
         self._fed_seconds += time.perf_counter() - start
 
     def _step(self, batch: Sequence[Sample]) -> StepReport:
         start = time.perf_counter() - self._fed_seconds
         if lost := self._fed.keys() - {id(sample) for sample in batch}:
             raise TrainerError(f"{len(lost)} samples were fed and are not in the batch they were fed for")
-        samples = [cut(sample, self.max_tokens) for sample in batch if id(sample) not in self._fed]
+        samples = [truncate(sample, self.max_tokens) for sample in batch if id(sample) not in self._fed]
         metrics, trouble = self.learner.learn(samples, self.version)
         own = sum(min(len(sample), self.max_tokens) for sample in batch)
         tokens = self.learner.total(own)

@@ -65,10 +65,10 @@ def canary_ids(vocabulary: int) -> tuple[int, ...]:
 
 def canary_of(ids: tuple[int, ...], logprobs: Sequence[float], dtype: Any) -> Canary:
     """A canary of these tokens, with the log probabilities of a model that computes in this type."""
-    return Canary(ids, tuple(logprobs), max(TOLERANCE, rounding(dtype)))
+    return Canary(ids, tuple(logprobs), max(TOLERANCE, dtype_tolerance(dtype)))
 
 
-def rounding(dtype: Any) -> float:
+def dtype_tolerance(dtype: Any) -> float:
     """The tolerance between two parties with the same weights, of which one computes in this type of torch or mlx."""
     return 0.0 if str(dtype).rpartition(".")[2] in ("float32", "float64") else HALF_TOLERANCE
 

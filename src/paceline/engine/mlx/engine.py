@@ -19,7 +19,7 @@ from paceline.errors import DeltaBaseMismatch, EngineError
 from paceline.model.mlx.loading import MlxModel, twin
 from paceline.model.mlx.lora import put
 from paceline.weights.mlx_arrays import as_array, settled
-from paceline.weights.update import Array, WeightUpdate, rounding
+from paceline.weights.update import Array, WeightUpdate, dtype_tolerance
 
 FIRST_CACHE_LENGTH = 256
 
@@ -38,8 +38,8 @@ class MlxWeights(WeightApplier):
         return self._model.parameters()
 
     @property
-    def rounding(self) -> float:
-        return rounding(self._model.dtype)
+    def tolerance(self) -> float:
+        return dtype_tolerance(self._model.dtype)
 
     def _stage(self, tensors: Mapping[str, Array]) -> dict[str, mx.array]:
         return settled({name: as_array(tensor) for name, tensor in tensors.items()})

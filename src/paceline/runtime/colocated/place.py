@@ -105,7 +105,7 @@ class ColocatedWorker(rpc.TrainerRpcHandler):
         """Put the current weights into the engine and wake it. While it sleeps it reads nothing that is being written;
         then it notes the version, and proves that it holds what was gathered and computes what the trainer does."""
         await self.engine.sleep()
-        update = await self.trainer.pour(self._held)
+        update = await self.trainer.copy_into(self._held)
         await self.engine.load_weights(update)
         await self.engine.wake()
         self.update = update

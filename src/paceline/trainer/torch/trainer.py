@@ -19,7 +19,7 @@ from paceline.trainer.base import StepReport, TrainerError
 from paceline.trainer.torch import checkpoint
 from paceline.trainer.torch.checkpoint import export
 from paceline.trainer.torch.learner import TorchLearner
-from paceline.trainer.torch.tuning import rehearse
+from paceline.trainer.torch.tuning import run_once
 from paceline.trainer.torch.world import local
 from paceline.trainer.trainer import ThreadedTrainer
 from paceline.util.gc_tuning import freeze_more
@@ -102,10 +102,10 @@ class TorchTrainer(ThreadedTrainer[TorchLearner]):
             self._background.close()
         super().close()
 
-    async def pour(self, held: Mapping[str, Tensor]) -> WeightUpdate:
+    async def copy_into(self, held: Mapping[str, Tensor]) -> WeightUpdate:
         """Copy the weights of now into tensors that an engine of this process holds, on every rank and one at a time,
         so that no second copy of the model is needed. The update names those very tensors, or the adapter."""
-        return await self._run(self._pour, held)
+        return await self._run(self._copy_into, held)
 
     # -- on the trainer's thread ------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class TorchTrainer(ThreadedTrainer[TorchLearner]):
         budget = self._config.micro_batch_tokens
         tokens = min(REHEARSED_TOKENS, budget) if isinstance(budget, int) else REHEARSED_TOKENS
         try:
-            rehearse(self.learner.forward, self._model, self._config, tokens)
+            run_once(self.learner.forward, self._model, self._config, tokens)
         except RuntimeError as error:  # the first step meets it too, if it stays
             log.warning("compiling the trainer ahead of its first step failed: %s", error)
             return
@@ -162,18 +162,18 @@ class TorchTrainer(ThreadedTrainer[TorchLearner]):
         for name, parameter in trainable(self._model).items():
             yield name, self.learner.layout.whole(name, local(parameter.detach()))
 
-    def _pour(self, held: Mapping[str, Tensor]) -> WeightUpdate:
+    def _copy_into(self, held: Mapping[str, Tensor]) -> WeightUpdate:
         canary = self.learner.canary()
         if (adapter := trained_adapter(self._model)) is not None:
             tensors, scale = adapter
             return WeightUpdate(self.version, tensors, Adapter("", scale), fingerprint(tensors.items()), canary)
-        poured, total = {}, 0
+        copied, total = {}, 0
         for name, whole in self._whole_weights():
-            poured[name] = held[name].copy_(whole)
+            copied[name] = held[name].copy_(whole)
             total += int(fingerprint([(name, whole)]), 16)  # of what was gathered: what is held must prove to be that
         if self.learner.device.type == "cuda":
             torch.cuda.current_stream(self.learner.device).synchronize()
-        return WeightUpdate(self.version, poured, None, f"{total & MASK:016x}", canary)
+        return WeightUpdate(self.version, copied, None, f"{total & MASK:016x}", canary)
 
     @property
     def _first(self) -> bool:

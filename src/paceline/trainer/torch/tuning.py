@@ -31,7 +31,7 @@ def tuned(forward: ForwardPass, model: PreTrainedModel, c: config.TrainerConfig)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        rehearse(forward, model, c, tokens)
+        run_once(forward, model, c, tokens)
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
 
@@ -45,7 +45,7 @@ def tuned(forward: ForwardPass, model: PreTrainedModel, c: config.TrainerConfig)
     return found
 
 
-def rehearse(forward: ForwardPass, model: PreTrainedModel, c: config.TrainerConfig, tokens: int) -> None:
+def run_once(forward: ForwardPass, model: PreTrainedModel, c: config.TrainerConfig, tokens: int) -> None:
     """One forward and backward pass over blank samples; the gradients are thrown away."""
     model.train()
     try:
