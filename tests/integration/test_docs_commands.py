@@ -41,7 +41,7 @@ NOT_RUN = {
 SHORTER = {
     "train": ["--steps", "2", "--batch-size", "16", "--eval.every", "0"],
     "ab": ["--steps", "2", "--batch-size", "16", "--eval.every", "0"],
-    "eval": ["-n", "4"],
+    "eval": ["--examples", "4"],
 }
 """What makes a command quick and leaves all else as it is."""
 
@@ -62,7 +62,7 @@ def _prepare(folder: Path) -> None:
         small = ["--steps", "2", "--batch-size", "16", "--eval.every", "0", "--checkpoint.every", "1", "--quiet"]
         assert main(["train", "my-run.toml", *small, "--record.batches", "2"]) == 0
         assert main(["train", "quickstart", *small]) == 0
-        for name in ("a", "b", "demo-0", "reward", "algorithm-grpo", "slower"):
+        for name in ("a", "b", "demo-0", "reward", "algorithm-grpo"):
             shutil.copytree("runs/quickstart", f"runs/{name}")
         shutil.copytree("runs/quickstart/export", "my-model")
         shutil.copytree("runs/quickstart/export", "teacher")
@@ -93,10 +93,14 @@ def test_the_command_works(prepared, tmp_path, command):
         assert main(["init", words[1], "--to", str(tmp_path / "new")]) == 0
         return
     if "reward.toml" in words:
-        assert main(["init", "reward", "--to", str(folder)]) == 0
+        assert main(["init", "reward", "--to", str(folder), "--force"]) == 0
     words += SHORTER.get(words[0], [])
-    if words[0] == "train":
-        words += ["--steps", "3"] if "--resume" in words else ["--overwrite"]
+    if "--resume" in words:  # goes on with what the same command began
+        begun = [word for word in words if word not in ("--resume", "latest")]
+        assert run([sys.executable, "-m", "paceline", *begun, "--overwrite"], cwd=folder).returncode == 0
+        words += ["--steps", "3"]
+    elif words[0] == "train":
+        words.append("--overwrite")
     if words[0] == "export" and "-o" not in words:
         shutil.rmtree(folder / "runs/my-run/export")
     if words[0] in STOPPED:
