@@ -37,6 +37,9 @@ MOST_GROWN = 64 << 20
 COMPILE_SECONDS = 30
 """For a grammar that is not sure to be quick, the start of its process included."""
 COMPILE_BYTES = 4 << 30
+QUICK_SECONDS = 0.5
+MOST_WRITTEN = 32 << 20
+"""Bytes of JSON in which a worker hands over a grammar that was slow to compile; reading them takes five times that."""
 MOST_WHITESPACE = 12
 """In a row between two parts of JSON: room for an indented line, and a weak model cannot idle its budget away."""
 
@@ -110,13 +113,13 @@ class Grammars:
     def _translate(self, grammar: Grammar) -> "CompiledGrammar":
         if grammar.kind == "regex":
             pattern = rewrite_pattern(grammar.source)
-            if not is_quick_pattern(grammar.source):
-                return self._workers.compile(self._vocabulary, "regex", pattern)
-            return self._compiler.compile_regex(pattern)
+            quick = is_quick_pattern(grammar.source)
+            known = None if quick else self._workers.compile(self._vocabulary, "regex", pattern)
+            return known or self._compiler.compile_regex(pattern)
         schema = '{"type": "object"}' if grammar.kind == "json" else prepare_schema(grammar.source)
-        if not is_quick_schema(schema):
-            return self._workers.compile(self._vocabulary, "json_schema", schema)
-        return self._compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_WHITESPACE)
+        quick = is_quick_schema(schema)
+        known = None if quick else self._workers.compile(self._vocabulary, "json_schema", schema)
+        return known or self._compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_WHITESPACE)
 
 
 class GrammarWorkers:
@@ -127,7 +130,8 @@ class GrammarWorkers:
         self._free = threading.Semaphore(MOST_WORKERS)
         self._idle: list[subprocess.Popen[str]] = []
 
-    def compile(self, info: "TokenizerInfo", kind: str, source: str) -> "CompiledGrammar":
+    def compile(self, info: "TokenizerInfo", kind: str, source: str) -> "CompiledGrammar | None":
+        """None for one that proved quick, and is best compiled here."""
         from xgrammar import CompiledGrammar
 
         if not self._free.acquire(timeout=COMPILE_SECONDS):
@@ -152,6 +156,13 @@ class GrammarWorkers:
             self._free.release()
         if "wrong" in answer:
             raise RuntimeError(answer["wrong"])
+        if "large" in answer:
+            raise RequestError(
+                f"the grammar is too large: compiled it takes {answer['large'] >> 20} MiB, and at most "
+                f"{MOST_WRITTEN >> 20} are taken; use fewer alternatives that begin alike"
+            )
+        if "quick" in answer:
+            return None
         return CompiledGrammar.deserialize_json(answer["compiled"], info)
 
 
@@ -165,7 +176,9 @@ def _start(info: "TokenizerInfo") -> "subprocess.Popen[str]":
         start_new_session=True,  # Ctrl-C is for the run; it ends when its input does
     )
     assert worker.stdin is not None
-    begin = {"tokenizer": info.serialize_json(), "threads": 1, "memory": COMPILE_BYTES, "seconds": COMPILE_SECONDS}
+    limits = {"memory": COMPILE_BYTES, "seconds": COMPILE_SECONDS, "written": MOST_WRITTEN}
+    quick = {"quick_seconds": QUICK_SECONDS, "quick_bytes": MOST_GROWN}
+    begin = {"tokenizer": info.serialize_json(), "threads": 1, **limits, **quick}
     worker.stdin.write(json.dumps(begin) + "\n")
     return worker
 

@@ -2,13 +2,15 @@
 
 Run as a file, so that it imports xgrammar and nothing of Paceline. Each line of its input is a JSON object: first the
 tokenizer, then one grammar after another. Each grammar is answered by a line of JSON, which also says by how many bytes
-compiling has made this process grow: memory that is not given back is a reason to end it.
+compiling has made this process grow: memory that is not given back is a reason to end it. What compiled quickly and in
+little memory is only said to be `quick`: as JSON a grammar of 2 MB may take 200, so the asker compiles it once more.
 """
 
 import json
 import resource
 import signal
 import sys
+import time
 from typing import Any
 
 
@@ -23,7 +25,7 @@ def main() -> None:
     small = peak()
     for line in sys.stdin:
         signal.alarm(begin["seconds"])  # ends this process, also where the one that asks is gone
-        found = answer(compiler, json.loads(line))
+        found = answer(compiler, json.loads(line), begin, small)
         print(json.dumps({**found, "grown": peak() - small}), file=answers, flush=True)
         signal.alarm(0)
 
@@ -33,7 +35,8 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def answer(compiler: Any, asked: dict[str, Any]) -> dict[str, str]:
+def answer(compiler: Any, asked: dict[str, Any], limits: dict[str, Any], small: int) -> dict[str, Any]:
+    began = time.monotonic()
     try:
         if asked["kind"] == "regex":
             compiled = compiler.compile_regex(asked["source"])
@@ -41,7 +44,10 @@ def answer(compiler: Any, asked: dict[str, Any]) -> dict[str, str]:
             compiled = compiler.compile_json_schema(asked["source"], max_whitespace_cnt=asked["whitespace"])
     except RuntimeError as error:
         return {"wrong": str(error)}
-    return {"compiled": compiled.serialize_json()}
+    if time.monotonic() - began < limits["quick_seconds"] and peak() - small < limits["quick_bytes"]:
+        return {"quick": True}
+    written = compiled.serialize_json()
+    return {"compiled": written} if len(written) <= limits["written"] else {"large": len(written)}
 
 
 if __name__ == "__main__":

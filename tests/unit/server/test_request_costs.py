@@ -236,6 +236,34 @@ def test_one_small_worker_stays_for_the_next_grammar(load, monkeypatch):
     assert first.wait(30) != 0
 
 
+ALIKE = {"type": "object", "properties": {f"p{n}": {"enum": ["0"]} for n in range(20)}}
+WIDE = Grammar("json_schema", json.dumps({"oneOf": [ALIKE] * 20}))
+"""As JSON its compiled form takes a hundred times its memory."""
+
+
+def test_a_worker_hands_over_only_what_was_slow_to_compile_and_is_not_too_large(load, monkeypatch):
+    pytest.importorskip("xgrammar")
+    made = grammars(load("quickstart"), [1])
+    read: list[int] = []
+
+    def ask(worker, question, real=grammar._ask):
+        answer = real(worker, question)
+        read.append(len(json.dumps(answer)))
+        return answer
+
+    monkeypatch.setattr(grammar, "_ask", ask)
+    monkeypatch.setattr(grammar, "QUICK_SECONDS", 100)
+    assert made(WIDE).allowed(103).any()
+    assert read[0] < 100
+    monkeypatch.setattr(grammar, "QUICK_SECONDS", 0)
+    slow = grammars(load("quickstart"), [1])
+    with pytest.raises(RequestError, match=r"too large: compiled it takes .* MiB, and at most 32 are taken"):
+        slow(WIDE)
+    pattern = Grammar("regex", "(ab{1,3}){1,3}")
+    assert (slow(pattern).allowed(103) == made(pattern).allowed(103)).all()
+    assert read[2] > read[3]
+
+
 def sleeping(info):
     """A worker that never answers."""
     command = [sys.executable, "-c", "import time; time.sleep(1000)"]
