@@ -284,8 +284,8 @@ def test_a_run_that_died_goes_on_from_its_newest_whole_checkpoint(tmp_path):
         (told.path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
     (told.path / "checkpoints" / "step-000004" / "state.json").write_text("{}")
     what, command = vitals(open_run(told.path)).onward
-    assert what == "to go on from step-000004", "8 was not written to its end"
-    assert command.endswith("config.toml --resume latest")
+    assert what == "to go on from step-000004", "8 lost its state"
+    assert command.endswith("config.toml --resume step-000004"), "`latest` would name the damage of 8"
 
 
 def test_a_pause_between_two_lives_is_no_step(tmp_path):
