@@ -10,7 +10,7 @@ CLIENTS := .venv-clients
 MLX := .venv-mlx
 APPLE := $(filter Darwin-arm64,$(shell uname -s)-$(shell uname -m))
 # What holds for an engine, a trainer, a server and a killed run, whatever they compute with.
-LAWS := $(addprefix tests/unit/,$(addsuffix .py,$(addprefix engine/test_,engine scheduler weight_swap kv_cache shared_prompts \
+LAWS := $(addprefix tests/unit/,$(addsuffix .py,$(addprefix engine/test_,engine scheduler weight_applier kv_cache shared_prompts \
 	grammar streaming) weights/test_fingerprints $(addprefix trainer/test_,loss_terms losses_against_trl trainer bad_steps \
 	proximal kl_reference streamed_batches critic) orchestrator/test_roll_back observe/test_record_of_a_run)) \
 	tests/integration/test_server.py tests/integration/test_resume.py

@@ -56,6 +56,14 @@ def test_the_demo_installs_the_package_and_no_developers_tools(tmp_path):
     assert installs(planned("test", tmp_path)) == ["constraints.txt", "'.'", "constraints.txt", "'.[dev]'"]
 
 
+@pytest.mark.parametrize("target", ["test-mlx", "scale", "doors", "clients", "vllm"])
+def test_the_files_that_a_target_tests_are_there(tmp_path, target):
+    words = [word.strip("'").partition("::")[0] for line in planned(target, tmp_path) for word in line.split()]
+    files = [word for word in words if word.startswith("tests/")]
+    assert files
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
 def test_ci_runs_the_tests_and_then_the_smoke(tmp_path):
     commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make")]
     assert commands == ["make test", "make smoke"]
