@@ -188,7 +188,7 @@ class Serving:
         command = [
             sys.executable,
             "-m",
-            "paceline.commands",
+            "paceline",
             "serve",
             str(folder),
             "--name",

@@ -148,7 +148,7 @@ def main() -> int:
         folder = Path(name)
         model = load_model(ModelConfig(name="paceline:quickstart"))
         save_file({n: p.detach().contiguous() for n, p in model.named_parameters()}, folder / "model.safetensors")
-        command = [sys.executable, "-m", "paceline.commands", "serve", "paceline:quickstart", "--name", "soak"]
+        command = [sys.executable, "-m", "paceline", "serve", "paceline:quickstart", "--name", "soak"]
         command += ["--port", str(PORT), "--allow", name, "--isolate" if given.isolate else "--no-isolate"]
         command += ["--api-key", KEY]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -98,7 +98,7 @@ def model_of(shape: str, device: str) -> Qwen2ForCausalLM:
 @contextlib.contextmanager
 def serving(folder: Path, shared: Path, device: str) -> Generator[str]:
     """A real server of this model; what it spools lies beside the shared folder."""
-    command = [sys.executable, "-m", "paceline.commands", "serve", str(folder), "--port", "0", "--allow", str(shared)]
+    command = [sys.executable, "-m", "paceline", "serve", str(folder), "--port", "0", "--allow", str(shared)]
     command += ["--model.dtype", "bfloat16", "--device", device, "--engine.compile", "false"]
     command += ["--engine.max_running", "8", "--engine.max_context", "512"]
     command += ["--engine.cache_gib", "2"] if device == "cuda" else []

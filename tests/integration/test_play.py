@@ -161,7 +161,7 @@ def test_the_command_plays_at_a_pipe_and_ctrl_c_ends_it_politely(tmp_path):
         f'include = ["{folder / "tic_tac_toe.toml"}"]\n'
         f'[[env]]\ntype = "arena"\nname = "game"\nimport_path = "{folder / "tic_tac_toe.py"}:TicTacToe"\n'
     )
-    command = [sys.executable, "-m", "paceline.commands", "play", str(run), "--seat", "o", "--seed", "1"]
+    command = [sys.executable, "-m", "paceline", "play", str(run), "--seat", "o", "--seed", "1"]
     process = Launched(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         text = ""

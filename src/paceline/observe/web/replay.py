@@ -58,7 +58,7 @@ class ReplayProcess:
         self.failure = ""
         self.began = time.monotonic()
         self.ended: float | None = None
-        command = [sys.executable, "-P", "-m", "paceline.commands", "replay", str(run), str(step), "--json"]
+        command = [sys.executable, "-P", "-m", "paceline", "replay", str(run), str(step), "--json"]
         self._command = [*command, *flags]
         self._finished, self._limit = finished, limit
         self._stop = threading.Event()

@@ -1,5 +1,0 @@
-"""Runs the `paceline` command by `python -m paceline.commands`."""
-
-from paceline.commands import command
-
-command()
