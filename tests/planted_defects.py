@@ -184,10 +184,10 @@ def truncated_score(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 
 def spiked_rate(patch: pytest.MonkeyPatch, _: Path) -> None:
-    from paceline.trainer.torch.optimizer import MasterAdamW
+    from paceline.trainer.optimizer import Schedule
 
-    real = MasterAdamW.lr.fget
-    patch.setattr(MasterAdamW, "lr", property(lambda self: real(self) * (100 if self.steps == 1 else 1)))
+    real = Schedule.lr.fget
+    patch.setattr(Schedule, "lr", property(lambda self: real(self) * (100 if self.steps == 1 else 1)))
 
 
 DEFECTS = {

@@ -93,10 +93,10 @@ if MLX:
 
     def weights_of(trainer: MlxTrainer) -> dict[str, Tensor]:
         """What trains, as it is now, by torch's names."""
-        return {name: _torch(array) for name, array in trainer.learner.parameters.now().items()}
+        return {name: _torch(array) for name, array in trainer.policy.parameters.current().items()}
 
     def put_weights(trainer: MlxTrainer, tensors: dict[str, Tensor]) -> None:
-        trainer.learner.parameters.put({name: as_array(t) for name, t in tensors.items()})
+        trainer.policy.parameters.put({name: as_array(t) for name, t in tensors.items()})
         trainer.learner.optimizer.masters |= {name: as_array(t).astype(mx.float32) for name, t in tensors.items()}
 
     def gradient_of(trainer: MlxTrainer) -> Tensor:
@@ -112,7 +112,7 @@ if MLX:
     def shared_with_critic(trainer: MlxTrainer) -> dict[str, bool]:
         """Which of the policy's arrays the critic's value model holds too, by its own names."""
         value = named(trainer.learner._critic._model.parameters())
-        policy = named(trainer._model.net.parameters())
+        policy = named(trainer.policy.net.parameters())
         return {f"body.{name}": value.get(f"body.{name}") is array for name, array in policy.items()}
 
     def value_slope(values: NDArray, old: NDArray, returns: NDArray, clip: float) -> tuple[NDArray, NDArray]:
@@ -122,7 +122,7 @@ if MLX:
             return np.array(value_loss(*columns, clip)), np.array(gradient)
 
     def tokens_of(trainer: MlxTrainer, micro_batch: MicroBatch) -> TrainedTokens:
-        return trainer.learner.tokens(micro_batch)
+        return trainer.policy.tokens(micro_batch)
 
     def tokens(streams: dict[str, NDArray], names: tuple[str, ...]) -> TrainedTokens:
         with mx.stream(mx.cpu):  # which has float64 everywhere
@@ -153,12 +153,12 @@ else:
         return array.detach().numpy()
 
     def weights_of(trainer: trainer_of) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in trainable(trainer._model).items()}
+        return {name: p.detach().clone() for name, p in trainable(trainer.policy.net).items()}
 
     def put_weights(trainer: trainer_of, tensors: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for name, tensor in tensors.items():
-                trainable(trainer._model)[name].copy_(tensor)
+                trainable(trainer.policy.net)[name].copy_(tensor)
 
     def gradient_of(trainer: trainer_of) -> Tensor:
         masters = [master for _, master in sorted(trainer.learner.optimizer.masters.items())]
@@ -169,7 +169,7 @@ else:
 
     def shared_with_critic(trainer: trainer_of) -> dict[str, bool]:
         body = dict(trainer.learner._critic._model.body.named_parameters())
-        policy = trainer._model.named_parameters()
+        policy = trainer.policy.net.named_parameters()
         return {f"body.{name}": body[name].data_ptr() == p.data_ptr() for name, p in policy}
 
     def value_slope(values: NDArray, old: NDArray, returns: NDArray, clip: float) -> tuple[NDArray, NDArray]:
@@ -179,7 +179,7 @@ else:
         return loss.detach().numpy(), gradient.numpy()
 
     def tokens_of(trainer: trainer_of, micro_batch: MicroBatch) -> TrainedTokens:
-        return trainer.learner.tokens(micro_batch)[0]
+        return trainer.policy.tokens(micro_batch)[0]
 
     def tokens(streams: dict[str, NDArray], names: tuple[str, ...]) -> TrainedTokens:
         return TrainedTokens(names=names, **{name: torch.from_numpy(x) for name, x in streams.items()})

@@ -82,7 +82,7 @@ def test_engine_and_trainer_switch_to_compiled_code_and_go_on_as_before():
             after = await asyncio.gather(*(engine.generate(request) for request in requests))
         await trainer.step([sample(1)])  # notices at its end
         await eager.step([sample(1)])
-        assert trainer.learner.forward.is_compiled
+        assert trainer.policy.forward.is_compiled
         metrics = [(await t.step([sample(2)])).metrics for t in (trainer, eager)]
         # Greedy choices of random weights part at a tie sooner or later: the same tokens are scored once more instead.
         rescored = await engine.score([[*r.prompt_ids, *c.token_ids] for r, c in zip(requests, before, strict=True)])

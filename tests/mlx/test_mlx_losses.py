@@ -13,7 +13,7 @@ from pairs import apart, mlx_gradient, mlx_model, packs, pair, samples, torch_gr
 from paceline.config import trainer as config
 from paceline.config.model import LoRAConfig
 from paceline.trainer import TrainerError
-from paceline.trainer.learner import trained
+from paceline.trainer.batch import trained
 from paceline.trainer.mlx import forward
 from paceline.trainer.mlx.trainer import MlxTrainer
 from paceline.trainer.ops import clip
@@ -55,14 +55,14 @@ MORE = {
 def test_log_probabilities_and_entropies_are_torchs(lora):
     both = pair(lora)
     for micro_batch in packs(samples(0), 120):
-        wanted, spread, _ = both.torch.learner.forward.logprobs(
-            micro_batch, both.torch.learner.forward.send(trained(micro_batch)), entropy=True
+        wanted, spread, _ = both.torch.policy.forward.logprobs(
+            micro_batch, both.torch.policy.forward.send(trained(micro_batch)), entropy=True
         )
-        got, entropy = both.mlx.learner.forward.logprobs(micro_batch, trained(micro_batch), entropy=True)
+        got, entropy = both.mlx.policy.forward.logprobs(micro_batch, trained(micro_batch), entropy=True)
         np.testing.assert_allclose(np.array(got), wanted.detach().numpy(), atol=1e-4)
         np.testing.assert_allclose(np.array(entropy), spread.detach().numpy(), atol=1e-4)
         np.testing.assert_allclose(
-            both.mlx.learner.forward.scores(micro_batch), both.torch.learner.forward.scores(micro_batch), atol=1e-4
+            both.mlx.policy.forward.scores(micro_batch), both.torch.policy.forward.scores(micro_batch), atol=1e-4
         )
     both.close()
 
@@ -121,7 +121,7 @@ def gradient(monkeypatch=None, logits: int | None = None, lora: LoRAConfig | Non
     if monkeypatch is not None and logits is not None:
         monkeypatch.setattr(forward, "LOGIT_ELEMENTS", logits)
     trainer = MlxTrainer(mlx_model(lora), config.TrainerConfig(loss=config.PPOConfig(), entropy_coef=0.1, **settings))
-    trainer._model.net.train()
+    trainer.policy.net.train()
     for micro_batch in packs(samples(3), 150):
         trainer.backward(micro_batch)
     trainer.close()
@@ -151,13 +151,13 @@ def test_a_layer_that_is_computed_again_computes_the_same(lora):
 def test_noise_differs_from_pass_to_pass_and_layer_to_layer():
     trainer = MlxTrainer(mlx_model(LoRAConfig(rank=4, dropout=0.5)), config.TrainerConfig(loss=config.PPOConfig()))
     (micro_batch,) = packs(samples(3, count=1))
-    for layer in trainer._model.layers:  # what adapters say of a blank second matrix is nothing
+    for layer in trainer.policy._model.layers:  # what adapters say of a blank second matrix is nothing
         layer.self_attn.q_proj.lora_B = mx.ones_like(layer.self_attn.q_proj.lora_B)
-    trainer._model.net.train()
-    one, two = (np.array(trainer.learner.tokens(micro_batch).logprobs) for _ in range(2))
+    trainer.policy.net.train()
+    one, two = (np.array(trainer.policy.tokens(micro_batch).logprobs) for _ in range(2))
     assert np.abs(one - two).max() > 1e-3
-    trainer._model.net.eval()
-    one, two = (np.array(trainer.learner.tokens(micro_batch).logprobs) for _ in range(2))
+    trainer.policy.net.eval()
+    one, two = (np.array(trainer.policy.tokens(micro_batch).logprobs) for _ in range(2))
     np.testing.assert_array_equal(one, two)
     trainer.close()
 
@@ -167,7 +167,7 @@ def test_micro_batches_leave_nothing_behind(again):
     """A gradient that is put off keeps every activation it is made of: memory would grow with the micro-batches."""
     batch = [sample for seed in range(2) for sample in samples(seed)]
     trainer = MlxTrainer(mlx_model(), config.TrainerConfig(gradient_checkpointing=again))
-    trainer._model.net.train()
+    trainer.policy.net.train()
     held = []
     for micro_batch in packs(batch, 64):
         trainer.backward(micro_batch)

@@ -27,7 +27,7 @@ from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.model.mlx.loading import load_model
 from paceline.model.mlx.lora import attach_lora
 from paceline.trainer import TrainerError
-from paceline.trainer.mlx.optimizer import MlxAdamW, Parameters
+from paceline.trainer.mlx.optimizer import MlxAdamW, MlxTensors
 from paceline.trainer.mlx.trainer import MlxTrainer
 from paceline.weights import mlx_arrays as files
 from paceline.weights.tensors import plain
@@ -71,7 +71,7 @@ def test_the_update_is_torchs_adamw(c):
     parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
     adam = torch.optim.AdamW([parameter], c.lr, c.betas, c.eps, c.weight_decay)
     net = One(mx.array(start))
-    optimizer = MlxAdamW(Parameters(net), c, None, half=False)
+    optimizer = MlxAdamW(MlxTensors(net), c, None, half=False)
     for gradient in gradients:
         parameter.grad = torch.from_numpy(gradient.copy())  # which is clipped where it lies
         norm = torch.nn.utils.clip_grad_norm_([parameter], c.max_grad_norm)
@@ -85,7 +85,7 @@ def test_the_update_is_torchs_adamw(c):
 def test_masters_keep_what_bf16_would_lose():
     """A hundred updates, each too small for bf16 to see, add up in the float32 masters."""
     net = One(mx.ones((4,), mx.bfloat16))
-    optimizer = MlxAdamW(Parameters(net), config.OptimizerConfig(lr=1e-4), None, half=False)
+    optimizer = MlxAdamW(MlxTensors(net), config.OptimizerConfig(lr=1e-4), None, half=False)
     for _ in range(100):
         optimizer.add({"w": mx.ones((4,), mx.bfloat16)})
         optimizer.step()
@@ -255,7 +255,7 @@ IDS = np.arange(1, 41)[None]
 
 
 def logits_of(trainer: MlxTrainer) -> np.ndarray:
-    model = trainer._model
+    model = trainer.policy._model
     return np.array(model.logits(model.hidden(mx.array(IDS))))[0]
 
 

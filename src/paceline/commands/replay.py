@@ -35,10 +35,10 @@ from paceline.orchestrator import Checkpoints
 from paceline.runtime.local import with_sections
 from paceline.runtime.torch_backend import torch_trainer
 from paceline.trainer import TorchTrainer
-from paceline.trainer.batch import TrainedTokens
+from paceline.trainer.batch import TrainedTokens, trained
 from paceline.trainer.checkpoint import check_files
 from paceline.trainer.critic import truncate
-from paceline.trainer.learner import Learner, trained
+from paceline.trainer.learner import Learner
 from paceline.trainer.loss import TokenLosses
 from paceline.trainer.terms import held_back
 

@@ -187,3 +187,21 @@ class TrainedTokens:
 
     def _or_policy(self, stream: Array) -> Array:
         return where(isnan(stream), stop(self.logprobs), stream)
+
+
+STREAMS = ("versions", "advantages", "ref_logprobs", "base_logprobs", "prox_logprobs", "kv_kept")
+SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "policy_scale")
+
+
+def trained(micro_batch: MicroBatch) -> NDArray:
+    """Places of the tokens that any component trains."""
+    return np.logical_or.reduce([getattr(micro_batch, name) != 0 for name in SCALES]).nonzero()[0]
+
+
+def streams_of(micro_batch: MicroBatch) -> dict[str, NDArray]:
+    """The streams of `TrainedTokens`, but for those that the policy computes."""
+    places = trained(micro_batch)
+    owners = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
+    streams = {name: getattr(micro_batch, name) for name in (*STREAMS, *SCALES)}
+    streams |= {"behaviour": micro_batch.logprobs, "segments": owners}
+    return {name: stream[places] for name, stream in streams.items()}

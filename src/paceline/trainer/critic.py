@@ -1,14 +1,13 @@
-"""The critic: a value model that turns rewards into advantages. A subclass chooses the library."""
+"""The critic: a value model that turns rewards into advantages."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, Scales, fold, pack
+from paceline.trainer.backend import PolicyBackend, ValueModel, training
 from paceline.trainer.batch import BLANK, BUDGET, ValueTargets
 from paceline.trainer.ops import clip, maximum, square
 from paceline.weights.update import Array
@@ -51,15 +50,14 @@ def gae(rewards: NDArray, values: NDArray, gamma: float, lam: float) -> NDArray:
     return advantages
 
 
-class Critic(ABC):
+class Critic:
     """Values, advantages and the value model's own optimizer. The model is made when first needed."""
 
-    def __init__(self, c: config.TrainerConfig, total_steps: int | None) -> None:
+    def __init__(self, c: config.TrainerConfig, policy: PolicyBackend, total_steps: int | None) -> None:
         assert c.critic is not None
-        self._trainer, self._config, self._total = c, c.critic, total_steps
+        self._trainer, self._config, self._policy, self._total = c, c.critic, policy, total_steps
         self._budget = BUDGET if c.micro_batch_tokens == "auto" else c.micro_batch_tokens
-        self._model: Any = None
-        self._optimizer: Any = None
+        self._model: ValueModel | None = None
         self.batches = 0
 
     @property
@@ -80,7 +78,7 @@ class Critic(ABC):
         if not lacking:
             return list(samples), {}, {}
         chosen = [i for i in own if i in lacking]
-        self.make()
+        self.make()  # on every rank, also on one without such samples
         wanted = [samples[i] for i in chosen]
         targets = [self._targets_of(s, v) for s, v in zip(wanted, self.values(wanted), strict=True)]
         advantages = [one.returns - one.values for one in targets]
@@ -94,24 +92,27 @@ class Critic(ABC):
 
     def update(self, targets: Sequence[ValueTargets], scales: Sequence[Scales]) -> dict[str, float]:
         """One step on all ranks' targets, unless the gradient is not finite; a rank without any runs BLANK."""
-        optimizer = self._optimizer
+        optimizer = self.make().optimizer
         if not targets:
             targets, scales = [ValueTargets(BLANK, np.zeros(len(BLANK)), np.zeros(len(BLANK)))], fold([BLANK])
         packs = pack([one.sample for one in targets], scales, self._budget)
         loss, norm = self._gradient(packs, targets)
-        while not np.isfinite(norm) and optimizer.lower_scale(bool(np.isfinite(loss))):
+        while not np.isfinite(norm) and optimizer.schedule.lower_scale(bool(np.isfinite(loss))):
+            optimizer.zero()
             loss, norm = self._gradient(packs, targets)
         optimizer.step() if np.isfinite([loss, norm]).all() else optimizer.zero()
         return {"critic/loss": loss, "critic/grad_norm": norm}
 
     def _gradient(self, packs: Sequence[MicroBatch], targets: Sequence[ValueTargets]) -> tuple[float, float]:
         """All ranks' gradient, clipped: the loss, and the norm it had."""
-        self._model.train()
-        try:
-            losses = [self._backward(micro_batch, *self._targets(micro_batch, targets)) for micro_batch in packs]
-        finally:
-            self._model.eval()
-        return self._clip(losses)
+        model = self.make()
+
+        def loss_of(values: Array, old: Array, returns: Array, scales: Array) -> Array:
+            return (value_loss(values, old, returns, self._config.value_clip) * scales).sum()
+
+        with training(model):
+            losses = [model.backward(one, *self._targets(one, targets), loss_of) for one in packs]
+        return model.clip(losses)
 
     def values(self, samples: Sequence[Sample]) -> list[NDArray]:
         """Of the sampled tokens, each of the moment before it was chosen; 0.0 elsewhere."""
@@ -119,7 +120,7 @@ class Critic(ABC):
         for micro_batch in pack(samples, fold(samples), self._budget):
             stream = np.zeros(len(micro_batch))
             places = micro_batch.loss_mask.nonzero()[0]
-            stream[places] = self._read(micro_batch, places)
+            stream[places] = self.make().values(micro_batch, places)
             parts = np.split(stream, np.cumsum(micro_batch.lengths)[:-1])
             for member, part in zip(micro_batch.members, parts, strict=True):
                 values[member] = part
@@ -128,51 +129,32 @@ class Critic(ABC):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Array]:
-        return {} if self._optimizer is None else self._optimizer.tensors()
+        return {} if self._model is None else dict(self._model.optimizer.tensors())
 
     def state(self) -> dict[str, float]:
-        made = self._optimizer
-        steps = {} if made is None else {"optimizer_steps": made.steps, "loss_scale": made.scale}
-        return {"batches": self.batches} | steps
+        if self._model is None:
+            return {"batches": self.batches}
+        schedule = self._model.optimizer.schedule
+        counters = {"batches": self.batches, "optimizer_steps": schedule.steps, "loss_scale": schedule.scale}
+        return counters | self._model.state()
 
     def load(self, tensors: Mapping[str, Array], state: Mapping) -> None:
         self.batches = state.get("batches", 0)
         if not tensors:
-            self._optimizer = None  # saved before there was one: it is made anew when needed
+            self._model = None  # saved before there was one: it is made anew when needed
         else:
-            self.make()
-            self._optimizer.load(tensors, state["optimizer_steps"], state.get("loss_scale"))
-
-    # -- what a library does ------------------------------------------------------------------------------------------
-
-    def make(self) -> None:
-        """Have the value model, with all the memory it takes."""
-        if self._optimizer is None:
-            c = self._trainer.optimizer
-            rate = c.lr if self._config.lr is None else self._config.lr
-            self._optimizer = self._build(c.model_copy(update={"lr": rate}))
-
-    @abstractmethod
-    def _build(self, c: config.OptimizerConfig) -> Any:
-        """Make the value model, `_model`; answers with its optimizer."""
-
-    @abstractmethod
-    def _read(self, micro_batch: MicroBatch, places: NDArray) -> NDArray:
-        """Values of choosing at `places`, without a gradient."""
-
-    @abstractmethod
-    def _backward(self, micro_batch: MicroBatch, places: NDArray, *targets: NDArray) -> Any:
-        """Add the gradient of the value loss at `places`; answers with the loss."""
-
-    @abstractmethod
-    def _clip(self, losses: list[Any]) -> tuple[float, float]:
-        """Sum losses and gradient over the ranks and clip it; answers with the loss and the norm it had."""
-
-    def _summed(self, numbers: Sequence[float]) -> list[float]:
-        """Each of them over the ranks."""
-        return list(numbers)
+            self.make().optimizer.load(tensors, state["optimizer_steps"], state.get("loss_scale"))
+            self.make().restore(state)
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def make(self) -> ValueModel:
+        """The value model, made with all the memory it takes when it is first asked for."""
+        if self._model is None:
+            c = self._trainer.optimizer
+            rate = c.lr if self._config.lr is None else self._config.lr
+            self._model = self._policy.value_model(c.model_copy(update={"lr": rate}), self._total)
+        return self._model
 
     def _targets_of(self, sample: Sample, values: NDArray) -> ValueTargets:
         mask, returns = sample.loss_mask, np.zeros(len(sample))
@@ -180,13 +162,13 @@ class Critic(ABC):
         returns[mask] = advantages + values[mask]
         return ValueTargets(sample, values, returns)
 
-    def _targets(self, micro_batch: MicroBatch, targets: Sequence[ValueTargets]) -> list[NDArray]:
+    def _targets(self, micro_batch: MicroBatch, targets: Sequence[ValueTargets]) -> tuple[NDArray, list[NDArray]]:
         """Places of a micro-batch that train, and of each its value at the batch's start, its return and its scale."""
         places = micro_batch.policy_scale.nonzero()[0]
         own = [targets[i] for i in micro_batch.members]
         old, returns = _joined(x.values for x in own), _joined(x.returns for x in own)
         scales = micro_batch.policy_scale
-        return [places, *(stream[places].astype(np.float32) for stream in (old, returns, scales))]
+        return places, [stream[places].astype(np.float32) for stream in (old, returns, scales)]
 
     def _explained(self, targets: Sequence[ValueTargets]) -> dict[str, float]:
         """How much of the returns' variance the values foresaw: 1 is all, 0 no better than a constant."""
@@ -208,9 +190,9 @@ class Critic(ABC):
         ]
 
     def _moments(self, values: NDArray) -> tuple[float, float]:
-        n, total = self._summed([len(values), values.sum()])
+        n, total = self._policy.sum(np.array([len(values), values.sum()])).tolist()
         mean = total / max(1.0, n)
-        (squares,) = self._summed([((values - mean) ** 2).sum()])
+        (squares,) = self._policy.sum(np.array([((values - mean) ** 2).sum()])).tolist()
         return mean, squares / max(1.0, n)
 
 

@@ -1,6 +1,6 @@
 """Trains one batch: gather it on every rank, prepare it once, then take K optimizer steps.
 
-together -> cut -> credit -> score -> minibatch by minibatch:
+gather -> cut -> credit -> score -> minibatch by minibatch:
 scales -> this rank's micro-batches backward -> gradients of all ranks -> clip -> step, or leave a bad step out
 
 A batch that is still coming in (`Stream`) does not know a component's normaliser N. Its tokens are summed as if N were
@@ -11,14 +11,12 @@ A batch that is still coming in (`Stream`) does not know a component's normalise
 is what the whole batch at once would have given, whatever came first.
 """
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from statistics import fmean, median
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,15 +25,16 @@ from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, Scales, count, first_fit_decreasing, fold, lay, pack
 from paceline.data.balance import everyone, held, only
 from paceline.data.packing import COMPONENTS
-from paceline.trainer.base import TrainerError, process_bytes
-from paceline.trainer.batch import BLANK_PACK, BUDGET, Batch, TrainedTokens, packed, scales_of, score
+from paceline.trainer.backend import Optimizer, PolicyBackend, training
+from paceline.trainer.base import TrainerError
+from paceline.trainer.batch import BLANK_PACK, Batch, TrainedTokens, packed, scales_of, score
 from paceline.trainer.checkpoint import under
 from paceline.trainer.critic import Critic
 from paceline.trainer.loss import NAMES, TERMS, Loss, LossStats, TokenLosses, metrics
 from paceline.trainer.ops import stack
-from paceline.trainer.optimizer import MasterOptimizer
+from paceline.trainer.optimizer import schedule_lengths
 from paceline.trainer.reference import KLReference, shaped
-from paceline.weights.update import Array, Canary
+from paceline.weights.update import Array
 
 SCALE_OF = {"rl": "policy_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
 """The scale that marks a component's tokens."""
@@ -55,7 +54,7 @@ def component(parts: Mapping[str, Array], name: str) -> Array:
 class Stream:
     """Takes samples as they come and runs them in whole micro-batches."""
 
-    def __init__(self, c: config.TrainerConfig, optimizer: MasterOptimizer) -> None:
+    def __init__(self, c: config.TrainerConfig, optimizer: Optimizer) -> None:
         self._config = c
         self._optimizer = optimizer
         self._waiting: list[tuple[Sample, Scales]] = []
@@ -161,45 +160,15 @@ class GradientNorms:
         self._last = deque(norms, maxlen=KEPT)
 
 
-STREAMS = ("versions", "advantages", "ref_logprobs", "base_logprobs", "prox_logprobs", "kv_kept")
-SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "policy_scale")
+class Learner:
+    """A policy, and beside it whatever the settings ask for: a KL reference, a critic."""
 
-
-def trained(micro_batch: MicroBatch) -> NDArray:
-    """Places of the tokens that any component trains."""
-    return np.logical_or.reduce([getattr(micro_batch, name) != 0 for name in SCALES]).nonzero()[0]
-
-
-def streams_of(micro_batch: MicroBatch) -> dict[str, NDArray]:
-    """The streams of `TrainedTokens`, but for those that the policy computes."""
-    places = trained(micro_batch)
-    owners = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
-    streams = {name: getattr(micro_batch, name) for name in (*STREAMS, *SCALES)}
-    streams |= {"behaviour": micro_batch.logprobs, "segments": owners}
-    return {name: stream[places] for name, stream in streams.items()}
-
-
-class Learner(ABC):
-    """A policy with its optimizer, and beside them whatever the settings ask for: a KL reference, a critic, ranks.
-    A subclass chooses the library that computes."""
-
-    rank = 0
-
-    def __init__(
-        self,
-        c: config.TrainerConfig,
-        model: Any,
-        forward: Any,
-        optimizer: MasterOptimizer,
-        reference: KLReference | None,
-        critic: Critic | None,
-        summed: Callable[[float], float] = float,
-    ) -> None:
-        """`summed` adds a number up over the ranks."""
-        self._config, self._net, self.forward, self.optimizer = c, model, forward, optimizer
-        self._reference, self._critic = reference, critic
+    def __init__(self, c: config.TrainerConfig, policy: PolicyBackend, total_steps: int | None = None) -> None:
+        self._config, self.policy, self.optimizer = c, policy, policy.optimizer
+        self._reference = KLReference(c.kl, policy.parameters) if c.kl is not None else None
+        self._critic = Critic(c, policy, schedule_lengths(c, total_steps)[1]) if c.critic is not None else None
         self._loss = Loss(c)
-        self._norms = GradientNorms(c.spike, summed)
+        self._norms = GradientNorms(c.spike, policy.votes)
         self._stream: Stream | None = None
         self.watch: Callable[[MicroBatch, TrainedTokens, TokenLosses], None] | None = None
         """Called for every micro-batch of a step with the losses of its tokens; `paceline replay` sets it."""
@@ -209,12 +178,12 @@ class Learner(ABC):
         self._stream = self._stream or Stream(self._config, self.optimizer)
         if samples:
             samples = self._prepare_alone(samples).samples
-            self._run_fed(self._stream, self._stream.add(samples, self._budget), version)
+            self._run_fed(self._stream, self._stream.add(samples, self.policy.budget), version)
 
     def learn(self, samples: Sequence[Sample], version: int) -> tuple[dict[str, float], str]:
         """Train one batch, sampled by `version` or earlier: its metrics, and what was wrong with a step that was left
         out, if one was. What was fed before belongs to it."""
-        rate, report, critic_steps = self.optimizer.lr, {}, []
+        rate, report, critic_steps = self.optimizer.schedule.lr, {}, []
         if self._stream is None:
             steps, report, critic_steps = self._learn_whole(samples, version)
         else:
@@ -239,50 +208,40 @@ class Learner(ABC):
         scales = dict(enumerate(fold(batch.samples, self._config.normalise, self._config.fixed_length)))
         return [lay([i], batch.samples, scales, batch.prox) for i in scales]
 
-    # -- what a library does ------------------------------------------------------------------------------------------
-
-    @abstractmethod
     def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> LossStats:
         """Add one micro-batch's gradient."""
 
-    @abstractmethod
+        def whole(tokens: TrainedTokens) -> tuple[dict[str, Array], LossStats]:
+            loss, sums = self._loss(tokens, version, first)
+            return {"loss": loss}, sums
+
+        def watched(tokens: TrainedTokens) -> None:
+            assert self.watch is not None
+            self.watch(micro_batch, tokens, self._loss.per_token(tokens))
+
+        watch = watched if self.watch is not None else None
+        return self.policy.backward(micro_batch, ["loss"], whole, nullcontext, watch)
+
     def _add(self, stream: Stream, micro_batch: MicroBatch, version: int) -> LossStats:
         """Add a micro-batch's gradient to a stream's sums, each component's to its own."""
+        names = components(micro_batch)
 
-    @abstractmethod
-    def canary(self) -> Canary:
-        """Log probabilities of a few fixed tokens under the current weights."""
+        def parts(tokens: TrainedTokens) -> tuple[dict[str, Array], LossStats]:
+            terms, sums = self._loss.parts(tokens, version)
+            return {name: component(terms, name) for name in names}, sums
 
-    @abstractmethod
-    def _over_ranks(self, values: Array | NDArray) -> NDArray:
-        """Summed, as float64 numbers of the host."""
+        return self.policy.backward(micro_batch, names, parts, stream.summing, None)
 
-    def _clip(self) -> Any:
-        """Sum the gradient that is there over the ranks and clip it; answers with the norm it had."""
-        return self.optimizer.clip()
-
-    @property
-    def _budget(self) -> int:
-        """Tokens of a micro-batch."""
-        given = self._config.micro_batch_tokens
-        return BUDGET if given == "auto" else given
-
-    def _together(self, samples: Sequence[Sample]) -> Batch:
+    def _gather(self, samples: Sequence[Sample]) -> Batch:
         """All ranks' samples, and the same cut of them on every rank."""
-        return Batch.alone(samples, self._config, self._budget)
-
-    def peak_bytes(self) -> float:
-        """The most memory this process has needed so far."""
-        return process_bytes()
-
-    def total(self, value: float) -> float:
-        """A number, summed over the ranks."""
-        return value
+        if self._critic is not None and self._critic.lacking_advantages(samples):
+            self._critic.make()  # before the memory left for a micro-batch is measured
+        return self.policy.gather(samples)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Array]:
-        out = self.optimizer.tensors()
+        out = dict(self.optimizer.tensors())
         for prefix, part in (("reference", self._reference), ("critic", self._critic)):
             if part is not None:
                 out |= {f"{prefix}/{name}": tensor for name, tensor in part.tensors().items()}
@@ -290,8 +249,8 @@ class Learner(ABC):
 
     def state(self) -> dict:
         return {
-            "optimizer_steps": self.optimizer.steps,
-            "loss_scale": self.optimizer.scale,
+            "optimizer_steps": self.optimizer.schedule.steps,
+            "loss_scale": self.optimizer.schedule.scale,
             "base": "" if self._reference is None else self._reference.base_fingerprint(),
             "critic": {} if self._critic is None else self._critic.state(),
             "grad_norms": self._norms.state(),
@@ -311,7 +270,7 @@ class Learner(ABC):
 
     def _prepare_alone(self, samples: Sequence[Sample]) -> Batch:
         """Samples that no other rank needs to know of."""
-        return self._scored(self._credited(Batch.alone(samples, self._config, self._budget))[0])
+        return self._scored(self._credited(Batch.alone(samples, self._config, self.policy.budget))[0])
 
     def _credited(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Advantages for all, or a sentence on the sample that lacks them; and what the critic reports of the batch."""
@@ -345,7 +304,7 @@ class Learner(ABC):
 
         def scores(chosen: set[int]) -> dict[int, NDArray]:
             """This rank's part of a pass over some samples of all ranks."""
-            return score(self.forward, batch.samples, only(batch.cuts, chosen)[batch.rank])
+            return score(self.policy.forward, batch.samples, only(batch.cuts, chosen)[batch.rank])
 
         started: set[int] = set()
         if self._config.proximal is not None:
@@ -372,27 +331,27 @@ class Learner(ABC):
         """The step of a batch that was fed. A gradient that is not finite is computed once more from the whole."""
         assert self._stream is not None
         stream, self._stream = self._stream, None
-        self._run_fed(stream, stream.add([], self._budget, last=True), version)
+        self._run_fed(stream, stream.add([], self.policy.budget, last=True), version)
         counts = count(stream.samples)
-        totals = self._over_ranks(counts.ravel()).reshape(counts.shape)
+        totals = self.policy.sum(counts.ravel()).reshape(counts.shape)
         outcome = self._outcome(stream.sums, stream.finish(totals))
         if outcome.finite:
             return self._take_step(outcome, bool(totals.any()))
         self.optimizer.zero()
-        again = self._step(self._together(stream.samples), 0, version)
+        again = self._step(self._gather(stream.samples), 0, version)
         assert again is not None  # what is fed has one step
         return again
 
     def _run_fed(self, stream: Stream, packs: Sequence[MicroBatch], version: int) -> None:
         """Add to the sums of a batch that is still being gathered."""
-        with self._training():
+        with training(self.policy.net):
             stream.sums += [self._add(stream, micro_batch, version) for micro_batch in packs]
 
     def _learn_whole(
         self, samples: Sequence[Sample], version: int
     ) -> tuple[list[StepOutcome], dict[str, float], list[dict[str, float]]]:
         """K steps on a whole batch: how they went, and the critic's metrics of the batch and of each of its steps."""
-        batch, report = self._credited(self._together(samples))
+        batch, report = self._credited(self._gather(samples))
         critic = self._critic if batch.valued else None
         waits = critic is not None and critic.warming_up
         batch = batch if waits else self._scored(batch)
@@ -417,30 +376,22 @@ class Learner(ABC):
         packs = packed(batch.samples, scales, bins, batch.prox) or [BLANK_PACK]
         trains = bool(count([batch.samples[i] for i in members]).any())
         outcome = self._gradient(packs, version, number == 0)
-        while not outcome.finite and self.optimizer.lower_scale(outcome.sound):
+        while not outcome.finite and self.optimizer.schedule.lower_scale(outcome.sound):
+            self.optimizer.zero()
             outcome = self._gradient(packs, version, number == 0)
         return self._take_step(outcome, trains)
 
-    @contextmanager
-    def _training(self) -> Generator[None]:
-        """The model drops out inside what it is told to."""
-        self._net.train()
-        try:
-            yield
-        finally:
-            self._net.eval()
-
     def _gradient(self, packs: Sequence[MicroBatch], version: int, first: bool) -> StepOutcome:
         """Of all these, clipped."""
-        with self._training():
+        with training(self.policy.net):
             sums = [self.backward(micro_batch, version, first) for micro_batch in packs]
         return self._outcome(sums)
 
     def _outcome(self, sums: Sequence[LossStats], shares: NDArray | float = 1.0) -> StepOutcome:
         """Of micro-batches that ran, their sums by shares still to be taken. A GPU is not waited for before its norm is
         on its way. A micro-batch in which nothing trains may have no sums."""
-        norm, held = self._clip(), [one for one in sums if one.values]
-        totals = self._over_ranks(LossStats.total(held) if held else np.zeros(len(NAMES)))
+        norm, held = self.policy.clip(), [one for one in sums if one.values]
+        totals = self.policy.sum(LossStats.total(held) if held else np.zeros(len(NAMES)))
         return StepOutcome(totals * shares, float(norm), len(sums))
 
     def _take_step(self, outcome: StepOutcome, trains: bool) -> StepOutcome:

@@ -1,12 +1,8 @@
-"""Base of the optimizers: AdamW over float32 masters, with a learning rate schedule, and loss scaling for float16."""
+"""What the optimizers of both libraries share: the learning rate schedule, and loss scaling for float16."""
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
 
 from paceline.config import trainer as config
-from paceline.weights.update import Array
 
 LARGEST_SCALE, SMALLEST_SCALE = 2.0**16, 2.0**4
 PATIENCE = 100
@@ -32,10 +28,8 @@ def schedule_lengths(c: config.TrainerConfig, batches: int | None) -> tuple[int 
     return max(1, (batches - waiting) * c.minibatches), batches * c.minibatches
 
 
-class MasterOptimizer(ABC):
-    """Gradient sums of several backward passes, and what is done with them."""
-
-    masters: dict[str, Any]
+class Schedule:
+    """How far an optimizer is: steps taken, the learning rate of the next one, and the scale of a float16 loss."""
 
     def __init__(self, c: config.OptimizerConfig, total_steps: int | None, half: bool) -> None:
         self._config, self._total = c, total_steps
@@ -52,46 +46,17 @@ class MasterOptimizer(ABC):
     def lower_scale(self, sound: bool) -> bool:
         """After a gradient that was not finite: whether to compute it again, with its loss scaled up less. Not where
         the loss itself is at fault, not `sound`, and not for ever."""
-        self.zero()
         if not sound or self.scale <= SMALLEST_SCALE:
             return False
         self.scale /= 4
         return True
 
-    def _count_step(self) -> None:
+    def count_step(self) -> None:
         self.steps += 1
         if self.scale != 1 and self.steps % PATIENCE == 0:
             self.scale = min(2 * self.scale, LARGEST_SCALE)
 
-    def _load_counters(self, steps: int, scale: float | None) -> None:
+    def load(self, steps: int, scale: float | None) -> None:
         """Back to a checkpoint's, which a model of another type may have written."""
         self.steps = steps
         self.scale = scale if scale and self.scale != 1 else self.scale
-
-    @abstractmethod
-    def take_gradients(self) -> dict[str, Array]:
-        """The gradient so far; what is added from here on is another one."""
-
-    @abstractmethod
-    def add_gradients(self, held: Mapping[str, Array], factor: float = 1.0) -> None:
-        """Add a gradient that was set aside, times a factor. It is used up."""
-
-    @abstractmethod
-    def clip(self) -> Any:
-        """Scale the gradient down to its allowed norm; answers with the norm before. Once per step, since a scaled
-        loss's gradient gets its true size here. All ranks must call it."""
-
-    @abstractmethod
-    def step(self) -> None:
-        """One update, then the masters rounded into the model."""
-
-    @abstractmethod
-    def zero(self) -> None: ...
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Array]:
-        """Masters and moments by name, for a checkpoint."""
-
-    @abstractmethod
-    def load(self, tensors: Mapping[str, Array], steps: int, scale: float | None = None) -> None:
-        """Back to a checkpoint's masters, moments, step count and loss scale."""

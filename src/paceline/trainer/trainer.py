@@ -1,19 +1,18 @@
-"""Base of the trainers in this process: runs a learner on a thread of its own, and handles bad steps."""
+"""The trainer in this process: runs a learner on a thread of its own, and handles bad steps."""
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, encode
 from paceline.model.dtypes import dtype_name
+from paceline.trainer.backend import PolicyBackend
 from paceline.trainer.base import StepReport, TrainerError
 from paceline.trainer.checkpoint import another_model, under
 from paceline.trainer.critic import truncate
@@ -22,18 +21,22 @@ from paceline.trainer.loss import LossStats
 from paceline.weights.tensors import writing
 from paceline.weights.update import WeightUpdate
 
-L = TypeVar("L", bound=Learner)
 
-
-class ThreadedTrainer(ABC, Generic[L]):
-    """Implements the `Trainer` protocol for a learner.
+class LocalTrainer:
+    """The `Trainer` of a policy in this process, whichever library computes it.
 
     All work runs on one thread of its own, so that the event loop goes on admitting rollouts while a batch trains.
     """
 
-    def __init__(self, learner: L, c: config.TrainerConfig, model: PreTrainedConfig, dumps: Path | None) -> None:
-        self.learner = learner
-        self._config = c
+    def __init__(
+        self,
+        policy: PolicyBackend,
+        c: config.TrainerConfig,
+        model: PreTrainedConfig,
+        total_steps: int | None = None,
+        dumps: Path | None = None,
+    ) -> None:
+        self.policy, self.learner, self._config = policy, Learner(c, policy, total_steps), c
         self._dumps = dumps
         self._bad_steps = 0
         self._rolled_back: Counter[int] = Counter()
@@ -45,10 +48,7 @@ class ThreadedTrainer(ABC, Generic[L]):
         limit = getattr(model.get_text_config(), "max_position_embeddings", None) or 1 << 20
         self.max_tokens = min(c.max_sample_tokens or limit, limit)
         """Longer samples are cut to this length."""
-        self._thread = ThreadPoolExecutor(1, "paceline-trainer", initializer=self._begin)
-
-    def _begin(self) -> None:
-        """First of all on the trainer's thread."""
+        self._thread = ThreadPoolExecutor(1, "paceline-trainer", initializer=policy.on_thread_start)
 
     async def _run(self, work, *args):  # noqa: ANN001, ANN002, ANN202 - what work takes and gives
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
@@ -60,7 +60,7 @@ class ThreadedTrainer(ABC, Generic[L]):
         return await self._run(self._step, batch)
 
     async def weights(self) -> WeightUpdate:
-        return await self._run(self._weights)
+        return await self._run(lambda: self.policy.weights(self.version))
 
     async def save(self, folder: Path) -> None:
         await self._run(self._save, folder)
@@ -70,9 +70,10 @@ class ThreadedTrainer(ABC, Generic[L]):
 
     async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         with writing():
-            await self._run(self._export, folder, tokenizer)
+            await self._run(self.policy.export, folder, tokenizer)
 
     def close(self) -> None:
+        self.policy.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     # -- on the trainer's thread ------------------------------------------------------------------------------------
@@ -84,24 +85,26 @@ class ThreadedTrainer(ABC, Generic[L]):
         self._fed_seconds += time.perf_counter() - start
 
     def _step(self, batch: Sequence[Sample]) -> StepReport:
-        start = time.perf_counter() - self._fed_seconds
+        begun = time.perf_counter()
+        start = begun - self._fed_seconds
         if lost := self._fed.keys() - {id(sample) for sample in batch}:
             raise TrainerError(f"{len(lost)} samples were fed and are not in the batch they were fed for")
         samples = [truncate(sample, self.max_tokens) for sample in batch if id(sample) not in self._fed]
         metrics, trouble = self.learner.learn(samples, self.version)
         own = sum(min(len(sample), self.max_tokens) for sample in batch)
-        tokens = self.learner.total(own)
+        tokens = self.policy.total(own)
         self._fed, self._fed_seconds = {}, 0.0
         if trouble:
             trouble = self._bad_step(trouble, batch)
         else:
             self._bad_steps = 0
         self.version += 1
-        seconds = time.perf_counter() - start
-        metrics["train_tokens/s"] = tokens / seconds
-        metrics["optimizer_steps"] = float(self.learner.optimizer.steps)
+        metrics["train_tokens/s"] = tokens / (time.perf_counter() - start)
+        metrics["optimizer_steps"] = float(self.learner.optimizer.schedule.steps)
         roll_back = bool(trouble) and self._config.on_bad_step == "roll_back"
-        return StepReport(metrics, bool(trouble), trouble, roll_back, self.learner.peak_bytes())
+        report = StepReport(metrics, bool(trouble), trouble, roll_back, self.policy.peak_bytes())
+        self.policy.after_step(time.perf_counter() - begun, self.version)
+        return report
 
     def backward(self, micro_batch: MicroBatch) -> LossStats:
         """Add one micro-batch's gradient."""
@@ -127,7 +130,7 @@ class ThreadedTrainer(ABC, Generic[L]):
         """Write the batch for `paceline replay`; answers with where, as the end of a sentence."""
         if self._dumps is None:
             return ""
-        rank = self.learner.rank
+        rank = self.policy.rank
         path = self._dumps / f"bad-batch-{step:06d}{f'-rank{rank}' if rank else ''}.msgpack"
         try:
             self._dumps.mkdir(parents=True, exist_ok=True)
@@ -136,13 +139,17 @@ class ThreadedTrainer(ABC, Generic[L]):
             return f"; the batch could not be written to {path}: {error}"
         return f"; the batch is in {path} (see it with `paceline replay {self._dumps.parent} --dump {step}`)"
 
-    def _state(self, dtype: object) -> dict:
+    def _save(self, folder: Path) -> None:
         """Counters, and the type the model computes in: a run resumed on other hardware keeps it."""
-        counters = {"version": self.version, "bad_steps": self._bad_steps, "dtype": dtype_name(dtype)}
-        return counters | self.learner.state()
+        state = {
+            "version": self.version,
+            "bad_steps": self._bad_steps,
+            "dtype": dtype_name(self.policy.compute_dtype()),
+        }
+        self.policy.save(folder, self.learner.tensors(), state | self.learner.state())
 
-    def _resume_from(self, folder: Path, tensors: Mapping, state: Mapping) -> None:
-        """Go on from a checkpoint that was read."""
+    def _load(self, folder: Path) -> None:
+        tensors, state = self.policy.read(folder)
         saved = under("master/", tensors)
         own = {name: tuple(master.shape) for name, master in self.learner.optimizer.masters.items()}
         parts = {
@@ -151,17 +158,6 @@ class ThreadedTrainer(ABC, Generic[L]):
         if {name: tuple(part.shape) for name, part in parts.items()} != own:
             raise TrainerError(another_model(folder))
         self.learner.load(tensors, state)
+        self.policy.restore_random(tensors, state)
         self.version, self._bad_steps = state["version"], state["bad_steps"]
         self._fed, self._fed_seconds = {}, 0.0
-
-    @abstractmethod
-    def _weights(self) -> WeightUpdate: ...
-
-    @abstractmethod
-    def _save(self, folder: Path) -> None: ...
-
-    @abstractmethod
-    def _load(self, folder: Path) -> None: ...
-
-    @abstractmethod
-    def _export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None: ...

@@ -9,13 +9,13 @@ from paceline.observe.monitor import read_jsonl
 from paceline.observe.record import Query, open_run
 from paceline.runtime import session
 from paceline.trainer import StepReport
-from paceline.trainer.trainer import ThreadedTrainer
+from paceline.trainer.trainer import LocalTrainer
 
 STEPS, GROUP = 4, 4
 
 
 def test_every_rollout_of_a_run_is_there_with_what_became_of_it(tmp_path, monkeypatch):
-    real, broken = ThreadedTrainer.step, []
+    real, broken = LocalTrainer.step, []
 
     async def once(self, batch):
         if self.version + 1 == STEPS and not broken:
@@ -23,7 +23,7 @@ def test_every_rollout_of_a_run_is_there_with_what_became_of_it(tmp_path, monkey
             return StepReport({}, roll_back=True, trouble="the gradient was not finite")
         return await real(self, batch)
 
-    monkeypatch.setattr(ThreadedTrainer, "step", once)
+    monkeypatch.setattr(LocalTrainer, "step", once)
     config = RunConfig(
         runs=str(tmp_path),
         steps=STEPS,

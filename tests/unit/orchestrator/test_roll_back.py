@@ -12,7 +12,7 @@ from paceline.config.trainer import TrainerConfig
 from paceline.observe.monitor import read_jsonl
 from paceline.runtime import session
 from paceline.trainer import StepReport, TrainerLost
-from paceline.trainer.trainer import ThreadedTrainer
+from paceline.trainer.trainer import LocalTrainer
 
 STEPS = 5
 
@@ -34,7 +34,7 @@ def configured(tmp_path: Path, **more) -> RunConfig:
 
 def broken_at(monkeypatch, step: int, times: int, how) -> list[list]:
     """The trainer fails at a step, so many times; the batches it failed on."""
-    real, failed = ThreadedTrainer.step, []
+    real, failed = LocalTrainer.step, []
 
     async def wrapped(self, batch):
         if self.version + 1 == step and len(failed) < times:
@@ -42,7 +42,7 @@ def broken_at(monkeypatch, step: int, times: int, how) -> list[list]:
             return how()
         return await real(self, batch)
 
-    monkeypatch.setattr(ThreadedTrainer, "step", wrapped)
+    monkeypatch.setattr(LocalTrainer, "step", wrapped)
     return failed
 
 

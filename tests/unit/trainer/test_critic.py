@@ -167,9 +167,9 @@ def test_a_policy_that_waited_still_ends_where_its_schedule_does():
     trainer = trainer_of(tiny_model(), c, total_steps=5)
     for seed in range(5):
         step(trainer, rewarded(seed))
-    assert trainer.learner.optimizer.steps == 6
-    assert trainer.learner.optimizer.lr == pytest.approx(1e-4)
-    assert trainer.learner._critic._optimizer.lr == pytest.approx(1e-4)
+    assert trainer.learner.optimizer.schedule.steps == 6
+    assert trainer.learner.optimizer.schedule.lr == pytest.approx(1e-4)
+    assert trainer.learner._critic.make().optimizer.schedule.lr == pytest.approx(1e-4)
     trainer.close()
 
 
@@ -227,8 +227,8 @@ def test_samples_with_advantages_need_no_critic_and_make_none():
 def test_a_minibatch_without_lessons_is_no_step_of_the_critic():
     trainer = made(minibatches=2)
     step(trainer, [*rewarded(0, count=4), *make_batch(0)[4:8]])
-    assert trainer.learner._critic._optimizer.steps == 1
-    assert trainer.learner.optimizer.steps == 2
+    assert trainer.learner._critic.make().optimizer.schedule.steps == 1
+    assert trainer.learner.optimizer.schedule.steps == 2
     trainer.close()
 
 

@@ -152,7 +152,7 @@ def test_the_whole_loss_has_the_slope_it_claims(monkeypatch, c):
     loss_of = Loss(trainer._config)
 
     def value() -> torch.Tensor:
-        tokens, _ = trainer.learner.tokens(micro_batch)
+        tokens, _ = trainer.policy.tokens(micro_batch)
         assert tokens.logprobs.dtype == torch.float64
         return loss_of(tokens, 0)[0]
 
@@ -308,7 +308,7 @@ def test_what_trains_nothing_moves_nothing_even_with_momentum():
         assert not report.skipped
         assert report.metrics["grad_norm"] == 0
     assert all(torch.equal(before[name], new) for name, new in weights_of(trainer).items())
-    assert (trainer.version, trainer.learner.optimizer.steps) == (3, 1)
+    assert (trainer.version, trainer.learner.optimizer.schedule.steps) == (3, 1)
     trainer.close()
 
 
@@ -466,14 +466,14 @@ def test_half_precision_retreats_from_a_scale_that_is_too_large(tmp_path):
         moved[dtype] = report.metrics["grad_norm"]
         trainer.close()
     assert moved[torch.float16] == pytest.approx(moved[torch.float32], rel=0.05)
-    assert 1 < trainer.learner.optimizer.scale < LARGEST_SCALE
+    assert 1 < trainer.learner.optimizer.schedule.scale < LARGEST_SCALE
     again = made(tiny_model().half())
     trainer._save(tmp_path)
     again._load(tmp_path)
-    assert again.learner.optimizer.scale == trainer.learner.optimizer.scale
+    assert again.learner.optimizer.schedule.scale == trainer.learner.optimizer.schedule.scale
     bad = [s.with_streams(advantages=np.full(len(s), np.nan)) for s in large]
     assert asyncio.run(again.step(bad)).skipped
-    assert again.learner.optimizer.scale == trainer.learner.optimizer.scale
+    assert again.learner.optimizer.schedule.scale == trainer.learner.optimizer.schedule.scale
     again.close()
 
 
@@ -485,8 +485,8 @@ def test_learning_rate_follows_its_schedule():
         )
         out = []
         for _ in range(10):
-            out.append(optimizer.lr)
-            optimizer.steps += 1
+            out.append(optimizer.schedule.lr)
+            optimizer.schedule.steps += 1
         return out
 
     assert rates() == [1.0] * 10

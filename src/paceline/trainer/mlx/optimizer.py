@@ -1,4 +1,4 @@
-"""AdamW over float32 masters in mlx, and gradient clipping, under torch's and peft's parameter names."""
+"""AdamW over float32 masters, gradient clipping, and the tensors that train, under torch's and peft's names."""
 
 from collections.abc import Callable, Mapping
 from math import sqrt
@@ -8,27 +8,56 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from paceline.config import trainer as config
-from paceline.trainer.optimizer import MasterOptimizer
+from paceline.trainer.optimizer import Schedule
+from paceline.weights.update import fingerprint
 
 ADAPTER = ".default.weight"
 """peft's name for its only adapter, whose matrices are modules."""
 
 
-class Parameters:
-    """Read and replaced, never changed: arrays of mlx cannot be."""
+class MlxTensors:
+    """The arrays of a model that train. Read and replaced, never changed: arrays of mlx cannot be, so that copies may
+    share them."""
 
     def __init__(self, net: Any) -> None:
         self._net = net
-        self._types = {name: array.dtype for name, array in self.now().items()}
+        self._types = {name: array.dtype for name, array in self.current().items()}
 
-    def now(self) -> dict[str, mx.array]:
+    def current(self) -> dict[str, mx.array]:
         return named(self._net.trainable_parameters())
+
+    @property
+    def adapters_only(self) -> bool:
+        return all(name.endswith(ADAPTER) for name in self.current())
 
     def put(self, arrays: Mapping[str, mx.array]) -> None:
         """Replace some, rounded to the model's type."""
         rounded = {name: array.astype(self._types[name]) for name, array in arrays.items()}
         mx.eval(rounded)
         self._net.update(tree(rounded))
+
+    def set_aside(self, names: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        current = self.current()
+        return {name: current[name] for name in names}
+
+    def copy(self, array: mx.array, wide: bool) -> mx.array:
+        kept = array.astype(mx.float32) if wide else array
+        mx.eval(kept)
+        return kept
+
+    def copy_into(self, kept: dict[str, mx.array], arrays: Mapping[str, mx.array]) -> None:
+        kept |= {name: array.astype(kept[name].dtype) for name, array in arrays.items()}
+        mx.eval(kept)
+
+    def average_into(self, kept: dict[str, mx.array], name: str, master: mx.array, weight: float) -> None:
+        kept[name] += weight * (master - kept[name])
+        mx.eval(kept[name])
+
+    def for_checkpoint(self, name: str, array: mx.array) -> mx.array:
+        return array
+
+    def fingerprint(self, kept: Mapping[str, mx.array]) -> str:
+        return fingerprint(kept.items())
 
     def differentiate(
         self, loss_of: Callable[[], tuple[mx.array, Any]], scale: float
@@ -61,14 +90,15 @@ def tree(arrays: Mapping[str, mx.array]) -> Any:
     return tree_unflatten([(name.removesuffix(ADAPTER), array) for name, array in arrays.items()])
 
 
-class MlxAdamW(MasterOptimizer):
+class MlxAdamW:
     """torch's AdamW to the last digits, with masters, moments and gradient sums in float32, whatever the model computes
     in. All of it is computed as soon as it is asked for: what is put off keeps everything it is made of in memory."""
 
-    def __init__(self, parameters: Parameters, c: config.OptimizerConfig, total_steps: int | None, half: bool) -> None:
-        super().__init__(c, total_steps, half)
+    def __init__(self, parameters: MlxTensors, c: config.OptimizerConfig, total_steps: int | None, half: bool) -> None:
+        self._config = c
+        self.schedule = Schedule(c, total_steps, half)
         self._parameters = parameters
-        self.masters = {name: p.astype(mx.float32) for name, p in parameters.now().items()}
+        self.masters = {name: p.astype(mx.float32) for name, p in parameters.current().items()}
         mx.eval(self.masters)
         self._moments: dict[str, tuple[mx.array, mx.array]] = {}
         self.gradients: dict[str, mx.array] = {}
@@ -76,7 +106,7 @@ class MlxAdamW(MasterOptimizer):
 
     def backward(self, loss_of: Callable[[], tuple[mx.array, Any]]) -> Any:
         """Add the gradient of a loss, scaled until `clip`; answers with what comes beside the loss, computed too."""
-        beside, gradients = self._parameters.differentiate(loss_of, self.scale)
+        beside, gradients = self._parameters.differentiate(loss_of, self.schedule.scale)
         self.add(gradients)
         mx.eval(beside)
         return beside
@@ -98,8 +128,8 @@ class MlxAdamW(MasterOptimizer):
     def clip(self) -> float:
         if not self.gradients:
             return 0.0
-        size = mx.sqrt(mx.stack([g.square().sum() for g in self.gradients.values()]).sum()).item() / self.scale
-        factor = min(1.0, self._config.max_grad_norm / (size + 1e-6)) / self.scale
+        size = mx.sqrt(mx.stack([g.square().sum() for g in self.gradients.values()]).sum()).item() / self.schedule.scale
+        factor = min(1.0, self._config.max_grad_norm / (size + 1e-6)) / self.schedule.scale
         if factor != 1:
             self.gradients = {name: g * factor for name, g in self.gradients.items()}
             mx.eval(self.gradients)
@@ -107,10 +137,10 @@ class MlxAdamW(MasterOptimizer):
 
     def step(self) -> None:
         """One parameter at a time, so that what is computed on the way needs room for one."""
-        c, lr = self._config, self.lr
-        self._count_step()
+        c, lr = self._config, self.schedule.lr
+        self.schedule.count_step()
         beta, gamma = c.betas
-        shrink, root = lr / (1 - beta**self.steps), sqrt(1 - gamma**self.steps)
+        shrink, root = lr / (1 - beta**self.schedule.steps), sqrt(1 - gamma**self.schedule.steps)
         for name in list(self.gradients):
             gradient = self.gradients.pop(name)
             mean, square = self._moments.get(name) or (mx.zeros_like(gradient), mx.zeros_like(gradient))
@@ -133,7 +163,7 @@ class MlxAdamW(MasterOptimizer):
         return out
 
     def load(self, tensors: Mapping[str, mx.array], steps: int, scale: float | None = None) -> None:
-        self._load_counters(steps, scale)
+        self.schedule.load(steps, scale)
         self.masters = {name: tensors[f"master/{name}"].astype(mx.float32) for name in self.masters}
         self._moments = {
             name: (tensors[f"exp_avg/{name}"], tensors[f"exp_avg_sq/{name}"])

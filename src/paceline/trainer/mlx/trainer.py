@@ -1,45 +1,174 @@
-"""The mlx trainer: samples in, new weights out."""
+"""The trainer in mlx: a model of mlx-lm in one process, its gradients, weights and checkpoints."""
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
+from paceline.config.apple import refused_of_trainer as refused
+from paceline.data import MicroBatch, Sample
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.mlx.lora import adapter_tensors
-from paceline.trainer.mlx.checkpoint import export, read, write
-from paceline.trainer.mlx.learner import MlxLearner
-from paceline.trainer.trainer import ThreadedTrainer
+from paceline.trainer.backend import Losses
+from paceline.trainer.base import TrainerError, process_bytes
+from paceline.trainer.batch import BUDGET, Batch, TrainedTokens, streams_of, trained
+from paceline.trainer.loss import LossStats
+from paceline.trainer.mlx import checkpoint
+from paceline.trainer.mlx.critic import MlxValueModel
+from paceline.trainer.mlx.forward import MlxForwardPass
+from paceline.trainer.mlx.optimizer import MlxAdamW, MlxTensors
+from paceline.trainer.optimizer import schedule_lengths
+from paceline.trainer.trainer import LocalTrainer
 from paceline.weights.mlx_arrays import settled
-from paceline.weights.update import Adapter, WeightUpdate
+from paceline.weights.update import Adapter, Canary, WeightUpdate, canary_ids, canary_of
 
 
-class MlxTrainer(ThreadedTrainer[MlxLearner]):
-    """Trains a causal LM of mlx-lm, or the adapters beside its layers, in one process.
+class MlxPolicy:
+    """A policy in mlx, in one process.
 
-    An array that is still to be computed belongs to the thread that asked for it: everything that leaves this one, and
+    Each micro-batch is computed before the next begins, or the graphs of all would lie in memory at once. An array that
+    is still to be computed belongs to the thread that asked for it: everything that leaves the trainer's thread, and
     everything a step leaves behind, has been computed.
     """
+
+    rank = 0
+
+    def __init__(self, model: MlxModel, c: config.TrainerConfig, total_steps: int | None = None) -> None:
+        _check(model, c)
+        self._model, self._config, self.net = model, c, model.net
+        model.net.eval()
+        self.parameters = MlxTensors(model.net)
+        self.forward = MlxForwardPass(model, c.gradient_checkpointing)
+        steps, _ = schedule_lengths(c, total_steps)
+        self.optimizer = MlxAdamW(self.parameters, c.optimizer, steps, model.dtype == mx.float16)
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def tokens(self, micro_batch: MicroBatch) -> TrainedTokens:
+        """The tokens that train, as the policy sees them now."""
+        streams = {name: mx.array(stream) for name, stream in streams_of(micro_batch).items()}
+        logprobs, entropy = self.forward.logprobs(
+            micro_batch, trained(micro_batch), entropy=True, entropy_grad=bool(self._config.entropy_coef)
+        )
+        assert entropy is not None
+        return TrainedTokens(logprobs=logprobs, entropy=entropy, names=micro_batch.names, **streams)
+
+    def backward(
+        self,
+        micro_batch: MicroBatch,
+        names: Sequence[str],
+        losses: Losses,
+        summing: Callable[[str], AbstractContextManager],
+        watch: Callable[[TrainedTokens], None] | None,
+    ) -> LossStats:
+        """A forward and a backward pass for each loss: what one has computed mlx does not keep for the next."""
+        sums, draws = LossStats({}), self.forward.draws
+        if not len(trained(micro_batch)):
+            return sums
+        if watch is not None:
+            watch(self.tokens(micro_batch))
+        for name in names:
+            self.forward.draws = draws  # one micro-batch, one draw of noise
+
+            def one(name: str = name) -> tuple[mx.array, dict[str, mx.array]]:
+                by_name, sums = losses(self.tokens(micro_batch))
+                return by_name[name], sums.values
+
+            with summing(name):
+                sums = LossStats(self.optimizer.backward(one))
+        return sums
+
+    def clip(self) -> float:
+        return self.optimizer.clip()
+
+    def value_model(self, c: config.OptimizerConfig, total_steps: int | None) -> MlxValueModel:
+        return MlxValueModel(self._model, c, total_steps, self._config.gradient_checkpointing)
+
+    # -- one rank ---------------------------------------------------------------------------------------------------
+
+    def sum(self, values: mx.array | NDArray) -> NDArray:
+        return np.array(values, np.float64)
+
+    def total(self, value: float) -> float:
+        return value
+
+    def votes(self, value: float) -> float:
+        return value
+
+    @property
+    def budget(self) -> int:
+        given = self._config.micro_batch_tokens
+        return BUDGET if given == "auto" else given
+
+    def gather(self, samples: Sequence[Sample]) -> Batch:
+        return Batch.alone(samples, self._config, self.budget)
+
+    # -- weights and checkpoints ------------------------------------------------------------------------------------
+
+    def canary(self) -> Canary:
+        """Log probabilities of a few fixed tokens under the current weights."""
+        ids = canary_ids(self._model.vocabulary)
+        return canary_of(ids, self.forward.sequence(ids), self._model.dtype)
+
+    def weights(self, version: int) -> WeightUpdate:
+        canary, adapter = self.canary(), adapter_tensors(self.net)
+        if adapter is None:
+            return WeightUpdate(version, settled(self.parameters.current()), canary=canary)
+        tensors, scale = adapter
+        return WeightUpdate(version, settled(tensors), Adapter("", scale), canary=canary)
+
+    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        checkpoint.export(self._model, folder, tokenizer)
+
+    def save(self, folder: Path, tensors: Mapping[str, mx.array], state: Mapping) -> None:
+        checkpoint.write(folder, tensors, {**state, "draws": self.forward.draws})
+
+    def read(self, folder: Path) -> tuple[dict[str, mx.array], dict]:
+        return checkpoint.read(folder)
+
+    def restore_random(self, tensors: Mapping[str, mx.array], state: Mapping) -> None:
+        self.forward.draws = state.get("draws", 0)
+
+    def compute_dtype(self) -> mx.Dtype:
+        return self._model.dtype
+
+    # -- the process ------------------------------------------------------------------------------------------------
+
+    def peak_bytes(self) -> float:
+        """Memory that Metal holds is not counted as the process's own."""
+        return max(process_bytes(), float(mx.get_peak_memory()))
+
+    def on_thread_start(self) -> None:
+        """Arrays belong to no device."""
+
+    def after_step(self, seconds: float, version: int) -> None:
+        """Nothing is compiled apart."""
+
+    def close(self) -> None:
+        """Nothing runs beside."""
+
+
+class MlxTrainer(LocalTrainer):
+    """Trains a causal LM of mlx-lm, or the adapters beside its layers."""
+
+    policy: MlxPolicy
 
     def __init__(
         self, model: MlxModel, c: config.TrainerConfig, *, total_steps: int | None = None, dumps: Path | None = None
     ) -> None:
-        self._model = model
-        super().__init__(MlxLearner(model, c, total_steps), c, model.config, dumps)
+        super().__init__(MlxPolicy(model, c, total_steps), c, model.config, total_steps, dumps)
 
-    def _weights(self) -> WeightUpdate:
-        canary = self.learner.canary()
-        adapter = adapter_tensors(self._model.net)
-        if adapter is None:
-            return WeightUpdate(self.version, settled(self.learner.parameters.now()), canary=canary)
-        tensors, scale = adapter
-        return WeightUpdate(self.version, settled(tensors), Adapter("", scale), canary=canary)
 
-    def _save(self, folder: Path) -> None:
-        write(folder, self.learner.tensors(), self._state(self._model.dtype))
-
-    def _load(self, folder: Path) -> None:
-        self._resume_from(folder, *read(folder))
-
-    def _export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        export(self._model, folder, tokenizer)
+def _check(model: MlxModel, c: config.TrainerConfig) -> None:
+    """Refuse by name what would otherwise be left out without a word."""
+    for problem in refused(c):
+        raise TrainerError(problem)
+    if not model.net.trainable_parameters():
+        raise TrainerError("nothing of this model trains: it was frozen, and no adapter is attached")
+    if model.quantised and any("lora_" not in name for name in MlxTensors(model.net).current()):
+        raise TrainerError("a quantised model cannot be trained whole: write [model.lora], which trains beside it")

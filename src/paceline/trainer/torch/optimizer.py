@@ -1,17 +1,61 @@
-"""AdamW over float32 masters, and gradient clipping."""
+"""AdamW over float32 masters, gradient clipping, and the tensors that train."""
 
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
-from paceline.trainer.optimizer import MasterOptimizer
+from paceline.model import trainable
+from paceline.trainer.optimizer import Schedule
 from paceline.trainer.torch.world import RankLayout, local
 
 
-class MasterAdamW(MasterOptimizer):
+class TorchTensors:
+    """The tensors of a model that train; of a sharded one, this rank's part. With `offload` copies of them are kept in
+    the host's memory."""
+
+    def __init__(self, model: PreTrainedModel, layout: RankLayout, offload: bool) -> None:
+        self._layout = layout
+        self._parameters = {name: local(p.detach()) for name, p in trainable(model).items()}
+        self._place = torch.device("cpu") if offload else None
+        self.adapters_only = hasattr(model, "peft_config")
+
+    def current(self) -> dict[str, Tensor]:
+        return self._parameters
+
+    @torch.no_grad()
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._parameters[name].copy_(tensor)
+
+    def set_aside(self, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: (p := self._parameters[name]).to(self._place or p.device, copy=True) for name in names}
+
+    def copy(self, tensor: Tensor, wide: bool) -> Tensor:
+        dtype = self._layout.narrow(tensor)
+        kept = tensor.to(self._place or tensor.device, copy=True)
+        return kept.to(torch.float32 if wide and dtype.itemsize < 4 else dtype)
+
+    @torch.no_grad()
+    def copy_into(self, kept: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            kept[name].copy_(local(tensor))
+
+    @torch.no_grad()
+    def average_into(self, kept: dict[str, Tensor], name: str, master: Tensor, weight: float) -> None:
+        kept[name].lerp_(master.to(kept[name].device), weight)
+
+    def for_checkpoint(self, name: str, tensor: Tensor) -> Tensor:
+        return self._layout.like(name, tensor)
+
+    def fingerprint(self, kept: Mapping[str, Tensor]) -> str:
+        return self._layout.fingerprint(kept)
+
+
+class MasterAdamW:
     """AdamW whose masters, moments and gradient sums are float32, whatever the model computes in.
 
     A float32 model is its own master. Otherwise each backward pass's gradient is moved into the master's at once, so
@@ -28,7 +72,8 @@ class MasterAdamW(MasterOptimizer):
         layout: RankLayout | None = None,
     ) -> None:
         self._layout = layout or RankLayout(torch.float32)
-        super().__init__(c, total_steps, self._layout.dtype == torch.float16)
+        self._config = c
+        self.schedule = Schedule(c, total_steps, self._layout.dtype == torch.float16)
         self._parameters = dict(parameters)
         self.masters = {name: _master(p, c.offload) for name, p in self._parameters.items()}
         pairs = [(self.masters[name], p) for name, p in self._parameters.items()]
@@ -49,7 +94,7 @@ class MasterAdamW(MasterOptimizer):
         """Add a loss's gradient to the masters', scaled until `clip`. The anchor is a zero that gives every parameter a
         gradient even when no token trains; it may be float16, to which a scale can be infinite. `again`: another loss
         of the same forward pass follows."""
-        (loss * self.scale + anchor).backward(retain_graph=again)
+        (loss * self.schedule.scale + anchor).backward(retain_graph=again)
         self.gather()
 
     def take_gradients(self) -> dict[str, Tensor]:
@@ -79,8 +124,8 @@ class MasterAdamW(MasterOptimizer):
             torch._foreach_add_(list(sums), list(grads))
 
     def clip(self) -> Tensor:
-        if self.scale != 1:
-            torch._foreach_div_(_gradients(self.masters.values()), self.scale)
+        if self.schedule.scale != 1:
+            torch._foreach_div_(_gradients(self.masters.values()), self.schedule.scale)
         norm = self._norm()
         nn.utils.clip_grads_with_norm_(self.masters.values(), self._config.max_grad_norm, norm)
         return norm
@@ -99,9 +144,9 @@ class MasterAdamW(MasterOptimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self._adam.param_groups:
-            group["lr"] = self.lr
+            group["lr"] = self.schedule.lr
         self._adam.step()
-        self._count_step()
+        self.schedule.count_step()
         if self._rounded:
             masters, parameters = zip(*self._rounded, strict=True)
             torch._foreach_copy_(list(parameters), list(masters))
@@ -120,7 +165,7 @@ class MasterAdamW(MasterOptimizer):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], steps: int, scale: float | None = None) -> None:
-        self._load_counters(steps, scale)
+        self.schedule.load(steps, scale)
         self._adam.state.clear()
         for name, master in self.masters.items():
             master.copy_(local(tensors[f"master/{name}"]))

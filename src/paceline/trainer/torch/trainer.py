@@ -1,29 +1,38 @@
-"""The torch trainer: samples in, new weights out."""
+"""The trainer in torch: a Hugging Face model on one device or many ranks, its gradients, weights and checkpoints."""
 
 import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_world_size
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
-from paceline.data import Sample
-from paceline.model import Adapter, WeightUpdate, fingerprint, set_cpu_threads, trainable
+from paceline.config.cluster import ParallelConfig
+from paceline.data import MicroBatch, Sample, cuts
+from paceline.model import Adapter, Canary, WeightUpdate, fingerprint, set_cpu_threads, trainable
 from paceline.model.background_compile import BackgroundCompile
+from paceline.model.head import CanaryScorer, make_canary
 from paceline.model.loading import trained_adapter
-from paceline.trainer.base import StepReport, TrainerError
+from paceline.trainer.backend import Losses
+from paceline.trainer.base import TrainerError, process_bytes
+from paceline.trainer.batch import Batch, TrainedTokens, cost_of, streams_of, trained
+from paceline.trainer.loss import LossStats
+from paceline.trainer.optimizer import schedule_lengths
 from paceline.trainer.torch import checkpoint
-from paceline.trainer.torch.checkpoint import export
-from paceline.trainer.torch.learner import TorchLearner
-from paceline.trainer.torch.tuning import run_once
-from paceline.trainer.torch.world import local
-from paceline.trainer.trainer import ThreadedTrainer
+from paceline.trainer.torch.critic import TorchValueModel
+from paceline.trainer.torch.forward import ForwardPass
+from paceline.trainer.torch.optimizer import MasterAdamW, TorchTensors
+from paceline.trainer.torch.sharding import shard
+from paceline.trainer.torch.tuning import run_once, tuned
+from paceline.trainer.torch.world import Ranks, local, together
+from paceline.trainer.trainer import LocalTrainer
 from paceline.util.gc_tuning import freeze_more
-from paceline.weights.update import MASK
+from paceline.weights.update import MASK, canary_ids, canary_of
 
 CPU, GPU = "rng", "rng_cuda"
 
@@ -55,12 +64,241 @@ REHEARSED_TOKENS = 8192
 """Of a rehearsal: torch compiles the norms apart for fewer than about 6,000 tokens of a 0.5B model."""
 
 
-class TorchTrainer(ThreadedTrainer[TorchLearner]):
+class TorchPolicy:
+    """A policy in torch, whole on one device or with its tensors and samples spread over ranks. What leaves it, weights
+    and exports, leaves from the first rank."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        c: config.TrainerConfig,
+        total_steps: int | None = None,
+        fp32_head: bool = False,
+        group: ProcessGroup | None = None,
+        device: torch.device | None = None,
+        background: BackgroundCompile | None = None,
+    ) -> None:
+        if group is not None and (size := get_world_size(group)) != c.parallel.ranks:
+            raise TrainerError(f"trainer.parallel.ranks is {c.parallel.ranks}, but {size} ranks have met")
+        self.net, self._config, self._total_steps = model.eval(), c, total_steps  # new adapters come in training mode
+        self.device = model.device if device is None else device
+        compiled = c.compile is True or (c.compile == "auto" and group is not None)
+        compiled |= background is not None and background.is_cached
+        self.compiles_first = compiled and group is None and self.device.type == "cuda"
+        """Compiled code is made, or loaded, before the first step."""
+        # The compiler is not asked to see through matrices that lie on several ranks.
+        compiled = compiled and self.device.type == "cuda" and c.parallel.tensor == 1
+        self.ranks = Ranks(group, self.device, c.parallel)
+        self.forward = ForwardPass(model, fp32_head, compiled, c.stream, self.ranks.context, self.device)
+        self.layout = shard(model, self.ranks, c.parallel if group is not None else ParallelConfig())
+        self.forward.layout = self.layout
+        self.optimizer = MasterAdamW(trainable(model), c.optimizer, schedule_lengths(c, total_steps)[0], self.layout)
+        self.parameters = TorchTensors(model, self.layout, c.kl is not None and c.kl.offload)
+        self._canary = CanaryScorer(model, self.forward.head)
+        self._cost = cost_of(model.config)
+        self._found: int | None = None
+        self._background = background
+        self._eager_seconds, self._eager_steps, self._kept_code = 0.0, 0, False
+        if c.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def tokens(self, micro_batch: MicroBatch) -> tuple[TrainedTokens, Tensor]:
+        """The tokens that train, as the policy sees them now; and the forward pass's zero."""
+        streams = {name: self.forward.send(stream) for name, stream in streams_of(micro_batch).items()}
+        logprobs, entropy, anchor = self.forward.logprobs(
+            micro_batch,
+            self.forward.send(trained(micro_batch)),
+            entropy=True,
+            entropy_grad=bool(self._config.entropy_coef),
+        )
+        assert entropy is not None
+        return TrainedTokens(logprobs=logprobs, entropy=entropy, names=micro_batch.names, **streams), anchor
+
+    def backward(
+        self,
+        micro_batch: MicroBatch,
+        names: Sequence[str],
+        losses: Losses,
+        summing: Callable[[str], AbstractContextManager],
+        watch: Callable[[TrainedTokens], None] | None,
+    ) -> LossStats:
+        """One forward pass, and a backward pass for each loss."""
+        tokens, anchor = self.tokens(micro_batch)
+        by_name, sums = losses(tokens)
+        if watch is not None:
+            with torch.no_grad():
+                watch(tokens)
+        for name in names:
+            with summing(name):
+                self.optimizer.backward(by_name[name], anchor, again=name != names[-1])
+        return sums
+
+    def clip(self) -> Tensor:
+        self.ranks.tokens.sum_gradients(self.optimizer.unsummed)
+        self.layout.sync_replicated(self.optimizer.masters)
+        return self.optimizer.clip()
+
+    def value_model(self, c: config.OptimizerConfig, total_steps: int | None) -> TorchValueModel:
+        compiled = self._config.compile is True and self.net.device.type == "cuda"
+        return TorchValueModel(self.net, c, total_steps, self.ranks, compiled)
+
+    # -- ranks ------------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.data.rank
+
+    def sum(self, values: Tensor | NDArray) -> NDArray:
+        return self.ranks.data.sum(torch.as_tensor(values)).cpu().numpy()
+
+    def total(self, value: float) -> float:
+        return self.ranks.data.total(value)
+
+    def votes(self, value: float) -> float:
+        return self.ranks.all.total(value)
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a micro-batch; where that is to be found out, it is once, when the first batch is here."""
+        if self._found is None:
+            given = self._config.micro_batch_tokens
+            self._found = tuned(self.forward, self.net, self._config) if given == "auto" else given
+        return self._found
+
+    def gather(self, samples: Sequence[Sample]) -> Batch:
+        world = self.ranks.data
+        everything, self._found = together(samples, world, self.budget)
+        cut = cuts(everything, self._config.minibatches, world.size, self._found, self._cost)
+        return Batch(everything, cut, world.rank)
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def canary(self) -> Canary:
+        """Log probabilities of a few fixed tokens under the current weights."""
+        if not self.layout.lockstep:
+            ids = canary_ids(self.forward.head.vocabulary)
+            return canary_of(ids, self._canary.logprobs(ids), self.layout.dtype or self.net.dtype)
+        # FSDP would keep a layer's memory for good as what inference mode made it, which no gradient may pass.
+        with torch.no_grad():
+            return self.layout.run(lambda: make_canary(self.net, self.forward.head, self.layout.dtype, torch.no_grad))
+
+    def weights(self, version: int) -> WeightUpdate:
+        """Sharded ones are gathered one at a time, and beside a model that one GPU cannot hold they wait on the
+        host."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # an engine's streams need not fall silent
+        canary = self.canary()
+        if (adapter := trained_adapter(self.net)) is not None:
+            tensors, scale = adapter
+            return WeightUpdate(version, tensors if self._first else {}, Adapter("", scale), canary=canary)
+        out: dict[str, Tensor] = {}
+        for name, whole in self._whole_weights():
+            if self._first:
+                out[name] = whole.cpu() if self.layout.lockstep else whole
+        return WeightUpdate(version, out, canary=canary)
+
+    def copy_into(self, held: Mapping[str, Tensor], version: int) -> WeightUpdate:
+        """Copy the weights of now into tensors that an engine of this process holds."""
+        canary = self.canary()
+        if (adapter := trained_adapter(self.net)) is not None:
+            tensors, scale = adapter
+            return WeightUpdate(version, tensors, Adapter("", scale), fingerprint(tensors.items()), canary)
+        copied, total = {}, 0
+        for name, whole in self._whole_weights():
+            copied[name] = held[name].copy_(whole)
+            total += int(fingerprint([(name, whole)]), 16)  # of what was gathered: what is held must prove to be that
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return WeightUpdate(version, copied, None, f"{total & MASK:016x}", canary)
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in trainable(self.net).items():
+            yield name, self.layout.whole(name, local(parameter.detach()))
+
+    @property
+    def _first(self) -> bool:
+        return self.ranks.all.rank == 0
+
+    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        state = self.layout.state(self.net, keep=self._first)
+        if self._first:
+            checkpoint.export(self.net, folder, tokenizer, state, self.layout.dtype)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor], state: Mapping) -> None:
+        world = self.ranks.all
+        random = rng_states(self.device, world.rank if world.group else None)
+        checkpoint.write(folder, {**tensors, **random}, state, world.group)
+
+    def read(self, folder: Path) -> tuple[dict[str, Tensor], dict]:
+        return checkpoint.read(folder, self._room, self.ranks.all.group)
+
+    def _room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Memory for what a checkpoint holds under a name: this rank's part of it."""
+        return self.layout.room(name.partition("/")[2], shape, dtype)
+
+    def restore_random(self, tensors: Mapping[str, Tensor], state: Mapping) -> None:
+        restore_rng(tensors, self.device, self.ranks.all.rank)
+
+    def compute_dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+    # -- the process ------------------------------------------------------------------------------------------------
+
+    def peak_bytes(self) -> float:
+        on_gpu = self.device.type == "cuda"
+        return float(torch.cuda.max_memory_allocated(self.device)) if on_gpu else process_bytes()
+
+    def on_thread_start(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # each thread has its own idea of the current one
+        elif self._config.threads:
+            set_cpu_threads(self._config.threads)
+
+    def compile_first(self) -> None:
+        """Compile while the engine starts and the first batch is sampled."""
+        budget = self._config.micro_batch_tokens
+        tokens = min(REHEARSED_TOKENS, budget) if isinstance(budget, int) else REHEARSED_TOKENS
+        try:
+            run_once(self.forward, self.net, self._config, tokens)
+        except RuntimeError as error:  # the first step meets it too, if it stays
+            log.warning("compiling the trainer ahead of its first step failed: %s", error)
+            return
+        if self._background is not None:
+            self._background.remember()
+            self._background.switched()
+
+    def after_step(self, seconds: float, version: int) -> None:
+        """Have compiled code made if that pays, or switch to it if it is there."""
+        if self.forward.is_compiled:
+            if not self._kept_code:  # the first step with compiled code has just made it
+                self._kept_code = True
+                freeze_more()
+        elif self._background is not None:
+            self._eager_seconds += seconds
+            self._eager_steps += 1
+            remaining = None if self._total_steps is None else max(0, self._total_steps - version)
+            self._background.consider(self._eager_seconds, self._eager_steps, remaining)
+            if self._background.is_ready:
+                self.forward.compile()
+                self._background.switched()
+
+    def close(self) -> None:
+        if self._background is not None:
+            self._background.close()
+
+
+class TorchTrainer(LocalTrainer):
     """Trains a Hugging Face causal LM, or the adapters injected into it.
 
     With a process group each rank brings samples of its own, or none, and all make the same update; all must call the
     same methods in the same order. What leaves the trainer, weights and exports, leaves from the first rank.
     """
+
+    policy: TorchPolicy
 
     def __init__(
         self,
@@ -76,122 +314,12 @@ class TorchTrainer(ThreadedTrainer[TorchLearner]):
     ) -> None:
         """`background` makes compiled code beside the trainer where `compile` is "auto"; without it `auto` stays
         uncompiled on one device, and compiles at the first step on several ranks."""
-        self._model = model
-        self._background, self._total_steps = background, total_steps
-        self._eager_seconds, self._eager_steps = 0.0, 0
-        self._kept_code = False
-        if group is not None and (size := get_world_size(group)) != c.parallel.ranks:
-            raise TrainerError(f"trainer.parallel.ranks is {c.parallel.ranks}, but {size} ranks have met")
-        compiled = c.compile is True or (c.compile == "auto" and group is not None)
-        compiled |= background is not None and background.is_cached
-        learner = TorchLearner(model, c, total_steps, fp32_head, group, device, compiled)
-        super().__init__(learner, c, model.config, dumps)
-        if c.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        if compiled and group is None and learner.device.type == "cuda":
-            self._thread.submit(self._warm)
-
-    def _begin(self) -> None:
-        if self.learner.device.type == "cuda":
-            torch.cuda.set_device(self.learner.device)  # each thread has its own idea of the current one
-        elif self._config.threads:
-            set_cpu_threads(self._config.threads)
-
-    def close(self) -> None:
-        if self._background is not None:
-            self._background.close()
-        super().close()
+        policy = TorchPolicy(model, c, total_steps, fp32_head, group, device, background)
+        super().__init__(policy, c, model.config, total_steps, dumps)
+        if policy.compiles_first:
+            self._thread.submit(policy.compile_first)
 
     async def copy_into(self, held: Mapping[str, Tensor]) -> WeightUpdate:
         """Copy the weights of now into tensors that an engine of this process holds, on every rank and one at a time,
         so that no second copy of the model is needed. The update names those very tensors, or the adapter."""
-        return await self._run(self._copy_into, held)
-
-    # -- on the trainer's thread ------------------------------------------------------------------------------------
-
-    def _warm(self) -> None:
-        """Compile while the engine starts and the first batch is sampled."""
-        budget = self._config.micro_batch_tokens
-        tokens = min(REHEARSED_TOKENS, budget) if isinstance(budget, int) else REHEARSED_TOKENS
-        try:
-            run_once(self.learner.forward, self._model, self._config, tokens)
-        except RuntimeError as error:  # the first step meets it too, if it stays
-            log.warning("compiling the trainer ahead of its first step failed: %s", error)
-            return
-        if self._background is not None:
-            self._background.remember()
-            self._background.switched()
-
-    def _step(self, batch: Sequence[Sample]) -> StepReport:
-        start, compiled = time.perf_counter(), self.learner.forward.is_compiled
-        report = super()._step(batch)
-        if self._background is not None and not compiled:
-            self._consider_compiling(time.perf_counter() - start)
-        elif compiled and not self._kept_code:  # the first step with compiled code has just made it
-            self._kept_code = True
-            freeze_more()
-        return report
-
-    def _consider_compiling(self, seconds: float) -> None:
-        """After a step: have compiled code made if that pays, or switch to it if it is there."""
-        assert self._background is not None
-        self._eager_seconds += seconds
-        self._eager_steps += 1
-        remaining = None if self._total_steps is None else max(0, self._total_steps - self.version)
-        self._background.consider(self._eager_seconds, self._eager_steps, remaining)
-        if self._background.is_ready:
-            self.learner.forward.compile()
-            self._background.switched()
-
-    def _weights(self) -> WeightUpdate:
-        """The weights that train, whole, on the first rank. Sharded ones are gathered one at a time, and beside a model
-        that one GPU cannot hold they wait on the host."""
-        if self.learner.device.type == "cuda":
-            torch.cuda.current_stream(self.learner.device).synchronize()  # an engine's streams need not fall silent
-        canary = self.learner.canary()
-        if (adapter := trained_adapter(self._model)) is not None:
-            tensors, scale = adapter
-            return WeightUpdate(self.version, tensors if self._first else {}, Adapter("", scale), canary=canary)
-        out: dict[str, Tensor] = {}
-        for name, whole in self._whole_weights():
-            if self._first:
-                out[name] = whole.cpu() if self.learner.layout.lockstep else whole
-        return WeightUpdate(self.version, out, canary=canary)
-
-    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in trainable(self._model).items():
-            yield name, self.learner.layout.whole(name, local(parameter.detach()))
-
-    def _copy_into(self, held: Mapping[str, Tensor]) -> WeightUpdate:
-        canary = self.learner.canary()
-        if (adapter := trained_adapter(self._model)) is not None:
-            tensors, scale = adapter
-            return WeightUpdate(self.version, tensors, Adapter("", scale), fingerprint(tensors.items()), canary)
-        copied, total = {}, 0
-        for name, whole in self._whole_weights():
-            copied[name] = held[name].copy_(whole)
-            total += int(fingerprint([(name, whole)]), 16)  # of what was gathered: what is held must prove to be that
-        if self.learner.device.type == "cuda":
-            torch.cuda.current_stream(self.learner.device).synchronize()
-        return WeightUpdate(self.version, copied, None, f"{total & MASK:016x}", canary)
-
-    @property
-    def _first(self) -> bool:
-        return self.learner.ranks.all.rank == 0
-
-    def _export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        layout = self.learner.layout
-        state = layout.state(self._model, keep=self._first)
-        if self._first:
-            export(self._model, folder, tokenizer, state, layout.dtype)
-
-    def _save(self, folder: Path) -> None:
-        world = self.learner.ranks.all
-        tensors = self.learner.tensors() | rng_states(self.learner.device, world.rank if world.group else None)
-        checkpoint.write(folder, tensors, self._state(self.learner.layout.dtype), world.group)
-
-    def _load(self, folder: Path) -> None:
-        world = self.learner.ranks.all
-        tensors, state = checkpoint.read(folder, self.learner.room, world.group)
-        self._resume_from(folder, tensors, state)
-        restore_rng(tensors, self.learner.device, world.rank)
+        return await self._run(lambda: self.policy.copy_into(held, self.version))

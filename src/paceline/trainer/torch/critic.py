@@ -1,0 +1,70 @@
+"""The critic's value model in torch."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.config import trainer as config
+from paceline.data import MicroBatch
+from paceline.model import trainable, twin
+from paceline.trainer.torch.forward import ForwardPass
+from paceline.trainer.torch.optimizer import MasterAdamW
+from paceline.trainer.torch.world import RankLayout, Ranks
+
+
+class TorchValueModel(nn.Module):
+    """On one device, or on ranks that each value their own samples. Frozen tensors are shared with the policy,
+    trainable ones are its own."""
+
+    def __init__(
+        self, policy: PreTrainedModel, c: config.OptimizerConfig, total_steps: int | None, ranks: Ranks, compiled: bool
+    ) -> None:
+        super().__init__()
+        self._ranks, self._device = ranks, policy.device
+        self.body = twin(policy)
+        names = trainable(policy).keys()
+        unused = {id(p) for p in self.body.get_output_embeddings().parameters()}
+        unused -= {id(p) for p in self.body.get_input_embeddings().parameters()}
+        for name, parameter in self.body.named_parameters():
+            parameter.requires_grad_(name in names and id(parameter) not in unused)
+        self.value = nn.Linear(self.body.config.get_text_config().hidden_size, 1, device=policy.device)
+        nn.init.zeros_(self.value.weight)
+        nn.init.zeros_(self.value.bias)
+        self.forwards = ForwardPass(self.body, compiled=compiled, context=ranks.context)
+        self.eval()
+        self.optimizer = MasterAdamW(trainable(self), c, total_steps, RankLayout(policy.dtype))
+
+    def forward(self, micro_batch: MicroBatch, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Values of choosing at `places`, read off the token before; and a zero that reaches every parameter."""
+        dtype = self.value.weight.dtype
+        values, zero = self.forwards.read(micro_batch, places, lambda before, _: self.value(before.to(dtype)))
+        return values[:, 0], zero + 0 * (self.value.weight.sum() + self.value.bias.sum())
+
+    @torch.no_grad()
+    def values(self, micro_batch: MicroBatch, places: NDArray) -> NDArray:
+        values, _ = self(micro_batch, self._send(places))
+        return values.cpu().numpy()
+
+    def backward(
+        self, micro_batch: MicroBatch, places: NDArray, targets: Sequence[NDArray], loss_of: Callable[..., Tensor]
+    ) -> Tensor:
+        values, anchor = self(micro_batch, self._send(places))
+        loss = loss_of(values, *map(self._send, targets))
+        self.optimizer.backward(loss, anchor)
+        return loss.detach()
+
+    def clip(self, losses: list[Tensor]) -> tuple[float, float]:
+        self._ranks.tokens.sum_gradients(self.optimizer.unsummed)
+        return self._ranks.data.sum(torch.stack(losses).sum()[None]).item(), self.optimizer.clip().item()
+
+    def state(self) -> dict[str, int]:
+        return {}
+
+    def restore(self, state: Mapping) -> None:
+        """Its dropout draws from the generators that the policy restores."""
+
+    def _send(self, stream: NDArray) -> Tensor:
+        return torch.from_numpy(stream).to(self._device)
