@@ -86,7 +86,7 @@ $(VERIFIERS)/.smoke: pyproject.toml $(CONSTRAINTS)
 
 doors: $(VERIFIERS)/.ready ## Test and train other people's environments, `verifiers` among them (.venv-verifiers)
 	$(VERIFIERS)/bin/python -m pytest -n 2 --dist worksteal tests/integration/test_doors_real.py \
-		tests/integration/test_doors_train.py tests/unit/rollout/test_known_renderer.py
+		tests/integration/test_doors_train.py tests/unit/rollout/test_bridge_renderer.py
 
 $(VERIFIERS)/.ready: $(VERIFIERS)/.smoke
 	$(call install,$(VERIFIERS),[dev$(comma)verifiers])

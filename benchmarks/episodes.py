@@ -27,7 +27,7 @@ from paceline.envs.offloop import run_user_code
 from paceline.orchestrator import RealClock
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.rollout import SamplingClient
-from paceline.runtime.local import Placed, local
+from paceline.runtime.local import RunParts, local
 
 TURNS = 4
 
@@ -74,7 +74,7 @@ class SlowTools(Environment):
         return Outcome.solo(1.0)
 
 
-async def crowd(here: Placed, client: SamplingClient, options: argparse.Namespace) -> dict[str, float]:
+async def crowd(here: RunParts, client: SamplingClient, options: argparse.Namespace) -> dict[str, float]:
     player = RolloutRunner(client, RealClock(), seed=0)
     course = here.envs["slow"]
     ends, turns = Counter(), 0
@@ -84,7 +84,7 @@ async def crowd(here: Placed, client: SamplingClient, options: argparse.Namespac
     async def one(number: int) -> None:
         nonlocal turns
         ticket = Ticket(number, "slow", 0, number, number % len(course.rows))
-        (rollout,) = await player.episode(course, course.rows[ticket.row], ticket, 0, number)
+        (rollout,) = await player.run_episode(course, course.rows[ticket.row], ticket, 0, number)
         turns += len(rollout.turns)
         ends["finished" if rollout.error is None else rollout.error.split(": ")[1][:24]] += 1
 

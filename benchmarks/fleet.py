@@ -40,7 +40,7 @@ from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, 
 from paceline.rollout import SamplingClient
 from paceline.runtime.ray.engines import RayEngine
 from paceline.trainer import StepReport
-from paceline.util.gc_tuning import rarely_collected
+from paceline.util.gc_tuning import tuned_gc
 from paceline.weights.update import WeightUpdate
 
 BAR_SECONDS = 0.020
@@ -214,7 +214,7 @@ def main() -> int:
     racks = [
         kind.remote(options.engines // options.actors, options.slots, options.seconds) for _ in range(options.actors)
     ]
-    with tempfile.TemporaryDirectory() as folder, rarely_collected():  # as every run is led
+    with tempfile.TemporaryDirectory() as folder, tuned_gc():  # as every run is led
         found = asyncio.run(lead(options, racks, Path(folder)))
     ray.shutdown()
     loop, idle = told(found.pop("lags")), told(found.pop("idle"))

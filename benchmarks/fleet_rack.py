@@ -2,7 +2,7 @@
 
 import msgspec
 
-from paceline.clients.rpc import Answer, FromEngine, Load, answer, decode_to_engine
+from paceline.clients.rpc import Answer, FromEngine, Load, decode_to_engine, handle_message
 from paceline.simulate.cost import Lengths
 from paceline.simulate.engine import SimulatedEngine
 from paceline.weights.update import WeightUpdate
@@ -21,7 +21,7 @@ class Rack:
 
     async def answer(self, number: int, question: bytes) -> bytes:
         (message,) = decode_to_engine(question).messages
-        return self._framed(number, await answer(self._engines[number], message))
+        return self._framed(number, await handle_message(self._engines[number], message))
 
     async def load(self, number: int, head: bytes, weights: object) -> bytes:
         (message,) = decode_to_engine(head).messages

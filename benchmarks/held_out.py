@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from paceline.algorithms.echo import Bodies
-from paceline.commands.rollouts import RolloutOptions, pick_section, play_some, sampling_on
+from paceline.algorithms.echo import MessageLocator
+from paceline.commands.rollouts import RolloutOptions, pick_env, play_episodes, split_sampling
 from paceline.config import load
 from paceline.model import load_tokenizer
 from paceline.rollout import Message, Turn
-from paceline.runtime.episode_runtime import open_house
+from paceline.runtime.episode_runtime import open_episode_runtime
 from paceline.runtime.local import renderer_of
 
 Conversation = Sequence[Message]
@@ -23,8 +23,8 @@ def conversations(run: Path, count: int) -> list[Conversation]:
     """Held-out episodes, one for each row, played by the model a run has exported."""
     config = load(run / "config.toml", ["--model.name", str(run / "export")]).config
     options = RolloutOptions(count=count, split="eval", concurrency=32)
-    with open_house(config, sampling_on(config, "eval"), None, options.concurrency) as house:
-        played = asyncio.run(play_some(pick_section(config, None), options, house, seed=config.seed))
+    with open_episode_runtime(config, split_sampling(config, "eval"), None, options.concurrency) as house:
+        played = asyncio.run(play_episodes(pick_env(config, None), options, house, seed=config.seed))
     return [record["messages"] for record in played]
 
 
@@ -34,7 +34,7 @@ def role_loss(run: Path, told: Sequence[Conversation], role: str = "tool") -> fl
     config = load(run / "config.toml", ["--model.name", str(run / "export")]).config
     tokenizer = load_tokenizer(config.model)
     renderer = renderer_of(tokenizer, [tokenizer.eos_token_id], config.model)
-    bodies = Bodies(renderer)
+    bodies = MessageLocator(renderer)
     model: Any = AutoModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32).eval()
     total, tokens = 0.0, 0
     for messages in told:

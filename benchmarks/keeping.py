@@ -28,9 +28,9 @@ class Timed(RolloutRecorder):
         self.run_cpu = -time.process_time()
         super().begin(plan)
 
-    def played(self, step: int, state: str, rollouts: Sequence) -> None:
+    def finished_rollouts(self, step: int, state: str, rollouts: Sequence) -> None:
         begun = time.thread_time()
-        super().played(step, state, rollouts)
+        super().finished_rollouts(step, state, rollouts)
         self.handing += time.thread_time() - begun
 
     def end(self, outcome: RunOutcome) -> None:
@@ -47,6 +47,6 @@ class NowAndThen(Timed):
     def kept(cls, step: int) -> bool:
         return step // cls.SPELL % 2 == 0
 
-    def played(self, step: int, state: str, rollouts: Sequence) -> None:
+    def finished_rollouts(self, step: int, state: str, rollouts: Sequence) -> None:
         if self.kept(step):
-            super().played(step, state, rollouts)
+            super().finished_rollouts(step, state, rollouts)

@@ -37,7 +37,7 @@ from paceline.observe.monitor import Monitor, Monitors, RunRecorder
 from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, build_train_envs
 from paceline.rollout import SamplingClient
 from paceline.trainer import StepReport
-from paceline.util.gc_tuning import rarely_collected
+from paceline.util.gc_tuning import tuned_gc
 from paceline.weights.update import ServedPolicy, WeightUpdate
 
 BAR = 5_000.0
@@ -182,7 +182,7 @@ def run(options, batches: int) -> Laps:
         checkpoint=CheckpointConfig(every=0),
         env=[CustomEnvConfig(name="null", import_path="x:y")],
     )
-    with tempfile.TemporaryDirectory() as folder, rarely_collected():  # as every run is led
+    with tempfile.TemporaryDirectory() as folder, tuned_gc():  # as every run is led
         return asyncio.run(lead(config, batches, Path(folder)))
 
 

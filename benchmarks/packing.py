@@ -33,11 +33,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bars import Row, arguments, finish
-from paceline.data import Cost, balanced, first_fit_decreasing, imbalance
+from paceline.data import Cost, balance_bins, first_fit_decreasing, imbalance
 
 BAR, SECONDS, MANY = 0.03, 1.0, 100_000
 RANKS = (2, 4, 8, 16, 32, 64)
-COST = Cost.of(hidden=3584, layers=28, intermediate=18_944, heads=28, kv_heads=4, head_dim=128, vocabulary=152_064)
+COST = Cost.from_shape(
+    hidden=3584, layers=28, intermediate=18_944, heads=28, kv_heads=4, head_dim=128, vocabulary=152_064
+)
 DEARER = Cost(COST.linear, 2 * COST.attention)
 CAPTION = (
     "imbalance: sum over rows of the costliest micro-batch / (all work / ranks) - 1; padding: share of empty tokens "
@@ -113,7 +115,7 @@ class Case:
 def case(kind: str, ranks: int, per_rank: int, budget: int, seeds: int) -> Case:
     def one(seed: int) -> tuple[float, ...]:
         lengths = drawn(kind, ranks * per_rank, budget, seed)
-        ours = balanced(lengths, ranks, budget, COST)
+        ours = balance_bins(lengths, ranks, budget, COST)
         cuts = (ours, first_fit(lengths, ranks, budget), naive(lengths, ranks, budget))
         figures = [f for cut in cuts for f in (imbalance(cut, lengths, COST), padding(cut, lengths))]
         unused = 1 - sum(lengths) / (ranks * len(ours[0]) * budget)
@@ -171,7 +173,7 @@ def main() -> int:
             rows.append(Row(name, "%", 100 * ours, 100 * peer, "first fit", BAR / max(ours, 1e-4), 1.0))
     for kind in kinds:
         many = drawn(kind, MANY, given.budget, 0)
-        ours = seconds(lambda many=many: balanced(many, 64, given.budget, COST))
+        ours = seconds(lambda many=many: balance_bins(many, 64, given.budget, COST))
         alone = seconds(lambda many=many: first_fit_decreasing(many, given.budget))
         rows.append(Row(f"{kind}, {MANY:,} samples", "s", ours, alone, "first fit, 1 rank", SECONDS / ours, 1.0))
     return finish(

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bars import arguments, machine
-from paceline.orchestrator.buffered import read_held
+from paceline.orchestrator.buffered import read_groups
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 STEPS = 12
@@ -119,7 +119,7 @@ class Lineage:
         if code != -signal.SIGKILL:
             return False
         drafts = [path.name for path in (self.root / "checkpoints").glob(".step-*.tmp")]
-        kept = len(read_held(self.root / "checkpoints" / "latest").buffered)
+        kept = len(read_groups(self.root / "checkpoints" / "latest").buffered)
         self.kills.append(
             {
                 "when": kind,

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from bars import Row, arguments, finish
 from paceline.simulate import CARDS, Lengths, Model, SimulationPlan, SimulationReport, best, simulate, sweep
-from paceline.simulate.run import WAIT
+from paceline.simulate.run import MAX_WAIT_SHARE
 
 PICTURE = Path(__file__).parent.parent / "docs" / "curves" / "simulate.png"
 GROWTH = 0.02
@@ -176,7 +176,15 @@ def main() -> int:
     growth = 1 + long.growth()
     rows = [
         Row("staleness, most", "versions", most, plan.staleness, "allowed", plan.staleness / max(most, 1), 1.0),
-        Row("trainer waits", "%", 100 * long.waiting, 100 * WAIT, "bar", WAIT / max(long.waiting, 0.001), 1.0),
+        Row(
+            "trainer waits",
+            "%",
+            100 * long.waiting,
+            100 * MAX_WAIT_SHARE,
+            "bar",
+            MAX_WAIT_SHARE / max(long.waiting, 0.001),
+            1.0,
+        ),
         Row("memory, last quarter / third", "x", growth, 1 + GROWTH, "bar", (1 + GROWTH) / growth, 1.0),
     ]
     return finish(

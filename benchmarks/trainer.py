@@ -34,7 +34,7 @@ from keeping import NowAndThen, Timed
 from paceline import Environment, Outcome, RunConfig, train
 from paceline.config import trainer as config
 from paceline.data import Sample
-from paceline.model import ATTENTION, trainable
+from paceline.model import ATTENTION, trainable_parameters
 from paceline.runtime import session
 from paceline.trainer.torch.optimizer import MasterAdamW
 from paceline.trainer.torch.trainer import TorchTrainer
@@ -136,7 +136,7 @@ def ours(shape: str, device: str, budget: int, rounds: int, **settings) -> tuple
 def plain(shape: str, device: str, budget: int, rounds: int) -> tuple[float, float, float]:
     """A Hugging Face step with full logits: the same figures."""
     model = model_of(shape, device, "sdpa").train()
-    optimizer = MasterAdamW(trainable(model), config.OptimizerConfig(), None)
+    optimizer = MasterAdamW(trainable_parameters(model), config.OptimizerConfig(), None)
     length = 1024
     times = []
     for i in range(rounds + 1):

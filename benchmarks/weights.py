@@ -54,7 +54,7 @@ from paceline.data import Sample
 from paceline.engine import EmbeddedEngine
 from paceline.model import ATTENTION, WeightUpdate, fingerprint, load_model, load_tokenizer
 from paceline.trainer.torch.trainer import TorchTrainer
-from paceline.weights.delta import LastSent
+from paceline.weights.delta import DeltaEncoder
 from paceline.weights.update import ServedPolicy, bits_of
 
 ROOT = Path(__file__).parent.parent
@@ -139,7 +139,7 @@ async def publish(engine, tensors, rounds: int, device: str, first: int) -> tupl
         wait(device)
         begin = time.perf_counter()
         # Where deltas are made the fingerprint comes with them; else the sender computes it, as a trainer does.
-        deltas = isinstance(engine, HttpEngine) and engine._travel[0] == "delta"
+        deltas = isinstance(engine, HttpEngine) and engine._transport_args[0] == "delta"
         expected = None if deltas else fingerprint(tensors.items())
         pauses.append(await engine.load_weights(WeightUpdate(version, tensors, expected=expected)))
         times.append(time.perf_counter() - begin)
@@ -227,7 +227,7 @@ def samples_of(rows: Path, model: ModelConfig, count: int, longest: int) -> list
 
 async def shares(trainer: TorchTrainer, samples: list[Sample], steps: int, batch: int) -> list[dict[str, float]]:
     """Of each step: bytes of its delta against those of a full update, and changed elements among all."""
-    last, lines, report = LastSent(share=4.0), [], None
+    last, lines, report = DeltaEncoder(share=4.0), [], None
     for step in range(steps + 1):
         delta = None
         if step < 2 or step >= min(AFTER, steps - 1):  # an update is compared with the one a step before

@@ -1,7 +1,8 @@
 """Finds waits without a bound in the package: `python scripts/lint_waits.py [FILE or FOLDER ...]`.
 
-A wait is bounded where it stands inside `within(...)`, `wait_for(...)` or `asyncio.timeout(...)`, or is given a timeout
-itself. Where the bound lies elsewhere, or waiting for ever is the job (a server waits for clients), its line says so:
+A wait is bounded where it stands inside `wait_within(...)`, `wait_for(...)` or `asyncio.timeout(...)`, or is given a
+timeout itself. Where the bound lies elsewhere, or waiting for ever is the job (a server waits for clients), its line
+says so:
 
     line = await stdout.readline()  # bounded: by the caller's deadline
     line = await queue.get()  # unbounded: a worker without work waits for some
@@ -16,7 +17,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 
-BOUNDS = {"within", "_within", "wait_for", "timeout", "timeout_at"}
+BOUNDS = {"wait_within", "_within", "wait_for", "timeout", "timeout_at"}
 FOREVER = {"serve", "serve_forever", "create_future"}
 AWAITED = (
     FOREVER
@@ -47,7 +48,7 @@ class Offence:
     method: str
 
     def __str__(self) -> str:
-        better = INSTEAD.get(self.method, "write `await within(SECONDS, NAME, ...)`, or give it a timeout")
+        better = INSTEAD.get(self.method, "write `await wait_within(SECONDS, NAME, ...)`, or give it a timeout")
         mark = "or say on its line `# bounded: BY WHAT` or `# unbounded: WHY`"
         return f"{self.file}:{self.line}: `{self.what}` may wait for ever: {better}; {mark}"
 

@@ -126,7 +126,7 @@ class Plot:
             for step, metrics, played in self.told():
                 for keeper in keepers:
                     keeper.step(step, metrics)
-                    keeper.played(step, "trained", played)
+                    keeper.finished_rollouts(step, "trained", played)
             for keeper in keepers:
                 keeper.end(RunOutcome("finished", self.steps))
         return path

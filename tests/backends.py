@@ -45,14 +45,14 @@ if MLX:
     from paceline.engine.engine import DecodingEngine
     from paceline.engine.mlx import MlxEngine, sampler
     from paceline.engine.mlx import engine as served
-    from paceline.engine.mlx.kv_cache import KeyShape, MlxSlots
+    from paceline.engine.mlx.kv_cache import KVShape, MlxSlotCache
     from paceline.weights.mlx_arrays import as_array
     from paceline.weights.update import uniform_array
 
     def engine_of(model: PreTrainedModel, config: Any, **settings: Any) -> DecodingEngine:
         return MlxEngine(as_mlx(model), config, **settings)
 
-    class SlotCache(MlxSlots):
+    class SlotCache(MlxSlotCache):
         """Slots of MLX that a test reads and writes with tensors."""
 
         def __init__(
@@ -61,7 +61,7 @@ if MLX:
         ) -> None:  # fmt: skip
             kind = getattr(mx, str(dtype).removeprefix("torch."))
             heads, dim = shape.kv_heads, shape.head_dim
-            super().__init__(KeyShape(shape.layers, heads, dim, dim, kind), slots, length, most, deterministic)
+            super().__init__(KVShape(shape.layers, heads, dim, dim, kind), slots, length, most, deterministic)
 
         def write(self, layer, slots, positions, keys, values) -> None:
             if not isinstance(keys, torch.Tensor):
@@ -70,7 +70,7 @@ if MLX:
             super().write(layer, *where, as_array(keys)[:, :, None], as_array(values)[:, :, None])
             mx.eval(self.arrays)
 
-        def read_one(self, layer: int, slot: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def read_slot(self, layer: int, slot: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
             """As torch's slots give it: [1, position, kv head, dim]."""
             rows = (store[layer][slot : slot + 1, :, :width] for store in (self.keys, self.values))
             keys, values = (torch.from_numpy(np.array(row.transpose(0, 2, 1, 3))) for row in rows)
@@ -99,9 +99,9 @@ if MLX:
         top = None if got.top is None else (_torch(got.top[0]), _torch(got.top[1]))
         return SamplerOutput(_torch(got.tokens).long(), _torch(got.logprobs), _torch(got.log_z), top)
 
-    def keep_top(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-        ranks = sampler._ranks(top_k.numpy(), probs.shape[-1])
-        return _torch(sampler.keep_top(as_array(probs), as_array(top_p), ranks))
+    def apply_top_k_top_p(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+        ranks = sampler._top_k_limits(top_k.numpy(), probs.shape[-1])
+        return _torch(sampler.apply_top_k_top_p(as_array(probs), as_array(top_p), ranks))
 
     def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         return _torch(sampler.inverse_cdf(as_array(probs), u.numpy()))
@@ -114,7 +114,11 @@ else:
     from paceline.engine.pages import PageCache
 
     SlotCache = TorchSlotCache
-    sample, keep_top, inverse_cdf = torch_sampler.sample, torch_sampler.keep_top, torch_sampler.inverse_cdf
+    sample, apply_top_k_top_p, inverse_cdf = (
+        torch_sampler.sample,
+        torch_sampler.apply_top_k_top_p,
+        torch_sampler.inverse_cdf,
+    )
     uniform = torch_uniform
 
     def held_bytes(cache: Any) -> int:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import paceline
 
-if TYPE_CHECKING:  # whoever only hands out tests needs neither, and everybody waits for them
+if TYPE_CHECKING:  # the process that only distributes tests needs neither
     import torch
     from transformers import PreTrainedModel
 

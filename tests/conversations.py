@@ -69,7 +69,7 @@ class Talking:
         self.keeper.begin(RunPlan(path.name, path, None, 0, {}, ("words",), "cpu", 0))
 
     def played(self, step: int, state: str, *rollouts: Rollout) -> "Talking":
-        self.keeper.played(step, state, rollouts)
+        self.keeper.finished_rollouts(step, state, rollouts)
         return self
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Somebody who can read the small corpus: knows what a question asks for and where a document says it."""
+"""Facts of the small corpus: what a question asks for and where a document says it."""
 
 import re
 from collections.abc import Callable

@@ -62,7 +62,7 @@ async def together(engine, crowd: list[GenerateRequest], listeners=None, stop_at
     await engine.pause()
     listeners = listeners or [None] * len(crowd)
     tasks = [asyncio.create_task(engine.generate(r, listener)) for r, listener in zip(crowd, listeners, strict=True)]
-    await until(lambda: engine._scheduler.waiting == len(crowd))
+    await until(lambda: engine._scheduler.num_waiting == len(crowd))
     await (engine.resume() if stop_at is None else stopped_at(engine, stop_at))
     return tasks
 
@@ -77,7 +77,7 @@ async def stopped_at(engine, tokens: int) -> None:
     def stepping() -> None:
         step()
         if engine.tokens >= tokens:
-            engine._hold(True)
+            engine._set_paused(True)
 
     engine._step = stepping
     await engine.resume()

@@ -9,7 +9,7 @@ from backends import paged
 from paceline.engine.pages import PAGE, PageCache
 from paceline.engine.runner import Runner, StepInFlight
 from paceline.engine.sequence import Catalog, DecodeSequence, SampledToken
-from paceline.model import twin
+from paceline.model import clone_model
 from paceline.weights.update import mix_int
 
 MATRIX = [
@@ -44,7 +44,7 @@ def merge(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) ->
 
 def merged(model: PreTrainedModel, adapter: dict[str, torch.Tensor], scale: float) -> PreTrainedModel:
     """The plain model an adapter makes of another."""
-    out = twin(model)
+    out = clone_model(model)
     with torch.no_grad():
         for name, parameter in out.named_parameters():
             module = name.removesuffix(".weight")
@@ -82,13 +82,13 @@ class SymbolicRunner(Runner):
         assert all(c.length > 0 for c in chunks)
         flight = StepInFlight(chunks)
         self.writes[flight] = self._pages(chunks) if isinstance(self.cache, PageCache) else set()
-        for chunk in sorted(chunks, key=lambda c: c.start):  # whoever shares in this very step reads what it wrote
+        for chunk in sorted(chunks, key=lambda c: c.start):  # a chunk that shares in this step reads what it wrote
             self._compute(chunk)
         return flight
 
     def _pages(self, chunks) -> set[int]:
         """The pages a step writes, by a device's own table, which hears of changes only."""
-        changed, self.cache.changed = self.cache.changed, {}
+        changed, self.cache.table_changes = self.cache.table_changes, {}
         self.table.update(changed)
         written = set()
         for c in chunks:
@@ -99,7 +99,7 @@ class SymbolicRunner(Runner):
             assert not mine & written
             for page in mine:
                 others = [o for o in chunks if o is not c and page in o.sequence.pages]
-                assert self.cache._holders[page] == 1 + len(others), "whoever holds it already has read it"
+                assert self.cache._ref_counts[page] == 1 + len(others), "every holder of the page has read it"
                 assert all(o.start >= (o.sequence.pages.index(page) + 1) * PAGE for o in others)
             written |= mine
         return written
@@ -109,7 +109,7 @@ class SymbolicRunner(Runner):
         known = [*sequence.request.prompt_ids, *self.sampled.get(sequence, [])]
         weights = self.catalog.weights_key(sequence.request.model)
         assert chunk.version == self.catalog.versions[sequence.request.model]
-        last = int(self.cache.read_one(0, sequence.slot, chunk.start)[0][0, -1]) if chunk.start else 0
+        last = int(self.cache.read_slot(0, sequence.slot, chunk.start)[0][0, -1]) if chunk.start else 0
         made = []
         for token in known[chunk.start : chunk.start + chunk.length]:
             made.append(last := chain(last, token, weights))
@@ -124,4 +124,4 @@ class SymbolicRunner(Runner):
             assert chunk.index == len(known) - len(sequence.request.prompt_ids)
             token = mix_int(last) % 20  # one in twenty stops
             self.sampled.setdefault(sequence, []).append(token)
-            chunk.drawn = SampledToken(token, -float(last % 1000))
+            chunk.sampled_token = SampledToken(token, -float(last % 1000))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from paceline.config.model import ModelConfig
 from paceline.engine.mlx.engine import replace_parameter
-from paceline.model.mlx.loading import MlxModel, load_model, twin
+from paceline.model.mlx.loading import MlxModel, clone_model, load_model
 from paceline.weights.mlx_arrays import as_array
 
 QUANTISED = {"group_size": 32, "bits": 4}
@@ -23,7 +23,7 @@ QUANTISED = {"group_size": 32, "bits": 4}
 
 def as_mlx(model: PreTrainedModel) -> MlxModel:
     """The same weights in MLX, whatever they are: not even NaN is refused."""
-    made = twin(_loaded(model.config.to_json_string(use_diff=False), type(model)))
+    made = clone_model(_loaded(model.config.to_json_string(use_diff=False), type(model)))
     for name, parameter in model.named_parameters():
         replace_parameter(made, name, as_array(parameter))
     return made

@@ -132,7 +132,7 @@ def stale_prefix(patch: pytest.MonkeyPatch, _: Path) -> None:
     from paceline.engine.pages import PageCache
     from paceline.engine.sequence import Catalog
 
-    patch.setattr(PageCache, "forget", lambda self: None)
+    patch.setattr(PageCache, "reset_prefixes", lambda self: None)
     patch.setattr(Catalog, "weights_key", lambda self, model: (model, 0))
 
 

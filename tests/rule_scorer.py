@@ -54,7 +54,7 @@ class Oracle:
 class Attached(FrozenPool):
     """A frozen pool around an oracle."""
 
-    any_temperature = True  # ty: ignore
+    scores_any_temperature = True  # ty: ignore
 
 
 def context(
@@ -62,7 +62,7 @@ def context(
 ) -> AlgorithmContext:
     async def attach(ref):
         if not teacher:
-            raise EngineError("nobody answers")
+            raise EngineError("the model does not answer")
         return Attached([engine], ref)
 
     sampling = SamplingConfig(temperature=temperature, max_tokens=8)

@@ -10,7 +10,7 @@ import pytest
 
 def once(factory: pytest.TempPathFactory, name: str, work: Callable[[Path], object]) -> Path:
     """A folder that `work` has filled. The tests of a module may run in several processes, whose fixtures are each
-    their own; whoever comes first works, the others wait and find it done."""
+    their own; the first process works, the others wait and find it done."""
     base = factory.getbasetemp()
     base = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
     folder = base / f"once-{name}"

@@ -5,7 +5,7 @@ import torch
 
 from conftest import VOCABULARY, tiny_model
 from paceline.data import Sample, Ticket
-from paceline.model import twin
+from paceline.model import clone_model
 
 PLAIN = {"ce_weights": None, "ref_kl_weights": None, "ref_logprobs": None}
 """Streams that leave rl alone."""
@@ -47,7 +47,7 @@ def near_policy(batch, noise=0.2, seed=0):
 
 def plain_logprobs(model, batch):
     """Each sample through transformers' own attention, one at a time, with full logits."""
-    plain = twin(model)
+    plain = clone_model(model)
     plain.set_attn_implementation("eager")
     for name, parameter in model.named_parameters():  # the same tensors, so that gradients arrive
         module, _, leaf = name.rpartition(".")

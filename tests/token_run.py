@@ -129,17 +129,17 @@ def tokened(runs: Path, name: str = "tokens", length: int = 300, **changes) -> T
     def trained(group: Group, step: int, state: str = "trained") -> None:
         ledger.train(group.ticket, step, group.places)
         keeper.spans(step, [("run", kind, told.now - 0.5, told.now - 0.1) for kind in ("train", "publish")])
-        keeper.played(step, state, everybody(group))
+        keeper.finished_rollouts(step, state, everybody(group))
 
     evaluated = rollout(Ticket(0, env, 0, 0, 7), 0, [turn([11, 12])], 1.0)
     evaluated.samples = []
-    keeper.played(0, "evaluated", [evaluated])
+    keeper.finished_rollouts(0, "evaluated", [evaluated])
     first, equal = _first(drawn(0)), drawn(1)
     ledger.buffer(first.ticket)
     told.step()
     same = credited(equal, [rollout(equal, m, [turn([11, 12], seed=m)], 0.5) for m in range(GROUP)])
     ledger.drop(equal, "zero_advantage")
-    keeper.played(1, "dropped:zero_advantage", everybody(same))
+    keeper.finished_rollouts(1, "dropped:zero_advantage", everybody(same))
     trained(first, 1)
     tooled = _tooled(drawn(2))
     ledger.buffer(tooled.ticket)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch
-from paceline.model import trainable
+from paceline.model import trainable_parameters
 from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.critic import value_loss
 from paceline.trainer.loss import Loss, LossStats
@@ -50,9 +50,9 @@ if MLX:
 
     from paceline.config.model import LoRAConfig, ModelConfig
     from paceline.model.loading import trained_adapter
-    from paceline.model.mlx.loading import MlxModel, load_model, twin
+    from paceline.model.mlx.loading import MlxModel, clone_model, load_model
     from paceline.model.mlx.lora import attach_lora, load_adapter
-    from paceline.trainer.mlx.optimizer import named, tree
+    from paceline.trainer.mlx.optimizer import flatten_tree, unflatten_tree
     from paceline.trainer.mlx.trainer import MlxTrainer
     from paceline.weights.mlx_arrays import as_array
 
@@ -68,9 +68,9 @@ if MLX:
     def as_mlx(model: PreTrainedModel) -> MlxModel:
         """The same weights in MLX, the adapter too if there is one."""
         dtype = str(model.dtype).removeprefix("torch.")
-        made = twin(_loaded(model.config.to_json_string(use_diff=False), type(model), dtype))
+        made = clone_model(_loaded(model.config.to_json_string(use_diff=False), type(model), dtype))
         base = {name: p for name, p in model.named_parameters() if "lora_" not in name}
-        made.net.update(tree({name.replace(".base_layer.", "."): as_array(p) for name, p in base.items()}))
+        made.net.update(unflatten_tree({name.replace(".base_layer.", "."): as_array(p) for name, p in base.items()}))
         if (adapter := trained_adapter(model)) is not None:
             peft = model.peft_config["default"]
             lora = LoRAConfig(
@@ -111,8 +111,8 @@ if MLX:
 
     def shared_with_critic(trainer: MlxTrainer) -> dict[str, bool]:
         """Which of the policy's arrays the critic's value model holds too, by its own names."""
-        value = named(trainer.learner._critic._model.parameters())
-        policy = named(trainer.policy.net.parameters())
+        value = flatten_tree(trainer.learner._critic._model.parameters())
+        policy = flatten_tree(trainer.policy.net.parameters())
         return {f"body.{name}": value.get(f"body.{name}") is array for name, array in policy.items()}
 
     def value_slope(values: NDArray, old: NDArray, returns: NDArray, clip: float) -> tuple[NDArray, NDArray]:
@@ -145,7 +145,7 @@ if MLX:
 
 else:
     from paceline.trainer import TorchTrainer as trainer_of
-    from paceline.trainer.torch.world import local
+    from paceline.trainer.torch.world import local_shard
 
     LIBRARY = "a torch tensor"
 
@@ -153,19 +153,19 @@ else:
         return array.detach().numpy()
 
     def weights_of(trainer: trainer_of) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in trainable(trainer.policy.net).items()}
+        return {name: p.detach().clone() for name, p in trainable_parameters(trainer.policy.net).items()}
 
     def put_weights(trainer: trainer_of, tensors: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for name, tensor in tensors.items():
-                trainable(trainer.policy.net)[name].copy_(tensor)
+                trainable_parameters(trainer.policy.net)[name].copy_(tensor)
 
     def gradient_of(trainer: trainer_of) -> Tensor:
         masters = [master for _, master in sorted(trainer.learner.optimizer.masters.items())]
         return torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).view(-1) for m in masters]).double()
 
     def tensors_of(trainer: trainer_of) -> dict[str, Tensor]:
-        return {name: local(tensor).clone() for name, tensor in trainer.learner.tensors().items()}
+        return {name: local_shard(tensor).clone() for name, tensor in trainer.learner.tensors().items()}
 
     def shared_with_critic(trainer: trainer_of) -> dict[str, bool]:
         body = dict(trainer.learner._critic._model.body.named_parameters())

@@ -8,7 +8,7 @@ from paceline.algorithms import CreditInputs
 from paceline.config.env import ReverseTextConfig as Config
 from paceline.data import Row
 from paceline.envs import ReverseText, Split
-from paceline.envs.reverse_text import in_place
+from paceline.envs.reverse_text import position_accuracy
 from paceline.rollout import Message, Seat
 
 
@@ -62,5 +62,5 @@ async def second_look(row: Row, seat: Seat) -> paceline.Outcome:
     messages += [first.message, {"role": "tool", "content": f"copy: {wanted}"}]
     second = await seat.chat(messages)
     exact = first.text == wanted
-    earned = (1.0 if exact else in_place(first.text, wanted) / 2) + in_place(second.text, wanted)
+    earned = (1.0 if exact else position_accuracy(first.text, wanted) / 2) + position_accuracy(second.text, wanted)
     return paceline.Outcome.solo(earned / 2, exact=float(exact), repeated=float(second.text == wanted))

@@ -14,10 +14,10 @@ Names are imported when they are first used, so that `paceline.config` stays fre
 
 from typing import TYPE_CHECKING
 
-from paceline.util.lazy_import import lazily, tell_renamed_modules
+from paceline.util.lazy_import import install_renamed_modules, lazy_getattr
 
 __version__ = "0.1.0"
-tell_renamed_modules()
+install_renamed_modules()
 
 if TYPE_CHECKING:
     from paceline.algorithms import Algorithm
@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 
-__getattr__ = lazily(
+__getattr__ = lazy_getattr(
     __name__,
     {
         "algorithms": ("Algorithm",),

@@ -19,7 +19,7 @@ from paceline.config.inference import SamplingConfig
 from paceline.engine import Completion
 from paceline.model import load_tokenizer
 from paceline.rollout import RecordingServer, Renderer, SamplingClient, Seat
-from paceline.runtime.serving import embedded
+from paceline.runtime.serving import embedded_engine
 
 os.environ.setdefault("OPENAI_AGENTS_DISABLE_TRACING", "1")
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
@@ -50,7 +50,7 @@ class Script:
 @pytest.fixture(scope="module")
 def model():
     config = RunConfig.model_validate({"model": {"name": MODEL}, "device": "cpu"})
-    with embedded(config) as (_, ends):
+    with embedded_engine(config) as (_, ends):
         yield load_tokenizer(config.model), ends
 
 

@@ -16,7 +16,7 @@ from conftest import tiny_model
 from paceline import RunConfig
 from paceline.data import Sample
 from paceline.engine import GenerateRequest, noise_key
-from paceline.model import twin
+from paceline.model import clone_model
 from paceline.runtime.torch_backend import background_compile, engine_for
 from paceline.trainer import TorchTrainer
 
@@ -60,10 +60,10 @@ def test_engine_and_trainer_switch_to_compiled_code_and_go_on_as_before():
     """One law for both, as each worker takes half a minute: log probabilities, versions and losses stay the same."""
     counters.clear()
     model = tiny_model(dtype=torch.bfloat16).cuda()
-    engine = engine_for(twin(model), CONFIG)
+    engine = engine_for(clone_model(model), CONFIG)
     trainer_job = background_compile("trainer", CONFIG, model)
     trainer = TorchTrainer(model, CONFIG.trainer, total_steps=None, background=trainer_job)
-    eager = TorchTrainer(twin(model).requires_grad_(True), CONFIG.trainer)
+    eager = TorchTrainer(clone_model(model).requires_grad_(True), CONFIG.trainer)
     engine_job = engine._runner._background
     requests = [GenerateRequest(prompt_ids=(1, 2, 3 + i), max_tokens=400, noise=noise_key(i)) for i in range(8)]
 
@@ -104,4 +104,4 @@ def test_engine_and_trainer_switch_to_compiled_code_and_go_on_as_before():
     # Of each part: rotary embedding, layer, norm. One layer's code serves all layers and any number of tokens.
     assert counters["stats"]["unique_graphs"] <= 6
     assert background_compile("trainer", CONFIG, model).is_cached
-    assert engine_for(twin(model), CONFIG)._runner._compile, "a later run starts compiled"
+    assert engine_for(clone_model(model), CONFIG)._runner._compile, "a later run starts compiled"

@@ -10,14 +10,14 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from paceline.trainer.torch.forward import Cut, SlicedPlan, SlicedVarlenPlan
+from paceline.trainer.torch.forward import ContextShards, SlicedPlan, SlicedVarlenPlan
 from paceline.trainer.torch.world import World
 
 LENGTHS, RANKS, DIM = [1, 7, 30, 64, 3, 200], 3, 64
 
 
-class Known(Cut):
-    """One rank's cut where all keys and values are here already: no other rank is asked."""
+class Known(ContextShards):
+    """One rank's shards where all keys and values are here already: no other rank is asked."""
 
     whole: tuple[Tensor, Tensor]
 
@@ -35,11 +35,13 @@ def test_slices_attend_as_if_padded(window, heads):
         results = []
         for make, dtype in ((SlicedVarlenPlan, torch.bfloat16), (SlicedPlan, torch.float32)):
             q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in given)
-            cut = Known(cast(World, SimpleNamespace(group=object(), rank=rank, size=RANKS)), LENGTHS)
-            cut.whole = k, v
-            places = torch.from_numpy(cut.places).cuda()
-            out = make(cut, torch.device("cuda")).attend(0, q[places], k[places], v[places], DIM**-0.5, window)
-            (out.float() * weight[places]).sum().backward()
+            shards = Known(cast(World, SimpleNamespace(group=object(), rank=rank, size=RANKS)), LENGTHS)
+            shards.whole = k, v
+            positions = torch.from_numpy(shards.own_positions).cuda()
+            out = make(shards, torch.device("cuda")).attend(
+                0, q[positions], k[positions], v[positions], DIM**-0.5, window
+            )
+            (out.float() * weight[positions]).sum().backward()
             results.append([out, q.grad, k.grad, v.grad])
         for fast, exact in zip(*results, strict=True):
             assert (fast.float() - exact).abs().mean() < 0.02 * exact.abs().mean() + 1e-3

@@ -15,7 +15,7 @@ from paceline import RunConfig, train
 from paceline.config import CheckpointConfig, EvalConfig, inference, trainer
 from paceline.config.inference import SamplingConfig
 from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
-from paceline.model import PLAN, LMHead, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
+from paceline.model import PLAN, LMHead, PackedPlan, WeightUpdate, clone_model, fingerprint, token_logprobs
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def test_engine_and_trainer_agree(dtype, bound, deterministic):
 
     async def work():
         config = inference.EngineConfig(max_running=8, prefill_tokens=16)
-        engine = EmbeddedEngine(twin(model), config, deterministic=deterministic)
+        engine = EmbeddedEngine(clone_model(model), config, deterministic=deterministic)
         engine.start()
         try:
             return await asyncio.gather(*(engine.generate(r) for r in requests()))
@@ -71,7 +71,7 @@ def test_weights_swap_under_running_requests():
     model, other = tiny_model(0).cuda(), tiny_model(1).cuda()
 
     async def work():
-        engine = EmbeddedEngine(twin(model), inference.EngineConfig(max_running=8))
+        engine = EmbeddedEngine(clone_model(model), inference.EngineConfig(max_running=8))
         engine.start()
         try:
             running = [asyncio.create_task(engine.generate(r)) for r in requests()]

@@ -18,7 +18,7 @@ from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.engine.cpu.sampler import sample, uniform
 from paceline.engine.sampling import SamplingMetadata
 from paceline.errors import EngineError
-from paceline.model import PLAN, Adapter, LMHead, PackedPlan, WeightUpdate, fingerprint, token_logprobs, twin
+from paceline.model import PLAN, Adapter, LMHead, PackedPlan, WeightUpdate, clone_model, fingerprint, token_logprobs
 from paceline.model.head import make_canary
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +56,7 @@ def complete(model, wanted, order=None, **config):
     async def work(engine):
         tasks = {i: asyncio.create_task(engine.generate(wanted[i])) for i in order or range(len(wanted))}
         answers = [await tasks[i] for i in range(len(wanted))]
-        while not engine._scheduler.idle:  # noqa: ASYNC110 - the last steps land on another thread
+        while not engine._scheduler.is_idle:  # noqa: ASYNC110 - the last steps land on another thread
             await asyncio.sleep(0.001)
         return answers, await engine.stats()
 
@@ -83,14 +83,14 @@ def mean_gap(model, wanted, completions) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_agrees_with_the_trainer_in_bf16(family):
     model = tiny(family, dtype=torch.bfloat16).cuda()
-    completions, _ = complete(twin(model), requests())
+    completions, _ = complete(clone_model(model), requests())
     assert mean_gap(model, requests(), completions) < 2e-2
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_compiled_layers_agree_with_the_trainer_in_fp32(family):
     model = tiny(family).cuda()
-    completions, _ = complete(twin(model), requests(), compile=True)
+    completions, _ = complete(clone_model(model), requests(), compile=True)
     assert mean_gap(model, requests(), completions) < 1e-4
 
 
@@ -98,7 +98,7 @@ def test_scarce_pages_preempt_and_change_nothing():
     model = tiny_model().cuda()
     page_gib = 2 * 2 * 2 * 8 * 16 * 4 / 2**30
     wanted = requests(max_tokens=60)
-    completions, stats = complete(twin(model), wanted, cache_gib=12 * page_gib)
+    completions, stats = complete(clone_model(model), wanted, cache_gib=12 * page_gib)
     assert stats.preempted > 0
     assert mean_gap(model, wanted, completions) < 1e-4
 
@@ -115,12 +115,12 @@ def test_stop_tokens_end_what_was_already_in_flight():
 def test_deterministic_is_bit_for_bit_in_any_order():
     model, wanted = tiny_model(dtype=torch.bfloat16).cuda(), requests(48)
     orders = [random.Random(s).sample(range(48), 48) for s in range(3)]
-    runs = [complete(twin(model), wanted, order, deterministic=True)[0] for order in orders]
+    runs = [complete(clone_model(model), wanted, order, deterministic=True)[0] for order in orders]
     assert runs[0] == runs[1] == runs[2]
 
 
 def test_the_kernel_draws_what_the_plain_sampler_draws():
-    from paceline.engine.cuda.sampler import draw
+    from paceline.engine.cuda.sampler import sample_into
 
     torch.manual_seed(0)
     rows, vocabulary = 300, 151_936
@@ -131,7 +131,7 @@ def test_the_kernel_draws_what_the_plain_sampler_draws():
     indices = torch.arange(rows, device="cuda")
     tokens, last = (torch.zeros(rows, dtype=torch.long, device="cuda") for _ in range(2))
     logprobs = torch.zeros(rows, dtype=torch.float64, device="cuda")
-    draw(logits, temperatures.double(), keys, indices, torch.arange(rows, device="cuda"), tokens, logprobs, last)
+    sample_into(logits, temperatures.double(), keys, indices, torch.arange(rows, device="cuda"), tokens, logprobs, last)
     zeros = torch.zeros(rows, dtype=torch.long, device="cuda")
     plain = SamplingMetadata(
         temperatures, torch.ones(rows, device="cuda"), zeros, keys, indices, truncates=False, greedy=True
@@ -147,7 +147,7 @@ def test_the_kernel_draws_what_the_plain_sampler_draws():
 def test_top_logprobs_truncation_and_greedy_beside_plain_rows():
     model = tiny_model().cuda()
     wanted = [*requests(6), *requests(6, 1, top_k=3), *requests(6, 2, top_logprobs=4), *requests(3, 3, temperature=0.0)]
-    completions, _ = complete(twin(model), wanted)
+    completions, _ = complete(clone_model(model), wanted)
     for request, completion in zip(wanted, completions, strict=True):
         if request.temperature:
             assert np.abs(reference(model, request, completion) - completion.logprobs).max() < 1e-3
@@ -171,12 +171,12 @@ def test_a_canary_is_checked_without_compiling_anything_new():
             await engine.load_weights(WeightUpdate(2, weights, canary=bad))
         return pause
 
-    assert serve(twin(old), work, compile=True) < 2
+    assert serve(clone_model(old), work, compile=True) < 2
 
 
 def test_one_request_at_a_time():
     model = tiny_model().cuda()
-    completions, _ = complete(twin(model), requests(6), max_running=1)
+    completions, _ = complete(clone_model(model), requests(6), max_running=1)
     assert mean_gap(model, requests(6), completions) < 1e-4
 
 
@@ -192,7 +192,7 @@ def test_tokens_name_the_weights_they_were_drawn_from(on_swap):
         await engine.load_weights(WeightUpdate(1, dict(new.named_parameters())))
         return [await task for task in running], await engine.policy()
 
-    completions, policy = serve(twin(old), work, on_swap=on_swap)
+    completions, policy = serve(clone_model(old), work, on_swap=on_swap)
     assert (policy.version, policy.fingerprint) == (1, fingerprint(new.named_parameters()))
     seen = set()
     for request, completion in zip(wanted, completions, strict=True):
@@ -222,7 +222,7 @@ def test_base_and_adapters_side_by_side():
             await engine.load_weights(WeightUpdate(3, {n: t.cuda() for n, t in tensors.items()}, Adapter(name, 0.5)))
         return await asyncio.gather(*(engine.generate(r) for r in wanted))
 
-    completions = serve(twin(model), work, adapters=2, adapter_rank=4)
+    completions = serve(clone_model(model), work, adapters=2, adapter_rank=4)
     for request, completion in zip(wanted, completions, strict=True):
         assert np.abs(reference(models[request.model], request, completion) - completion.logprobs).max() < 1e-3
 
@@ -239,7 +239,7 @@ def test_scores_beside_generation_and_a_second_turn_that_shares():
         await asyncio.gather(*running)
         return turn, second, scores
 
-    turn, second, scores = serve(twin(model), work, prefill_tokens=32)
+    turn, second, scores = serve(clone_model(model), work, prefill_tokens=32)
     assert second.cached >= 64
     request = GenerateRequest(prompt_ids=turn, max_tokens=10)
     assert np.abs(reference(model, request, second) - second.logprobs).max() < 1e-3
@@ -265,6 +265,6 @@ def test_sleep_gives_memory_back_and_wake_goes_on():
         awake = torch.cuda.mem_get_info()[0]
         return [await task for task in running], asleep - awake
 
-    completions, freed = serve(twin(model), work, max_context=128, max_running=512)
+    completions, freed = serve(clone_model(model), work, max_context=128, max_running=512)
     assert freed >= 14 << 20
     assert mean_gap(model, wanted, completions) < 1e-4

@@ -16,7 +16,7 @@ from paceline.config.cluster import ParallelConfig
 from paceline.config.model import ModelConfig
 from paceline.model import load_model
 from paceline.trainer.torch.sharding import shard
-from paceline.trainer.torch.world import Ranks, local
+from paceline.trainer.torch.world import Ranks, local_shard
 
 WORLD, RANK = 8, 3
 HERE = torch.device("cuda", 0)
@@ -66,7 +66,7 @@ def check_cut(model, whole, device: str) -> None:
     wanted = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         rows = wanted[name].detach().float().chunk(WORLD)
-        mine = local(parameter.detach())
+        mine = local_shard(parameter.detach())
         assert mine.device.type == device
         assert torch.equal(mine.cpu(), rows[RANK]), name
     for (name, buffer), (_, other) in zip(model.named_buffers(), whole.named_buffers(), strict=True):

@@ -13,7 +13,7 @@ from conftest import VOCABULARY, tiny_model
 from paceline.config import trainer as config
 from paceline.data import Sample
 from paceline.model.attention import PackedPlan
-from paceline.model.head import scored
+from paceline.model.head import logprobs_and_entropy
 from paceline.model.varlen import VarlenPlan
 from paceline.trainer.torch.trainer import TorchTrainer
 
@@ -42,7 +42,7 @@ def test_log_probabilities_and_entropies_are_those_of_whole_logits(dtype, bound)
     targets, temperatures = torch.randint(20_011, (300,), device="cuda"), torch.rand(300, device="cuda") + 0.5
     mixing = torch.randn(2, 300, device="cuda")
     h, w = (x.to(dtype).requires_grad_() for x in (hidden, weight))
-    ours = torch.stack(scored(h, w, targets, temperatures))
+    ours = torch.stack(logprobs_and_entropy(h, w, targets, temperatures))
     (ours * mixing).sum().backward()
     h64, w64 = (x.detach().double().requires_grad_() for x in (h, w))
     logp = torch.log_softmax(h64 @ w64.T / temperatures[:, None], -1)

@@ -67,8 +67,8 @@ class Server:
 
 
 def door() -> int:
-    """A port for a server that is to come back there. The system gives none of these to whoever only asks for one, so
-    nobody has it by chance while the server is away; unless it gives out all of them."""
+    """A port for a server that is to come back there. The system gives none of these to a process that asks for any
+    port, so none has it by chance while the server is away; unless it gives out all of them."""
     given = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first = int(given.read_text().split()[0]) if given.exists() else 49152
     while True:

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.commands.ab import compare
-from paceline.config.target import arms_of, split
+from paceline.commands.ab import train_arms
+from paceline.config.target import load_arms, split_by_arm
 from paceline.errors import PacelineError
 from paceline.observe.record import open_run
-from paceline.observe.record.paired import paired
+from paceline.observe.record.paired import pair_rewards
 from paceline.trainer import TorchTrainer, TrainerError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -21,7 +21,7 @@ BRIEF += ["--engine.max-running=32", "--engine.max-context=64"]
 @pytest.fixture
 def configs(tmp_path):
     def make(*more: str):
-        loaded = arms_of(QUICKSTART, [*BRIEF, f"--runs={tmp_path}", "--deterministic", *more])
+        loaded = load_arms(QUICKSTART, [*BRIEF, f"--runs={tmp_path}", "--deterministic", *more])
         return {arm: one.config for arm, one in loaded.items()}
 
     return make
@@ -29,9 +29,9 @@ def configs(tmp_path):
 
 def test_both_arms_begin_alike_to_the_last_bit_and_only_then_part(configs, tmp_path):
     screen = io.StringIO()
-    assert compare(configs("--b.trainer.optimizer.lr", "0.05"), screen=screen) == 0
+    assert train_arms(configs("--b.trainer.optimizer.lr", "0.05"), screen=screen) == 0
     a, b = (open_run(tmp_path / f"two-{arm}") for arm in "ab")
-    pairs = paired(a, b)
+    pairs = pair_rewards(a, b)
     assert pairs.strangers == 0
     assert len(pairs.ticket) >= 4
     assert (pairs.differences[pairs.step == 1] == 0).all()
@@ -55,7 +55,7 @@ def test_an_arm_that_fails_stops_the_other_with_a_checkpoint(configs, tmp_path, 
 
     monkeypatch.setattr(TorchTrainer, "step", step)
     screen = io.StringIO()
-    assert compare(configs("--b.trainer.loss.type", "ppo", "--steps=50"), screen=screen) == 1
+    assert train_arms(configs("--b.trainer.loss.type", "ppo", "--steps=50"), screen=screen) == 1
     assert "b: failed at step 1: the device is gone" in screen.getvalue()
     assert "a: interrupted at step" in screen.getvalue()
     assert (tmp_path / "two-a" / "checkpoints" / "latest" / "state.json").is_file()
@@ -72,16 +72,16 @@ def test_an_arm_that_fails_stops_the_other_with_a_checkpoint(configs, tmp_path, 
 )
 def test_what_cannot_be_compared_is_said_before_anything_is_loaded(configs, more, said):
     with pytest.raises(PacelineError, match=said):
-        compare(configs(*more))
+        train_arms(configs(*more))
 
 
 def test_a_whole_model_is_no_arm(tmp_path):
-    loaded = arms_of(QUICKSTART, [f"--runs={tmp_path}", "--b.staleness=2"])
+    loaded = load_arms(QUICKSTART, [f"--runs={tmp_path}", "--b.staleness=2"])
     with pytest.raises(PacelineError, match=r"set model\.lora\.rank"):
-        compare({arm: one.config for arm, one in loaded.items()})
+        train_arms({arm: one.config for arm, one in loaded.items()})
 
 
 def test_keys_of_one_arm_are_its_own():
-    shared, own = split(["--steps", "3", "--a.x.y", "1", "--b.z=2", "--flag", "--b.w"])
+    shared, own = split_by_arm(["--steps", "3", "--a.x.y", "1", "--b.z=2", "--flag", "--b.w"])
     assert shared == ["--steps", "3", "--flag"]
     assert own == {"a": ["--x.y", "1"], "b": ["--z=2", "--w"]}

@@ -1,4 +1,4 @@
-"""Weights broadcast between real processes: the same bits for everybody, and nobody waits long for one that is lost."""
+"""Weights broadcast between real processes: the same bits in every process, and no long wait for a lost one."""
 
 import contextlib
 import json
@@ -74,7 +74,7 @@ def tell(process, what) -> None:
     process.stdin.flush()
 
 
-def test_everybody_holds_the_same_bits_and_a_lost_one_holds_nobody_up(group):
+def test_all_members_hold_the_same_bits_and_a_lost_one_delays_no_other(group):
     sender, (first, second) = group
     for seed in range(3):
         tensors = weights(seed)

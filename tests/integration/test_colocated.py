@@ -28,7 +28,7 @@ from paceline.runtime.colocated.ranks import (
     accept_ranks,
     connect_to_rank_0,
     find_rank,
-    listening,
+    open_listener,
 )
 from paceline.runtime.session import run_session
 
@@ -97,7 +97,7 @@ def reached(root: Path, step: int, seconds: float = 120.0) -> None:
 
 
 def holders(log: Path) -> set[int]:
-    """Processes that have a rank's log open: the rank itself, and nobody else for long."""
+    """Processes that have a rank's log open: the rank itself, and no other for long."""
     found = set()
     for link in Path("/proc").glob("[0-9]*/fd/1"):
         try:
@@ -116,7 +116,7 @@ def gone(log: Path, seconds: float = 30.0) -> bool:
 
 
 class Watched:
-    """A trainer beside which somebody looks at the engines."""
+    """A trainer during whose steps a callback looks at the engines."""
 
     def __init__(self, trainer, pool) -> None:
         self._trainer, self._pool = trainer, pool
@@ -246,7 +246,7 @@ def test_torchrun_is_refused_where_one_process_leads(run_file, monkeypatch):
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
 def test_only_ranks_that_know_the_token_are_let_in(host):
     token, wrong = os.urandom(32), os.urandom(32)
-    with listening(host) as door:
+    with open_listener(host) as door:
         port = door.getsockname()[1]
         seat = RankInfo(1, 2, "127.0.0.1", 0, 2, given=False)
         admitted = []

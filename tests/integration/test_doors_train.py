@@ -79,7 +79,7 @@ def test_a_game_against_oneself_trains_from_a_run_file(tmp_path):
     run = train(tmp_path, "textarena.toml", "--batch-size", "4")
     run.check(steps=2, rollouts=4)
     assert all(line["grad_norm"] > 0 for line in run.steps)
-    # It knows no move, so whoever opens is warned once, then loses by the game's own rule; the other never spoke.
+    # It knows no move, so the opening seat is warned once, then loses by the game's own rule; the other never spoke.
     for rollout in run.rollouts:
         assert (rollout["actor"], rollout["reward"]) == ("player_0", -1.0)
         assert rollout["metrics"] == {"turns": 2.0, "unfinished": 0.0, "illegal": 1.0}

@@ -14,7 +14,7 @@ from paceline.commands.evaluations import find_targets
 from paceline.config import RunConfig, dump, load
 from paceline.config.serve import load_served
 from paceline.data import Ticket
-from paceline.orchestrator.evaluation import intervals, summarise
+from paceline.orchestrator.evaluation import confidence_intervals, summarise
 from paceline.rollout import Rollout
 from paceline.runtime import train
 from paceline.trainer.torch import checkpoint as checkpoints
@@ -157,12 +157,12 @@ def rollouts(rewards: list[list[float]]) -> list[Rollout]:
 def test_intervals_are_over_rows_and_never_vanish_for_shares():
     """Twice as many tries of the same rows are no more evidence; twice as many rows are."""
     once_each, twice_each = rollouts([[0.2], [0.9], [0.4]]), rollouts([[0.2] * 2, [0.9] * 2, [0.4] * 2])
-    assert intervals(once_each, 1)["reward"] == pytest.approx(intervals(twice_each, 2)["reward"])
-    low, high = intervals(rollouts([[0.2], [0.9], [0.4]] * 4), 1)["reward"]
-    wide_low, wide_high = intervals(once_each, 1)["reward"]
+    assert confidence_intervals(once_each, 1)["reward"] == pytest.approx(confidence_intervals(twice_each, 2)["reward"])
+    low, high = confidence_intervals(rollouts([[0.2], [0.9], [0.4]] * 4), 1)["reward"]
+    wide_low, wide_high = confidence_intervals(once_each, 1)["reward"]
     assert wide_low < low < summarise(once_each, 1)["reward"] < high < wide_high
     # Wilson's interval of 0 of 10, from its closed form z² / (n + z²).
-    low, high = intervals(rollouts([[0.0]] * 10), 1)["reward"]
+    low, high = confidence_intervals(rollouts([[0.0]] * 10), 1)["reward"]
     assert (low, high) == (0.0, pytest.approx(1.96**2 / (10 + 1.96**2)))
 
 

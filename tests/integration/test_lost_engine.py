@@ -1,5 +1,5 @@
-"""A server whose engine has failed for good answers whoever still waits, then ends, so that its supervisor starts it
-again. One that lived on would refuse every request, for ever."""
+"""A server whose engine has failed for good answers waiting requests, then ends, so that its supervisor restarts it.
+One that lived on would refuse every request, for ever."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +16,12 @@ from paceline.runtime import scorer, serving
 from paceline.engine.engine import DecodingEngine
 from paceline.engine.scheduler import Scheduler
 
-scheduled, scored, started = Scheduler.schedule, scorer.score, serving.subprocess.Popen
+scheduled, scored, started = Scheduler.schedule, scorer.score_samples, serving.subprocess.Popen
 asked = threading.Semaphore(0)
 
 
 def fail():
-    for _ in range(ASKED):  # who comes later finds nobody, and is not told why
+    for _ in range(ASKED):  # a later request finds no server, and gets no reason
         assert asked.acquire(timeout=120)
     raise RuntimeError("the device is gone")
 
@@ -56,7 +56,7 @@ def start(command, **more):
     return start([sys.executable, "-c", code, command[-1]], **more)
 
 
-Scheduler.schedule, scorer.score, serving.subprocess.Popen = schedule, score, start
+Scheduler.schedule, scorer.score_samples, serving.subprocess.Popen = schedule, score, start
 DecodingEngine.score, scorer.Scorer.score = counted(DecodingEngine.score), counted(scorer.Scorer.score)
 """
 OTHERS = [4, 13, 4, 4]

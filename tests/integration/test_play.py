@@ -19,15 +19,15 @@ from safetensors.torch import save_file
 from test_rollouts import listening
 
 from child_processes import Launched
-from paceline.commands.play import PATIENCE, Person, PersonSeat, PlayOptions, play, play_games
-from paceline.commands.rollouts import RolloutOptions, play_some
+from paceline.commands.play import MOST_SILENT_GAMES, Person, PersonSeat, PlayOptions, play, play_games
+from paceline.commands.rollouts import RolloutOptions, play_episodes
 from paceline.config import RunConfig, load
 from paceline.config.env import CustomEnvConfig
 from paceline.config.model import ModelConfig
 from paceline.envs import Environment, Outcome, build_environment
 from paceline.errors import PacelineError
 from paceline.model import load_model
-from paceline.runtime.episode_runtime import open_house
+from paceline.runtime.episode_runtime import open_episode_runtime
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,21 +57,21 @@ def test_a_person_who_says_what_the_policy_would_have_said_plays_its_games():
     """The others sample as they would have sampled, and everybody earns the same: there is one path for both."""
     config = kuhn()
     section, environment = config.env[0], build_environment(config.env[0])
-    with open_house(config, config.sampling, None, 8) as house:
-        records = asyncio.run(play_some(section, RolloutOptions(count=6), house, environment, seed=config.seed))
+    with open_episode_runtime(config, config.sampling, None, 8) as house:
+        records = asyncio.run(play_episodes(section, RolloutOptions(count=6), house, environment, seed=config.seed))
         said = [record["messages"][at]["content"] for record in records[::2] for at in record["sampled"]]
         person = Person(Console(file=io.StringIO()), script(*said))
         guests = {"first": lambda n: PersonSeat(person, n, "first", config.sampling, house.recorder, house.spell)}
         games = []
         playing = play_games(
-            section, PlayOptions(), house, environment, person, guests, seed=config.seed, tell=games.append
+            section, PlayOptions(), house, environment, person, guests, seed=config.seed, on_game=games.append
         )
         asyncio.run(playing)
     assert [record["actor"] for record in records] == ["first", "second"] * 6
     assert person.turns == len(said)
     for first, second, game in zip(records[::2], records[1::2], games, strict=True):
         assert game.outcome.rewards == {"first": first["reward"], "second": second["reward"]}
-        ours, theirs = game.table["first"], game.table["second"]
+        ours, theirs = game.sessions["first"], game.sessions["second"]
         assert ours.turns[-1].messages == first["messages"][:-1]
         assert [*theirs.turns[-1].messages, theirs.turns[-1].message] == second["messages"]
         assert (ours.turns[-1].completion_ids, bool(theirs.turns[-1].completion_ids)) == ([], True)
@@ -117,7 +117,7 @@ def test_the_others_may_speak_from_a_checkpoint(tmp_path):
 
 
 class Duel(Environment):
-    """Whoever is asked says a word; row 1 asks nobody but `b`, row 2 fails."""
+    """The seat that is asked says a word; row 1 asks only `b`, row 2 fails."""
 
     actors = ("a", "b")
 
@@ -149,7 +149,9 @@ def test_a_person_sits_wherever_their_actor_does_and_the_score_is_their_actors()
 def test_games_that_fail_are_told_and_games_without_the_person_come_to_an_end():
     code, text = duel(PlayOptions(row=2, count=1))
     assert (code, "KeyError: 'lamp'" in text, text.splitlines()[-1]) == (1, True, "score after 0 games  1 failed")
-    with pytest.raises(PacelineError, match=f"{PATIENCE} games went by without a turn of `a`: take another seat"):
+    with pytest.raises(
+        PacelineError, match=f"{MOST_SILENT_GAMES} games went by without a turn of `a`: take another seat"
+    ):
         duel(PlayOptions(row=1))
 
 
@@ -176,7 +178,7 @@ def test_the_command_plays_at_a_pipe_and_ctrl_c_ends_it_politely(tmp_path):
                 process.stdin.write(f"{next(squares)}\n".encode())
                 process.stdin.flush()
         process.send_signal(signal.SIGINT)
-        process.wait(240)  # and nobody hung up
+        process.wait(240)  # although its input stays open
         rest, errors = (part.decode() for part in process.communicate())
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -14,7 +14,7 @@ from paceline.engine import GenerateRequest, noise_key
 from paceline.errors import EngineError, Mismatch, Overloaded, RequestError, UnknownModel, Unreachable
 from paceline.model import Adapter, Canary, LMHead, WeightUpdate, load_model
 from paceline.model.head import make_canary
-from paceline.runtime.serving import embedded
+from paceline.runtime.serving import embedded_engine
 
 KEY = "secret"
 ROOM = (
@@ -118,7 +118,7 @@ def test_tokens_are_those_of_an_engine_in_this_process(config, connect):
         return there, scores, await engines[0].limits()
 
     there, scores, limits = connect(both)
-    with embedded(config) as (engine, _):
+    with embedded_engine(config) as (engine, _):
 
         async def local():
             here = await asyncio.gather(*(engine.generate(request) for request in asked))
@@ -186,7 +186,7 @@ def test_a_full_server_is_asked_again_until_all_are_answered(connect, servers):
     assert all(len(answer.token_ids) == 40 for answer in connect(flood, servers[0].url))
 
 
-def test_a_request_nobody_waits_for_frees_its_place(connect, servers):
+def test_an_abandoned_request_frees_its_place(connect, servers):
     endless = requests(3, max_tokens=100_000, stop_token_ids=frozenset())
 
     async def leave(engine):

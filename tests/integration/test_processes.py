@@ -1,4 +1,4 @@
-"""`placement = "processes"`: the bits of `local`, whoever dies on the way. `benchmarks/chaos.py` does the same for
+"""`placement = "processes"`: the bits of `local`, whichever process dies. `benchmarks/chaos.py` does the same for
 hundreds of steps, with bad wires, lying graders and a full disk."""
 
 import contextlib
@@ -94,13 +94,13 @@ class Killer(threading.Thread):
             time.sleep(0.02)
 
 
-def test_the_same_bits_as_local_whoever_is_killed(run_file, forked):
+def test_the_same_bits_as_local_whichever_process_is_killed(run_file, forked):
     """Server, trainer and orchestrator, each killed with SIGKILL in the middle of a run: losses, rewards, held-out
     scores and every stream of every batch are those of an unbroken run in one process. No ticket ends twice."""
     assert train(config_of(run_file, "--name", "whole")).outcome.status == "finished"
     screen = io.StringIO()
     run = Supervisor(config_of(run_file, "--name", "killed", "--placement", "processes"), screen=screen)
-    killer = Killer(run, {1: "trainer", 2: "server", 3: "orchestrator"})  # early: whoever looks late still finds it
+    killer = Killer(run, {1: "trainer", 2: "server", 3: "orchestrator"})  # early: a late look still finds it
     killer.start()
     result = run.run()
     assert result.outcome.status == "finished", screen.getvalue()
@@ -186,7 +186,7 @@ def test_objects_do_not_travel(run_file):
 
 
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="looks at processes by /proc")
-def test_ctrl_c_leaves_a_resumable_run_and_nobody_behind(run_file, tmp_path):
+def test_ctrl_c_leaves_a_resumable_run_and_no_process_behind(run_file, tmp_path):
     """The first signal ends the run after its step, with a checkpoint; all processes of the run end."""
     command = [sys.executable, "-m", "paceline", "train", run_file, "--name", "stopped", "--placement", "processes"]
     command += ["--steps", "400"]

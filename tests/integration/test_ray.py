@@ -19,7 +19,7 @@ from paceline.model import load_model, load_tokenizer
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
 from paceline.runtime.ray.engines import EngineActor, RayEngine  # noqa: E402
-from paceline.runtime.ray.place import NAMESPACE, Needs, RayParts, Room, actor, attach_scorers  # noqa: E402
+from paceline.runtime.ray.place import NAMESPACE, RayParts, Reservation, ResourceNeeds, actor, attach_scorers  # noqa: E402
 from paceline.util.private_folder import shorten_ray_sockets  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
@@ -108,7 +108,7 @@ def engine(local_ray, live):
     made.close()
 
 
-def test_a_full_engine_still_answers_whoever_controls_it(engine):
+def test_a_full_engine_still_answers_control_requests(engine):
     """Two requests fill an actor of two places and wait for a paused engine: only a call that has a place beside theirs
     can wake it."""
 
@@ -179,16 +179,16 @@ def test_scorers_share_what_is_asked_and_one_that_dies_is_replaced(config, teach
     asked = [dice.integers(5, 100, 12).tolist() for _ in range(24)]
 
     async def story() -> None:
-        needs = Needs.of(run, 0)
+        needs = ResourceNeeds.of(run, 0)
         assert needs.counts["scorer"] == 2
         assert len(needs.bundles) == sum(needs.counts.values())
-        room = await Room.reserve(needs)
+        room = await Reservation.reserve(needs)
         parts = RayParts(run, room, needs, tmp_path / "live")
         teachers = parts.scorers()
         ((name, (first, second)),) = teachers.items()
         assert Path(name) == tmp_path / "teacher"
         pool = await attach_scorers(run, tokenizer, teachers, ModelRef(name=name))
-        assert pool.any_temperature
+        assert pool.scores_any_temperature
         await parts.up([first, second])
         await asyncio.gather(*(pool.score([ids], 0.7) for ids in asked))
         assert min((await first.stats()).prompt_tokens, (await second.stats()).prompt_tokens) > 0

@@ -19,8 +19,8 @@ from paceline.config.inference import SamplingConfig
 from paceline.data import Ticket
 from paceline.engine import Completion
 from paceline.model import load_tokenizer
-from paceline.rollout import RecordingServer, Renderer, Rollout, SamplingClient, Seat, SeatLeft, assemble
-from paceline.runtime.serving import embedded
+from paceline.rollout import RecordingServer, Renderer, Rollout, SamplingClient, Seat, SeatClosed, assemble
+from paceline.runtime.serving import embedded_engine
 
 ASK = [{"role": "user", "content": "reverse: planet"}]
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}}}
@@ -54,7 +54,7 @@ class House:
 def house():
     settings = {"model": {"name": MODEL}, "device": "cpu", "deterministic": True, "engine": {"max_context": 256}}
     config = RunConfig.model_validate(settings)
-    with embedded(config) as (engine, ends):
+    with embedded_engine(config) as (engine, ends):
         yield House(engine, ends, load_tokenizer(config.model))
 
 
@@ -408,7 +408,7 @@ def test_an_address_answers_until_its_episode_is_over_and_no_other_ever(house):
                     await create(url.replace(key, guess))
                 assert gone(over)
             assert len(seat.turns) == 1
-            with pytest.raises(SeatLeft):
+            with pytest.raises(SeatClosed):
                 await seat.base_url()
             await create(stays)
             assert len(other.turns) == 1
@@ -417,7 +417,7 @@ def test_an_address_answers_until_its_episode_is_over_and_no_other_ever(house):
 
 
 def test_a_call_under_way_ends_with_its_episode(house):
-    """The agent is told at once, and the engine need not finish what nobody will hear."""
+    """The agent is told at once, and the engine need not finish what no client will read."""
 
     async def story() -> None:
         parrot = Parrot([1, 2], waits=True)
@@ -486,7 +486,7 @@ from paceline.rollout import RecordingServer
 async def run():
     recorder = RecordingServer()
     try:
-        print(await recorder.address("somebody"), flush=True)
+        print(await recorder.address("actor"), flush=True)
         await asyncio.Event().wait()
     finally:
         await recorder.close()
@@ -499,7 +499,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_reaches_whoever_runs_the_server():
+def test_ctrl_c_reaches_the_code_that_runs_the_server():
     with Launched([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()

@@ -11,7 +11,7 @@ import pytest
 from test_ui_browser import HOSTILE, browser, pytestmark  # noqa: F401 - a fixture and a mark, used by their names
 
 from paceline.observe.record import open_run
-from paceline.observe.report.page import page as told
+from paceline.observe.report.page import render_report as told
 from recorded_runs import Told, torn
 from token_run import tokened
 
@@ -50,7 +50,7 @@ def quiet(browser):  # noqa: F811
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["tokens", "crashed", "plain"])
-def test_a_report_opens_from_the_disk_runs_nothing_and_asks_nobody(quiet, reports, name, theme):
+def test_a_report_opens_from_the_disk_runs_nothing_and_sends_no_request(quiet, reports, name, theme):
     page, heard = quiet
     page.emulate_media(color_scheme=theme)
     page.goto(reports[name].as_uri())

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from child_processes import Launched
 from corpus_facts import plan
-from paceline.commands.rollouts import RolloutOptions, pick_section, play_some, rollouts
+from paceline.commands.rollouts import RolloutOptions, pick_env, play_episodes, preview_rollouts
 from paceline.config import ConfigError, RunConfig
 from paceline.config.env import RetrievalConfig, ReverseTextConfig
 from paceline.config.inference import EngineConfig
@@ -32,12 +32,12 @@ from paceline.config.target import load_target
 from paceline.data import Cursor
 from paceline.envs import POLICY, EnvError, Environment, Outcome, build_environment
 from paceline.envs.retrieval import Retrieval
-from paceline.envs.search.index import BUILT_IN, Embedder, load_corpus, open_index
+from paceline.envs.search.index import BUILT_IN_CORPUS, Embedder, load_corpus, open_index
 from paceline.envs.search.server import build_app
 from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
 from paceline.observe.monitor.show_rollout import show_rollout, show_summary
-from paceline.runtime.episode_runtime import OpenAIServer, open_house
+from paceline.runtime.episode_runtime import OpenAIServer, open_episode_runtime
 from paceline.util.connections import listen
 
 SEARCHING = re.compile(r"paceline: searching (\d+) documents at (http://\S+)/search")
@@ -72,7 +72,7 @@ def listening(app: FastAPI):
 def service(tmp_path_factory):
     """A real search server in a process of its own; it must end by itself when told to."""
     folder = tmp_path_factory.mktemp("index")
-    command = [sys.executable, "-c", SERVE, str(folder), str(BUILT_IN)]
+    command = [sys.executable, "-c", SERVE, str(folder), str(BUILT_IN_CORPUS)]
     process = Launched(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         ready = SEARCHING.match(process.stdout.readline())
@@ -91,7 +91,7 @@ def service(tmp_path_factory):
 
 
 def test_the_service_finds_what_the_index_finds(service):
-    index = open_index(str(BUILT_IN))
+    index = open_index(str(BUILT_IN_CORPUS))
     with httpx.Client(base_url=service, timeout=60) as client:
         for query, top_k in (("the market is held", 5), ("lens grinder", 100), ("nobody has heard of zzz", 1)):
             answer = client.post("/search", json={"query": query, "top_k": top_k})
@@ -103,7 +103,7 @@ def test_the_service_finds_what_the_index_finds(service):
 
 
 def test_many_ask_at_once_and_each_gets_its_own_answer(service):
-    documents = load_corpus(BUILT_IN)[:64]
+    documents = load_corpus(BUILT_IN_CORPUS)[:64]
     with httpx.Client(base_url=service, timeout=60) as client, ThreadPoolExecutor(16) as threads:
         answers = threads.map(lambda d: client.post("/search", json={"query": d.title}).json()["results"][0], documents)
         assert [answer["title"] for answer in answers] == [d.title for d in documents]
@@ -174,8 +174,8 @@ def test_documents_are_embedded_once_and_queries_find_their_like(tmp_path):
     asked: list[int] = []
     with listening(embeddings(asked)) as url:
         embedder = Embedder(f"{url}/v1", "words")
-        documents = load_corpus(BUILT_IN)
-        index = open_index(str(BUILT_IN), str(tmp_path), embedder)
+        documents = load_corpus(BUILT_IN_CORPUS)
+        index = open_index(str(BUILT_IN_CORPUS), str(tmp_path), embedder)
         assert sum(asked) == len(documents)
         again = open_index(None, str(tmp_path), embedder)
         assert sum(asked) == len(documents)
@@ -188,7 +188,7 @@ def test_documents_are_embedded_once_and_queries_find_their_like(tmp_path):
                 assert [f["score"] for f in found] == sorted((f["score"] for f in found), reverse=True)
                 assert found == [hit.as_dict() for hit in index.search(document.words, 3)]
             assert httpx.get(f"{service}/health", **PLAIN).json()["retrieval"] == "dense"
-    with listening(build_app(again)) as service:  # and now nobody embeds
+    with listening(build_app(again)) as service:  # now without embeddings
         answer = httpx.post(f"{service}/search", json={"query": "a"}, **PLAIN)
         assert answer.status_code == 502
         assert f"the embeddings service at {url}/v1/embeddings does not answer" in answer.json()["error"]["message"]
@@ -225,8 +225,8 @@ def played(environment: Environment, options: RolloutOptions, config: RunConfig 
     config = config or RunConfig()
     section = changes.get("section") or config.env[0]
     address = OpenAIServer(options.endpoint, options.endpoint_model, options.api_key) if options.endpoint else None
-    with open_house(config, config.sampling, address, options.concurrency) as house:
-        return asyncio.run(play_some(section, options, house, environment, seed=config.seed))
+    with open_episode_runtime(config, config.sampling, address, options.concurrency) as house:
+        return asyncio.run(play_episodes(section, options, house, environment, seed=config.seed))
 
 
 def test_a_plain_endpoint_plays_retrieval_against_the_real_service(service):
@@ -270,9 +270,9 @@ def test_an_agent_with_a_base_url_plays_at_any_endpoint():
 def test_an_endpoint_that_is_not_there_ends_everything_with_a_sentence():
     with listening(FastAPI()) as url, pytest.raises(PacelineError, match=rf"{url}/v1/models answered 404"):
         played(Words(), RolloutOptions(endpoint=url))
-    nobody = "http://127.0.0.1:9"
-    with pytest.raises(PacelineError, match=rf"{nobody} does not answer"):
-        played(Words(), RolloutOptions(endpoint=nobody))
+    closed = "http://127.0.0.1:9"
+    with pytest.raises(PacelineError, match=rf"{closed} does not answer"):
+        played(Words(), RolloutOptions(endpoint=closed))
 
 
 # --- our own model
@@ -367,7 +367,7 @@ class Troubled(Words):
         return Outcome.solo(example["shared"], first=1)
 
 
-def test_what_fails_is_told_and_harms_nobody_else():
+def test_a_failed_episode_is_reported_and_harms_no_other():
     records = played(Troubled(), RolloutOptions(count=8, split="eval"))
     file = re.escape(Path(__file__).name)
     sentences = {
@@ -436,7 +436,7 @@ def test_the_function_prints_episodes_and_answers_with_an_exit_code():
     loaded = load_target("reverse-text", ["--partial-credit", "0.25", "--sampling.max-tokens", "12", "--seed=3"])
     assert (loaded.config.env[0].partial_credit, loaded.config.sampling.max_tokens, loaded.config.seed) == (0.25, 12, 3)
     out = io.StringIO()
-    assert rollouts(loaded.config, RolloutOptions(count=2), out) == 0
+    assert preview_rollouts(loaded.config, RolloutOptions(count=2), out) == 0
     text = out.getvalue()
     assert text.count("assistant, sampled") == text.count("· row ") == 2
     assert re.search(r"^2 rollouts  reward \d\.\d{3}", text.splitlines()[-1])
@@ -445,7 +445,7 @@ def test_the_function_prints_episodes_and_answers_with_an_exit_code():
 def test_json_is_one_object_a_rollout_and_raw_is_what_the_model_saw():
     config = load_target("calculator", ["--sampling.max-tokens", "4"]).config
     out = io.StringIO()
-    rollouts(config, RolloutOptions(count=2, json=True, raw=True, ids=True), out)
+    preview_rollouts(config, RolloutOptions(count=2, json=True, raw=True, ids=True), out)
     played = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [record["env"] for record in played] == ["calculator"] * 2
     tokenizer = load_tokenizer(config.model)
@@ -461,16 +461,16 @@ def test_json_is_one_object_a_rollout_and_raw_is_what_the_model_saw():
         assert record["tokens"] == len(turn["completion_ids"]) == len(turn["logprobs"])
         assert turn["completion"].startswith(record["messages"][-1]["content"])
     shown = io.StringIO()
-    rollouts(config, RolloutOptions(count=1, raw=True), shown)
+    preview_rollouts(config, RolloutOptions(count=1, raw=True), shown)
     assert played[0]["turns"][0]["prompt"] in shown.getvalue(), "unbroken, at any width"
 
 
 def test_tools_are_shown_with_the_episode():
     out = io.StringIO()
-    rollouts(load_target("calculator", ["--sampling.max-tokens", "4"]).config, RolloutOptions(count=1), out)
+    preview_rollouts(load_target("calculator", ["--sampling.max-tokens", "4"]).config, RolloutOptions(count=1), out)
     assert "tool calculator(expression): Works out an arithmetic expression" in out.getvalue()
     out = io.StringIO()
-    rollouts(load_target("reverse-text", ["--sampling.max-tokens", "4"]).config, RolloutOptions(count=1), out)
+    preview_rollouts(load_target("reverse-text", ["--sampling.max-tokens", "4"]).config, RolloutOptions(count=1), out)
     assert "tool " not in out.getvalue()
 
 
@@ -482,10 +482,10 @@ def test_what_cannot_be_played_is_a_sentence(tmp_path):
     (tmp_path / "run.toml").write_text('[[env]]\ntype = "arithmetic"\n[[env]]\ntype = "reverse-text"\nname = "words"\n')
     config = load_target(str(tmp_path / "run.toml"), []).config
     with pytest.raises(PacelineError, match="several environments: choose one of `arithmetic`, `words` with --env"):
-        pick_section(config, None)
+        pick_env(config, None)
     with pytest.raises(PacelineError, match="there is no environment `word`"):
-        pick_section(config, "word")
-    assert pick_section(config, "words").name == "words"
+        pick_env(config, "word")
+    assert pick_env(config, "words").name == "words"
     with pytest.raises(PacelineError, match="at least one episode"):
         RolloutOptions(count=0)
     with pytest.raises(PacelineError, match="give its base URL with --endpoint"):
@@ -497,7 +497,7 @@ def test_what_cannot_be_played_is_a_sentence(tmp_path):
 SLOW = """
 import asyncio, sys
 from paceline import Environment
-from paceline.commands.rollouts import RolloutOptions, rollouts
+from paceline.commands.rollouts import RolloutOptions, preview_rollouts
 from paceline.config.target import load_target
 
 class Slow(Environment):
@@ -510,7 +510,8 @@ class Slow(Environment):
         await asyncio.sleep(1000)
 
 try:
-    rollouts(load_target("custom", ["--import-path", "__main__:Slow"]).config, RolloutOptions(count=2), sys.stderr)
+    config = load_target("custom", ["--import-path", "__main__:Slow"]).config
+    preview_rollouts(config, RolloutOptions(count=2), sys.stderr)
 except KeyboardInterrupt:
     sys.exit(130)
 """

@@ -173,7 +173,7 @@ def test_a_stop_string_cuts_the_text_across_tokens_and_frees_the_engine(server, 
         text, finish = choice.message.content, choice.finish_reason
     assert (text, finish) == (free[: free.index(stop)], "stop")
     assert server.idle()
-    assert server.get("/stats").json()["tokens"] - before < 480, "nobody told the engine"
+    assert server.get("/stats").json()["tokens"] - before < 480, "the engine was not told"
 
 
 # -- token ids and log probabilities ----------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_the_openai_client_raises_its_own_errors(client):
 
 
 def alone(server) -> bool:
-    """Whether nobody is being answered but whoever asks this."""
+    """Whether this request is the only one being answered."""
     return "paceline_http_open_requests 1\n" in server.get("/metrics").text
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from child_processes import Launched, run
 from paceline.orchestrator import Checkpoints
-from paceline.runtime.signals import CALLS_USERS, FLUSH_SECONDS, STOP_SECONDS
+from paceline.runtime.signals import FLUSH_SECONDS, STOP_SECONDS, USER_CODE_CALLERS
 
 GAMES = """
 import asyncio, os, sys, time
@@ -124,7 +124,7 @@ def test_signals_end_a_run_whatever_its_episodes_do(folder, play, signals):
 
 
 def test_the_files_that_call_user_code_exist():
-    assert [file for file in CALLS_USERS if not Path(file).exists()] == []
+    assert [file for file in USER_CODE_CALLERS if not Path(file).exists()] == []
 
 
 def test_the_limits_of_a_forced_end_leave_it_five_seconds():

@@ -130,7 +130,7 @@ algo = { type = "sft", demonstrations = "answer" }
 """
 
 
-def test_the_policy_teaches_itself_beside_demonstrations_that_nobody_samples(run, tmp_path):
+def test_the_policy_teaches_itself_beside_demonstrations_that_are_not_sampled(run, tmp_path):
     done = run(SELF, "--engine.max-context", "128")
     assert done.returncode == 0, done.stderr
     steps = metrics(tmp_path, "self")
@@ -294,7 +294,7 @@ class Mirror(Algorithm):
             rollout.samples = [s.with_streams(ref_kl_weights=s.loss_mask) for s in rollout.samples]
 
     async def score(self, groups):
-        return await self.reference.refer(groups)
+        return await self.reference.add_ref_logprobs(groups)
 """
 
 
@@ -343,7 +343,7 @@ def test_an_openai_endpoint_scores_and_plays_in_tokens_as_our_own_client_does(te
         try:
             scores = await pool.score([prompt, prompt[:5]])
             said = await pool.generate(request)
-            return pool.any_temperature, scores, said.token_ids, said.finish
+            return pool.scores_any_temperature, scores, said.token_ids, said.finish
         finally:
             await pool.aclose()
 

@@ -88,7 +88,7 @@ def tab(browser):
 
 @pytest.fixture
 def page(tab, address):
-    """A page whose console must stay silent and which asks nobody but our server."""
+    """A page whose console must stay silent and which sends requests only to our server."""
     wrong: list[str] = []
     listeners = {
         "console": lambda told: wrong.append(told.text) if told.type in ("error", "warning") else None,
@@ -187,7 +187,7 @@ def test_every_page_of_the_folder_opens_without_a_complaint_in_both_themes(page,
             _open(page, address, f"#/{name}{view}", wanted)
             _in_both_themes(page, name)
     known = "import('/static/js/pages.js').then((all) => [Object.keys(all.RUN_PAGES), Object.keys(all.FOLDER_PAGES)])"
-    assert page.evaluate(known) == [list(PAGES), list(FOLDER_PAGES)], "a page that nobody drives"
+    assert page.evaluate(known) == [list(PAGES), list(FOLDER_PAGES)], "a page that no test drives"
 
 
 def test_every_page_of_a_run_that_kept_nothing_opens_without_a_complaint(page, address):
@@ -334,10 +334,10 @@ def test_no_spike_is_lost_however_few_the_pixels(page, address):
 def test_seeds_are_their_mean_between_the_lowest_and_the_highest(page, address):
     _open(page, address, "#/", RUNS)
     found = page.evaluate("""async () => {
-      const { families, joined } = await import('/static/js/seeds.js');
+      const { families, joinCurves } = await import('/static/js/seeds.js');
       const runs = [{ name: 'a-seed0', family: 'x' }, { name: 'b', family: '' }, { name: 'a-seed1', family: 'x' }];
       const curves = [{ xs: [1, 2, 3], ys: [0, 2, 4] }, { xs: [1, 2], ys: [2, 6] }];
-      return [families(runs).map(({ label, runs }) => [label, runs.length]), joined(curves, 'step')];
+      return [families(runs).map(({ label, runs }) => [label, runs.length]), joinCurves(curves, 'step')];
     }""")
     assert found[0] == [["a", 2], ["b", 1]]
     assert found[1] == {"xs": [1, 2, 3], "ys": [1, 4, 4], "low": [0, 2, 4], "high": [2, 6, 4]}

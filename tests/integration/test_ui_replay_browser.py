@@ -7,7 +7,7 @@ import pytest
 from test_ui_browser import SIDEWAYS, _expect, _open, browser, page, pytestmark, tab  # noqa: F401 - fixtures, and what skips
 
 from paceline.config import load
-from paceline.observe.web.replay import ReplayRunner, name_of
+from paceline.observe.web.replay import ReplayRunner, result_key
 from paceline.observe.web.replay_result import ReplayResult
 from recorded_runs import Told, served
 from replayable_run import replayable
@@ -42,9 +42,9 @@ def address(folder):
     for changes in ({}, TIGHT):
         config = load(run / "config.toml", [f"--{key}={value}" for key, value in changes.items()]).config
         told = json.loads(as_json(run, replay(run, 3, config), config))
-        desk.results.put(run.resolve(), name_of(3, changes), ReplayResult(json.dumps(told).encode(), 3, changes))
+        desk.results.put(run.resolve(), result_key(3, changes), ReplayResult(json.dumps(told).encode(), 3, changes))
     told["samples"][0]["text"][0] = HOSTILE
-    desk.results.put(run.resolve(), name_of(2, {}), ReplayResult(json.dumps(told).encode(), 2, {}))
+    desk.results.put(run.resolve(), result_key(2, {}), ReplayResult(json.dumps(told).encode(), 2, {}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.observe.web.replay.ReplayRunner", lambda: desk)
         with served(folder) as here:

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from paceline.clients.rpc import HEAD
+from paceline.clients.rpc import FRAME_HEADER
 from paceline.config import EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.observe.monitor import RunDirectory
-from paceline.observe.monitor.doctor import examine
+from paceline.observe.monitor.doctor import diagnose
 from paceline.observe.record.folder import RunFolder
 from paceline.runtime import session, train
 from paceline.runtime.processes.supervisor import OUTCOME
-from paceline.runtime.rpc import RpcCall, answered, decode_answer, framed
+from paceline.runtime.rpc import RpcCall, answer_call, decode_answer, encode_frame
 from paceline.runtime.session import result_of
-from paceline.util.user_code import InternalError, UserCodeError, to_show
+from paceline.util.user_code import InternalError, UserCodeError, trace_to_print
 
 HOOKS = """
 import json
@@ -106,7 +106,7 @@ def test_what_a_hook_raises_is_the_outcome_of_its_run(hooks, tmp_path, case):
     assert (end["event"], end["status"], end["message"]) == ("end", "failed", message)
     assert "src/paceline" in end["traceback"] or "paceline/" in end["traceback"], "all frames are in the events"
     assert "json/decoder.py" in end["traceback"]
-    verdict = examine(done.directory).verdict
+    verdict = diagnose(done.directory).verdict
     assert message in verdict
     assert "SIGKILL" not in verdict
     if case != "examples":  # which fails before there is anything to look at
@@ -151,10 +151,10 @@ def test_user_code_may_leave_the_working_directory_and_what_modules_are_found_by
 
 
 def test_a_bug_of_our_own_ends_the_run_as_failed_and_asks_for_a_report(tmp_path, monkeypatch):
-    broken = compile("def keep_plan(config, root):\n    return {}['lost']\n", str(Path(session.__file__)), "exec")
+    broken = compile("def write_plan(config, root):\n    return {}['lost']\n", str(Path(session.__file__)), "exec")
     names: dict = {}
     exec(broken, names)  # a function whose frames lie in the package
-    monkeypatch.setattr(session, "keep_plan", names["keep_plan"])
+    monkeypatch.setattr(session, "write_plan", names["write_plan"])
     done = run(tmp_path)
     assert done.outcome.status == "failed"
     assert isinstance(done.error, InternalError)
@@ -163,7 +163,7 @@ def test_a_bug_of_our_own_ends_the_run_as_failed_and_asks_for_a_report(tmp_path,
     assert f"report it with {done.directory / 'events.jsonl'}" in done.outcome.message
     end = json.loads((done.directory / "events.jsonl").read_text().splitlines()[-1])
     assert "KeyError: 'lost'" in end["traceback"]
-    assert "SIGKILL" not in examine(done.directory).verdict
+    assert "SIGKILL" not in diagnose(done.directory).verdict
 
 
 async def _raises(hooks: Path):
@@ -178,8 +178,8 @@ def test_the_words_of_another_process_are_the_same(hooks, tmp_path, monkeypatch)
     """A trainer behind a socket or on a cluster answers with a frame; a child tells its supervisor by a report."""
     import asyncio
 
-    failed = asyncio.run(answered(RpcCall("me", 1, "step"), _raises(hooks)))
-    error = decode_answer(framed(failed)[HEAD.size :]).error()
+    failed = asyncio.run(answer_call(RpcCall("me", 1, "step"), _raises(hooks)))
+    error = decode_answer(encode_frame(failed)[FRAME_HEADER.size :]).error()
     assert isinstance(error, UserCodeError)
     assert f"line {LINE}, in deeper" in str(error)
     assert "# HERE" in error.frames
@@ -187,6 +187,6 @@ def test_the_words_of_another_process_are_the_same(hooks, tmp_path, monkeypatch)
     told = result_of(RunDirectory(tmp_path / "none"), OUTCOME.validate_json(OUTCOME.dump_json(outcome)))
     assert isinstance(told.error, UserCodeError)
     assert (told.error.frames, told.error.trace) == (error.frames, error.trace)
-    assert to_show(error.frames, error.trace) == error.frames
+    assert trace_to_print(error.frames, error.trace) == error.frames
     monkeypatch.setenv("PACELINE_TRACEBACK", "1")
-    assert to_show(error.frames, error.trace) == error.trace
+    assert trace_to_print(error.frames, error.trace) == error.trace

@@ -16,7 +16,7 @@ from paceline.config import RunConfig, inference
 from paceline.config import trainer as settings
 from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.errors import EngineError, Mismatch
-from paceline.model import LMHead, ServedPolicy, WeightUpdate, fingerprint, load_model, twin
+from paceline.model import LMHead, ServedPolicy, WeightUpdate, clone_model, fingerprint, load_model
 from paceline.model.head import make_canary
 from paceline.runtime.processes.child import RemoteTrainer, TrainerHost
 from paceline.runtime.rpc import RpcHello
@@ -142,12 +142,12 @@ def test_raw_bodies_are_guarded_and_bounded(server, model):
 
 def test_a_group_that_is_not_there_is_said(server):
     nothing = {"version": 1, "tensors": [{"name": "a", "dtype": "uint8", "shape": [1]}]}
-    nobody = {"address": "127.0.0.1", "port": 9, "world": 2, "rank": 1, "seconds": 1.0}
+    unreachable = {"address": "127.0.0.1", "port": 9, "world": 2, "rank": 1, "seconds": 1.0}
 
     async def run():
         engine = HttpEngine(server.url, api_key=KEY)
         with pytest.raises(EngineError, match="no sender listens"):
-            await engine.post("/weights/group", nobody)
+            await engine.post("/weights/group", unreachable)
         with pytest.raises(EngineError, match="in no group"):
             await engine.post("/weights/receive", nothing)
         await engine.aclose()
@@ -194,7 +194,7 @@ def test_the_trainers_process_sends_what_a_step_changed(tmp_path, monkeypatch, l
     weights, address = tmp_path / "weights", Path(sockets) / "door"
     weights.mkdir()
     (tmp_path / "saved").mkdir()
-    engine = EmbeddedEngine(twin(model), inference.EngineConfig(threads=1))
+    engine = EmbeddedEngine(clone_model(model), inference.EngineConfig(threads=1))
     app = build_app(engine, load("quickstart"), [], name="tiny", api_key=KEY, allowed=[weights], max_body_bytes=1 << 26)
     client = Counted("http://here", folder=weights)
     host = TrainerHost(trainer, None, weights, RpcHello(1, "cpu", (1,)))

@@ -8,10 +8,10 @@ import torch
 
 from paceline.config import trainer as config
 from paceline.config.model import LoRAConfig, ModelConfig
-from paceline.data import MicroBatch, Sample, fold, pack
+from paceline.data import MicroBatch, Sample, pack, token_scales
 from paceline.model import attach_lora, load_model
 from paceline.model.loading import trained_adapter
-from paceline.model.mlx.loading import MlxModel, twin
+from paceline.model.mlx.loading import MlxModel, clone_model
 from paceline.model.mlx.loading import load_model as load_mlx
 from paceline.model.mlx.lora import attach_lora as attach_mlx
 from paceline.model.mlx.lora import load_adapter
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
 
 def mlx_model(lora: LoRAConfig | None = None) -> MlxModel:
     """With an adapter that starts as peft's does."""
-    model = attach_mlx(twin(_loaded()), lora, 0)
+    model = attach_mlx(clone_model(_loaded()), lora, 0)
     if lora is not None:
         tensors, _ = trained_adapter(torch_model(lora))
         load_adapter(model.net, {name: as_array(tensor) for name, tensor in tensors.items()})
@@ -64,7 +64,7 @@ def samples(seed: int, count: int = 7, noise: float = 0.2) -> tuple[Sample, ...]
     out = []
     for sample in make_batch(seed, count=count):
         sample = sample.with_streams(token_ids=sample.token_ids + 1)
-        (alone,) = pack([sample], fold([sample]), len(sample))
+        (alone,) = pack([sample], token_scales([sample]), len(sample))
         pi = np.zeros(len(sample), np.float32)
         pi[sample.loss_mask] = trainer.policy.forward.scores(alone)
         apart = [rng.normal(0, noise, len(sample)) for _ in range(3)]
@@ -77,7 +77,7 @@ def samples(seed: int, count: int = 7, noise: float = 0.2) -> tuple[Sample, ...]
 def packs(batch: tuple[Sample, ...] | list[Sample], budget: int = 10_000, prox: bool = False) -> list[MicroBatch]:
     rng = np.random.default_rng(0)
     starts = [s.logprobs + s.loss_mask * rng.normal(0, 0.1, len(s)).astype(np.float32) for s in batch if prox]
-    return pack(list(batch), fold(list(batch)), budget, starts)
+    return pack(list(batch), token_scales(list(batch)), budget, starts)
 
 
 def mlx_gradient(trainer: MlxTrainer) -> dict[str, torch.Tensor]:

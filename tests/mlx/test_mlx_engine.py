@@ -54,7 +54,7 @@ async def stopped_at(engine: DecodingEngine, tokens: int) -> None:
     def stepping() -> None:
         step()
         if engine.tokens >= tokens and not engine._paused:
-            engine._hold(True)
+            engine._set_paused(True)
             loop.call_soon_threadsafe(reached.set)
 
     engine._step = stepping
@@ -238,7 +238,7 @@ def test_an_adapter_beside_half_precision_is_held_bit_for_bit_as_it_was_sent(sen
     assert serve(MlxEngine(half, EngineConfig(adapters=1, adapter_rank=8)), work).fingerprint == expected
 
 
-def test_an_adapter_that_broke_off_answers_nobody_until_it_is_sent_again(monkeypatch):
+def test_an_incomplete_adapter_serves_no_request_until_it_is_sent_again(monkeypatch):
     from paceline.engine.mlx.adapters import MlxAdapters
 
     request = GenerateRequest(prompt_ids=(1, 2), max_tokens=4)
@@ -286,7 +286,7 @@ ROOM = EngineConfig(max_running=8, max_context=240)
 
 @pytest.mark.parametrize("config", [{}, {"in_flight": 2}, {"adapters": 1, "adapter_rank": 4}])
 def test_decoding_holds_no_more_memory_the_longer_it_goes_on(config):
-    """What a step leaves behind is computed: a graph that nobody evaluates would hold every array of every step."""
+    """What a step leaves behind is computed: an unevaluated graph would hold every array of every step."""
 
     async def work(engine):
         tasks = [asyncio.create_task(engine.generate(request)) for request in LONG]

@@ -13,7 +13,7 @@ from pairs import apart, mlx_gradient, mlx_model, packs, pair, samples, torch_gr
 from paceline.config import trainer as config
 from paceline.config.model import LoRAConfig
 from paceline.trainer import TrainerError
-from paceline.trainer.batch import trained
+from paceline.trainer.batch import trained_positions
 from paceline.trainer.mlx import forward
 from paceline.trainer.mlx.trainer import MlxTrainer
 from paceline.trainer.ops import clip
@@ -56,9 +56,9 @@ def test_log_probabilities_and_entropies_are_torchs(lora):
     both = pair(lora)
     for micro_batch in packs(samples(0), 120):
         wanted, spread, _ = both.torch.policy.forward.logprobs(
-            micro_batch, both.torch.policy.forward.send(trained(micro_batch)), entropy=True
+            micro_batch, both.torch.policy.forward.send(trained_positions(micro_batch)), entropy=True
         )
-        got, entropy = both.mlx.policy.forward.logprobs(micro_batch, trained(micro_batch), entropy=True)
+        got, entropy = both.mlx.policy.forward.logprobs(micro_batch, trained_positions(micro_batch), entropy=True)
         np.testing.assert_allclose(np.array(got), wanted.detach().numpy(), atol=1e-4)
         np.testing.assert_allclose(np.array(entropy), spread.detach().numpy(), atol=1e-4)
         np.testing.assert_allclose(

@@ -30,7 +30,7 @@ from paceline.trainer import TrainerError
 from paceline.trainer.mlx.optimizer import MlxAdamW, MlxTensors
 from paceline.trainer.mlx.trainer import MlxTrainer
 from paceline.weights import mlx_arrays as files
-from paceline.weights.tensors import plain
+from paceline.weights.tensors import to_host
 
 LORA = LoRAConfig(rank=4)
 SMOOTH = config.OptimizerConfig(lr=1e-2, eps=1e-2)
@@ -38,7 +38,7 @@ SMOOTH = config.OptimizerConfig(lr=1e-2, eps=1e-2)
 
 
 def as_torch(tensors) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(np.array(np.asarray(plain(array)))) for name, array in tensors.items()}
+    return {name: torch.from_numpy(np.array(np.asarray(to_host(array)))) for name, array in tensors.items()}
 
 
 def rewarded(seed: int) -> list:
@@ -230,7 +230,7 @@ def test_weights_can_be_used_by_another_thread_while_the_trainer_goes_on():
     trainer.close()
 
 
-def test_whoever_watches_hears_what_trains_and_changes_nothing():
+def test_a_watch_callback_gets_what_trains_and_changes_nothing():
     """Dropout's noise is the same in the pass that is watched and in the one that trains."""
     marks, heard = [], []
     for watched in (False, True):

@@ -38,7 +38,7 @@ def process(tmp_path_factory):
     engine = external_engine(config, load_model(ModelConfig()), load_tokenizer(ModelConfig()), root)
     engine.start()
     try:
-        asyncio.run(engine._process.answers())
+        asyncio.run(engine._process.wait_ready())
         yield engine._process
     finally:
         engine.close()

@@ -19,7 +19,7 @@ from paceline.config import RunConfig
 from paceline.config.inference import SamplingConfig
 from paceline.model import load_tokenizer
 from paceline.rollout import RecordingServer, Renderer, SamplingClient, Seat
-from paceline.runtime.serving import embedded
+from paceline.runtime.serving import embedded_engine
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -96,7 +96,7 @@ def test_each_of_its_requests_is_a_recorded_turn(bench):
         finally:
             await recorder.close()
 
-    with embedded(CONFIG) as (engine, ends):
+    with embedded_engine(CONFIG) as (engine, ends):
         result, seat = asyncio.run(ask(load_tokenizer(CONFIG.model), ends, engine))
     assert (result["completed"], result["failed"]) == (len(WORDS), 0), result["errors"]
     recorded = [len(turn.completion_ids) for turn in seat.turns]

@@ -66,7 +66,7 @@ def test_a_run_trains_the_policy_that_vllm_samples(process, fresh, tmp_path, lor
         assert {int(v) for sample in batch for v in sample.versions[sample.loss_mask]} == {step}
     assert done.metrics[0]["grad_norm"] > 0
     left = {path.name.split("-")[0] for path in (done.directory / "weights").glob("*")}
-    assert left <= {"served"}, "weights nobody needs any more were left"
+    assert left <= {"served"}, "weights that are no longer needed were left"
 
 
 def test_a_run_that_rides_ahead_keeps_its_requests_through_updates(process, fresh, tmp_path):

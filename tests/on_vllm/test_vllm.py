@@ -15,7 +15,7 @@ from paceline.clients import Pool
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.engine import GenerateRequest
 from paceline.errors import EngineError, Mismatch, RequestError
-from paceline.model import WeightUpdate, attach_lora, load_model, trainable
+from paceline.model import WeightUpdate, attach_lora, load_model, trainable_parameters
 from paceline.model.head import LMHead, make_canary
 from paceline.model.loading import trained_adapter
 from paceline.weights.update import Adapter
@@ -38,7 +38,7 @@ def moved(seed: int, by: float = 0.02):
 
 
 def update(model, version: int, canary_of=None) -> WeightUpdate:
-    tensors = {name: p.detach() for name, p in trainable(model).items()}
+    tensors = {name: p.detach() for name, p in trainable_parameters(model).items()}
     judge = canary_of or model
     return WeightUpdate(version, tensors, canary=make_canary(judge, LMHead(judge)))
 
@@ -210,7 +210,7 @@ def test_an_adapter_is_exchanged_while_older_requests_end_with_their_own(attache
     def adapter(version: int) -> WeightUpdate:
         generator = torch.Generator().manual_seed(version)
         with torch.no_grad():
-            for parameter in trainable(model).values():
+            for parameter in trainable_parameters(model).values():
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
         tensors, scale = trained_adapter(model)
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -275,8 +275,8 @@ def test_a_pool_gives_a_server_that_lost_its_weights_the_last_ones_again(attache
     async def work():
         pool = Pool([engine])
         await pool.load_weights(update(model, 1))
-        # As after a restart: weights that nobody can name.
-        await engine.order("/update_weight_version", {"new_version": "default"})
+        # As after a restart: weights of unknown version.
+        await engine.send_command("/update_weight_version", {"new_version": "default"})
         try:
             return await pool.generate(asked(1, max_tokens=6))
         finally:
@@ -301,7 +301,7 @@ def test_requests_wait_out_a_pause_and_a_sleep(attached):
     run(work())
 
 
-def test_only_whoever_has_the_key_may_replace_weights(process):
+def test_only_a_client_with_the_key_may_replace_weights(process):
     for path in ("/weight_info", "/v1/models", "/metrics"):
         assert httpx.get(process.url + path, trust_env=False).status_code == 401
     assert httpx.post(process.url + "/pause", trust_env=False).status_code == 401

@@ -17,7 +17,7 @@ ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util import placement_group_table  # noqa: E402
 
-from paceline.runtime.ray.place import NAMESPACE, Needs, RayParts, Room, growing  # noqa: E402
+from paceline.runtime.ray.place import NAMESPACE, RayParts, Reservation, ResourceNeeds, grow_pool  # noqa: E402
 from paceline.runtime.torch_backend import build_trainer  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")
@@ -48,14 +48,14 @@ def test_a_node_that_joins_gets_an_engine_once_one_machine_has_room_for_it(clust
     config = load(str(QUICKSTART), ["--name=grows", "--placement=ray", "--cluster.rank-cpus=0", *SMALL]).config
 
     async def story() -> None:
-        needs = Needs.of(config, 0)
-        room = await Room.reserve(needs)
+        needs = ResourceNeeds.of(config, 0)
+        room = await Reservation.reserve(needs)
         parts = RayParts(config, room, needs, tmp_path / "live")
         first = parts.engine(0)
         pool, trainer = Pool([first]), build_trainer(config).trainer
         trainer.version = 5
         await pool.load_weights(await trainer.weights())
-        async with growing(parts, pool, 2):
+        async with grow_pool(parts, pool, 2):
             cluster.add_node(num_cpus=1)  # here, for its signal handlers want the main thread
             cluster.add_node(num_cpus=1)
             await asyncio.sleep(1)  # time enough for a mistake
@@ -71,7 +71,7 @@ def test_a_node_that_joins_gets_an_engine_once_one_machine_has_room_for_it(clust
         first.close()
         room.give_back()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(Room.when_free([{"CPU": 64}]), 1)
+            await asyncio.wait_for(Reservation.when_free([{"CPU": 64}]), 1)
         while held():  # noqa: ASYNC110 - Ray removes them in its own time
             await asyncio.sleep(0.05)
 

@@ -1,6 +1,6 @@
 """Outside the default suite (`make scale`).
 
-New weights under a real Ray of this machine: broadcast to all engines, and lost with whoever held them.
+New weights under a real Ray of this machine: broadcast to all engines, and lost with the process that held them.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ def test_weights_that_the_object_store_lost_are_told_at_once_and_lead_back_to_th
         pool = Pool([engine])
         owner = ray.remote(Owner).options(num_cpus=1).remote()
         (reference,) = ray.get(owner.put.remote(), timeout=60)
-        ray.kill(owner)  # whoever owned the object is gone, and it with them
+        ray.kill(owner)  # the owner of the object is gone, and the object with it
         async with asyncio.timeout(300):
             with pytest.raises(TrainerLost, match="weights"):
                 await pool.load_weights(WeightUpdate(1, ObjectTensors(reference)))

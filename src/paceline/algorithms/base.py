@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.clients.frozen import FrozenPool
-from paceline.config.failures import USUAL, FailurePolicy
+from paceline.config.failures import DEFAULT_POLICY, FailurePolicy
 from paceline.config.model import ModelRef
 from paceline.data import BadRows, Row
 from paceline.envs import Environment
@@ -41,7 +41,7 @@ class AlgorithmContext:
     """How the policy speaks: its pool, its renderer, its sampling settings."""
     attach: Callable[[ModelRef], Awaitable[FrozenPool]]
     """Connects to a frozen endpoint, once for all who name it; the run closes it."""
-    teacher: FailurePolicy = USUAL
+    teacher: FailurePolicy = DEFAULT_POLICY
     """Policy for a sample that a reference could not score."""
 
 
@@ -94,10 +94,10 @@ class RewardCredit(Algorithm):
 
     def compare(self, rollouts: Sequence[Rollout]) -> None:
         """Credit rollouts by one another."""
-        for rollout, advantage in zip(rollouts, self.credit(self.earned(rollouts)), strict=True):
+        for rollout, advantage in zip(rollouts, self.credit(self.scored_rewards(rollouts)), strict=True):
             broadcast(rollout, float(advantage))
 
-    def earned(self, rollouts: Sequence[Rollout]) -> NDArray:
+    def scored_rewards(self, rollouts: Sequence[Rollout]) -> NDArray:
         """The reward that each rollout is taken to have earned."""
         return np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
 

@@ -22,10 +22,10 @@ class GAE(Algorithm):
 
     def assign(self, group: Group) -> None:
         for rollout in group.rollouts:
-            rollout.samples = [_paid_at_the_end(sample, rollout.reward or 0.0) for sample in rollout.samples]
+            rollout.samples = [_with_final_reward(sample, rollout.reward or 0.0) for sample in rollout.samples]
 
 
-def _paid_at_the_end(sample: Sample, reward: float) -> Sample:
+def _with_final_reward(sample: Sample, reward: float) -> Sample:
     rewards = np.zeros(len(sample), np.float32)
     rewards[np.flatnonzero(sample.loss_mask)[-1:]] = reward
     return sample.with_streams(rewards=rewards)

@@ -44,7 +44,7 @@ class CustomCredit(Algorithm):
         self._config = config
 
     def assign(self, group: Group) -> None:
-        with user_code(f"the credit function `{self._config.import_path}` (algo)", about(group)):
+        with user_code(f"the credit function `{self._config.import_path}` (algo)", describe_call(group)):
             streams = self._function(CreditInputs(group.rollouts), **self._config.kwargs)
         if not isinstance(streams, Sized) or len(streams) != len(group.rollouts):
             given = f"{len(streams)} lists" if isinstance(streams, Sized) else repr(streams)
@@ -58,13 +58,13 @@ class CustomCredit(Algorithm):
             spread(rollout, stream)
 
 
-def guarded(algorithm: Algorithm, path: str) -> Algorithm:
+def guard_hooks(algorithm: Algorithm, path: str) -> Algorithm:
     """The same object, whose hooks name themselves when they raise."""
 
     def called(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(hook)
         def call(*args: Any) -> Any:
-            with user_code(f"`{name}` of the algorithm `{path}` (algo)", about(*args)):
+            with user_code(f"`{name}` of the algorithm `{path}` (algo)", describe_call(*args)):
                 return hook(*args)
 
         return call
@@ -72,7 +72,7 @@ def guarded(algorithm: Algorithm, path: str) -> Algorithm:
     def awaited(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(hook)
         async def call(*args: Any) -> Any:
-            with user_code(f"`{name}` of the algorithm `{path}` (algo)", about(*args)):
+            with user_code(f"`{name}` of the algorithm `{path}` (algo)", describe_call(*args)):
                 return await hook(*args)
 
         return call
@@ -83,7 +83,7 @@ def guarded(algorithm: Algorithm, path: str) -> Algorithm:
     return algorithm
 
 
-def about(*args: Any) -> str:
+def describe_call(*args: Any) -> str:
     """The environment, row and ticket that a hook was called for, where it was called for one."""
     first = args[0] if args else None
     groups = first if isinstance(first, Sequence) else [first]
@@ -115,7 +115,7 @@ def custom_algorithm(config: Config) -> Algorithm:
         for name in AWAITED:
             if not inspect.iscoroutinefunction(getattr(algorithm, name)):
                 raise AlgorithmError(f"{config.import_path}: `{name}` is awaited: write `async def {name}`")
-        return guarded(algorithm, config.import_path)
+        return guard_hooks(algorithm, config.import_path)
     if not callable(found):
         raise AlgorithmError(f"{config.import_path}: neither a credit function nor an Algorithm class")
     return CustomCredit(found, config)

@@ -15,21 +15,21 @@ from paceline.algorithms.base import Algorithm, AlgorithmContext, AlgorithmError
 from paceline.clients import Pool
 from paceline.clients.frozen import FrozenPool
 from paceline.config.algorithm import OPDConfig, OPSDConfig
-from paceline.config.failures import USUAL, FailurePolicy
+from paceline.config.failures import DEFAULT_POLICY, FailurePolicy
 from paceline.config.model import Reference as Ref
-from paceline.data import Row, Sample, look_through
+from paceline.data import Row, Sample, find_bad_rows
 from paceline.errors import EngineError, RequestError
 from paceline.rollout import Group, Message, RenderError, Rollout, threads
 from paceline.rollout.history import message_text
-from paceline.util.deadlines import together
+from paceline.util.deadlines import gather_or_cancel
 
 SECONDS = 120.0
 """How long one score may take, and how long a reference that is gone is waited for in one batch."""
-AT_ONCE = 32
+MAX_CONCURRENT_SCORES = 32
 """Scores asked of the policy itself at once; a frozen endpoint has a limit of its own."""
-WORD_SECONDS = 30.0
+PROGRESS_SECONDS = 30.0
 """Interval at which a batch that waits for a reference logs how far it is."""
-MOST_EMPTY = 3
+MAX_EMPTY_BATCHES = 3
 """Batches in a row in which the reference scored nothing at all before the run stops."""
 FAILED = "teacher_failed"
 log = logging.getLogger(__name__)
@@ -48,9 +48,11 @@ Context = Callable[[Rollout, Sample], ReferencePrompt]
 class ReferenceScorer:
     """Asks a reference model how likely the sampled tokens are."""
 
-    def __init__(self, pool: Pool, name: str, policy: FailurePolicy = USUAL) -> None:
+    def __init__(self, pool: Pool, name: str, policy: FailurePolicy = DEFAULT_POLICY) -> None:
         self._pool, self._name, self._policy = pool, name, policy
-        self._places = asyncio.Semaphore(pool.ref.concurrency if isinstance(pool, FrozenPool) else AT_ONCE)
+        self._semaphore = asyncio.Semaphore(
+            pool.ref.concurrency if isinstance(pool, FrozenPool) else MAX_CONCURRENT_SCORES
+        )
         self._empty = 0
 
     @classmethod
@@ -60,7 +62,7 @@ class ReferenceScorer:
             return cls(context.client.pool, "the policy", context.teacher)
         pool = await context.attach(ref)
         temperature = context.client.sampling.temperature
-        if temperature != 1.0 and not pool.any_temperature:
+        if temperature != 1.0 and not pool.scores_any_temperature:
             raise AlgorithmError(
                 f"environment `{context.env}`: `{ref.name}` at {ref.where} scores at temperature 1 only, and the run "
                 f"samples at {temperature:g}: set sampling.temperature = 1.0, or serve it with `paceline serve`"
@@ -71,14 +73,18 @@ class ReferenceScorer:
             raise AlgorithmError(f"environment `{context.env}`: `{ref.name}` cannot score: {error}") from error
         return cls(pool, f"`{ref.name}` at {ref.where}", context.teacher)
 
-    async def refer(self, groups: Sequence[Group], context: Context = lambda *_: ReferencePrompt()) -> Counter[str]:
+    async def add_ref_logprobs(
+        self, groups: Sequence[Group], context: Context = lambda *_: ReferencePrompt()
+    ) -> Counter[str]:
         """Put `ref_logprobs` on each sample that has weights for them. One without a score is dropped: trained without
         it would be trained towards nothing. One that has it from an earlier training keeps it. A reference that is lost
         for good stops the run."""
         pairs = [(rollout, sample) for group in groups for rollout in group.rollouts for sample in rollout.samples]
-        pending = PendingBatch(sum(_lacks(sample) for _, sample in pairs))
+        pending = PendingBatch(sum(_lacks_scores(sample) for _, sample in pairs))
         with self._logging_progress(pending):
-            answers = await together([self._one(pending, sample, context, rollout) for rollout, sample in pairs])
+            answers = await gather_or_cancel(
+                [self._score_sample(pending, sample, context, rollout) for rollout, sample in pairs]
+            )
         for group in groups:
             for rollout in group.rollouts:
                 rollout.samples = []
@@ -88,23 +94,25 @@ class ReferenceScorer:
         self._stop_if_lost(pending)
         return Counter({FAILED: pending.lost} if pending.lost else {})
 
-    async def _one(self, pending: "PendingBatch", sample: Sample, context: Context, rollout: Rollout) -> Sample | None:
+    async def _score_sample(
+        self, pending: "PendingBatch", sample: Sample, context: Context, rollout: Rollout
+    ) -> Sample | None:
         """The sample with its score; None where there is none to be had."""
-        if not _lacks(sample):
+        if not _lacks_scores(sample):
             return sample
-        async with self._places:  # bounded: those before it each have SECONDS
+        async with self._semaphore:  # bounded: those before it each have SECONDS
             now = asyncio.get_running_loop().time
             for failed in count(1):
                 before, began = pending.answered, now()
-                if pending.gone:
+                if pending.abandoned:
                     break
                 try:
-                    scored = await self._scored(sample, context(rollout, sample))
+                    scored = await self._request_scores(sample, context(rollout, sample))
                 except EngineError as error:
                     pending.cause = pending.cause or str(error)
                     # No request had an answer in all that time: those that still wait for their turn need not wait too.
-                    pending.gone = pending.gone or (pending.answered == before and now() - began >= SECONDS)
-                    if not self._again(error, failed) or pending.gone:
+                    pending.abandoned = pending.abandoned or (pending.answered == before and now() - began >= SECONDS)
+                    if not self._should_retry(error, failed) or pending.abandoned:
                         break
                     await asyncio.sleep(self._policy.pause(failed))
                 else:
@@ -113,7 +121,7 @@ class ReferenceScorer:
         pending.lost += 1
         return None
 
-    def _again(self, error: EngineError, failed: int) -> bool:
+    def _should_retry(self, error: EngineError, failed: int) -> bool:
         """Whether to ask once more; raises where the run file wants the run to stop."""
         if self._policy.choice == "fail":
             raise AlgorithmError(f'{self._name} could not score a sample: {error} (failures.teacher = "fail")')
@@ -129,16 +137,16 @@ class ReferenceScorer:
             nonlocal timer
             why = f": {pending.cause or self._pool.trouble or 'no answer yet'}"
             text = "waiting for %s since %.0f s: %d of %d samples are scored%s"
-            log.warning(text, self._name, loop.time() - began, pending.answered, pending.wanted, why)
-            timer = loop.call_later(WORD_SECONDS, tell)
+            log.warning(text, self._name, loop.time() - began, pending.answered, pending.total, why)
+            timer = loop.call_later(PROGRESS_SECONDS, tell)
 
-        timer = loop.call_later(WORD_SECONDS, tell)
+        timer = loop.call_later(PROGRESS_SECONDS, tell)
         try:
             yield
         finally:
             timer.cancel()
 
-    async def _scored(self, sample: Sample, setting: ReferencePrompt) -> Sample:
+    async def _request_scores(self, sample: Sample, setting: ReferencePrompt) -> Sample:
         ids = [*setting.head, *sample.token_ids[setting.cut :].tolist()]
         logprobs = np.zeros(len(sample), np.float32)
         for temperature in np.unique(sample.temperatures[sample.loss_mask]):
@@ -153,9 +161,9 @@ class ReferenceScorer:
     def _stop_if_lost(self, pending: "PendingBatch") -> None:
         if pending.lost:
             text = "%s left %d of %d samples without a score: %s"
-            log.warning(text, self._name, pending.lost, pending.wanted, pending.cause)
-        self._empty = self._empty + 1 if pending.wanted and pending.lost == pending.wanted else 0
-        if self._empty >= MOST_EMPTY:
+            log.warning(text, self._name, pending.lost, pending.total, pending.cause)
+        self._empty = self._empty + 1 if pending.total and pending.lost == pending.total else 0
+        if self._empty >= MAX_EMPTY_BATCHES:
             raise AlgorithmError(
                 f"{self._name} scored nothing in {self._empty} batches: {pending.cause}. "
                 "See that it is up and large enough, then add --resume latest"
@@ -166,16 +174,16 @@ class ReferenceScorer:
 class PendingBatch:
     """One batch on its way through a reference."""
 
-    wanted: int
+    total: int
     answered: int = 0
     lost: int = 0
     cause: str = ""
     """The first error."""
-    gone: bool = False
+    abandoned: bool = False
     """It is not to be waited for any more."""
 
 
-def _lacks(sample: Sample) -> bool:
+def _lacks_scores(sample: Sample) -> bool:
     return sample.ref_kl_weights is not None and sample.ref_logprobs is None
 
 
@@ -201,7 +209,7 @@ class OPD(Algorithm):
             rollout.samples = [with_ref_kl_weights(sample, self._weight) for sample in rollout.samples]
 
     async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
-        return await self._teacher.refer(groups)
+        return await self._teacher.add_ref_logprobs(groups)
 
 
 def with_ref_kl_weights(sample: Sample, weight: float = 1.0) -> Sample:
@@ -236,12 +244,12 @@ class OPSD(Algorithm):
 
     async def begin(self, context: AlgorithmContext) -> None:
         self._context, config = context, self._config
-        self.bad_rows = look_through(context.rows, self._demonstration, AlgorithmError)
+        self.bad_rows = find_bad_rows(context.rows, self._demonstration, AlgorithmError)
         self._teacher = await ReferenceScorer.connect(config.teacher, context)
         asked: list[Message] = [{"role": "user", "content": "?"}]
         plain, mark = context.client.renderer.text(asked), "The quick brown fox."
         try:
-            told = context.client.renderer.text(self._conditioned(asked, mark))
+            told = context.client.renderer.text(self._prepend_demonstration(asked, mark))
         except RenderError:
             told = plain
         if mark not in told:
@@ -257,14 +265,14 @@ class OPSD(Algorithm):
             for rollout, length in zip(rollouts, lengths, strict=True):
                 whole = [s for s in rollout.samples if s.ended == "terminated" or not self._config.terminated_only]
                 if len(whole) < len(rollout.samples):
-                    rollout.samples = [_untrained(sample) for sample in rollout.samples]
+                    rollout.samples = [_mask_out(sample) for sample in rollout.samples]
                 else:
                     rollout.samples = [with_ref_kl_weights(sample, mean / max(1, length)) for sample in rollout.samples]
 
     async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
-        lost = await self._teacher.refer(groups, self._reference_prompt)
+        lost = await self._teacher.add_ref_logprobs(groups, self._reference_prompt)
         for rollout in (rollout for group in groups for rollout in group.rollouts):
-            rollout.samples = [self._clamped(sample) for sample in rollout.samples]
+            rollout.samples = [self._clamp_pull(sample) for sample in rollout.samples]
         return lost
 
     def _reference_prompt(self, rollout: Rollout, sample: Sample) -> ReferencePrompt:
@@ -276,17 +284,17 @@ class OPSD(Algorithm):
                 f"environment `{rollout.env}`: opsd puts a demonstration before the conversation, and this environment "
                 "prompts with bare tokens: let it speak in messages, or use another algorithm"
             )
-        told = self._conditioned(turn.messages, self._demonstration(rollout.ticket.row))
+        told = self._prepend_demonstration(turn.messages, self._demonstration(rollout.ticket.row))
         return ReferencePrompt(self._context.client.renderer.prompt(told, turn.tools), len(turn.prompt_ids))
 
-    def _clamped(self, sample: Sample) -> Sample:
+    def _clamp_pull(self, sample: Sample) -> Sample:
         if sample.ref_logprobs is None or sample.logprobs is None:
             return sample
         most = np.float32(self._config.max_pull)
         held = np.clip(sample.ref_logprobs, sample.logprobs - most, sample.logprobs + most)
         return sample.with_streams(ref_logprobs=np.where(sample.loss_mask, held, np.float32(0)))
 
-    def _conditioned(self, messages: Sequence[Message], demonstration: str) -> list[Message]:
+    def _prepend_demonstration(self, messages: Sequence[Message], demonstration: str) -> list[Message]:
         block = self._config.block.replace("{demonstration}", demonstration)
         first = messages[0] if messages else {}
         if first.get("role") in ("system", "developer"):  # one block: templates refuse a second one, or lose it
@@ -305,7 +313,7 @@ class OPSD(Algorithm):
         return text
 
 
-def _untrained(sample: Sample) -> Sample:
+def _mask_out(sample: Sample) -> Sample:
     """No ending, nothing to learn: a group of such samples carries no signal and makes room for another."""
     nothing = np.zeros(len(sample), np.float32)
     return sample.with_streams(advantages=nothing, rl_weights=nothing)

@@ -11,7 +11,7 @@ from paceline.algorithms.base import AlgorithmContext, AlgorithmError
 from paceline.algorithms.grpo import GRPO
 from paceline.config.algorithm import EchoConfig as Config
 from paceline.rollout import Message, Rollout, Turn, threads
-from paceline.rollout.history import Chain
+from paceline.rollout.history import PrefixHashes
 from paceline.rollout.render import Renderer, RenderError, Tools
 from paceline.server.tokenizer import TokenBytes
 from paceline.util.importing import import_object
@@ -29,7 +29,7 @@ class MessageSpan(NamedTuple):
     end: int
 
 
-class Bodies:
+class MessageLocator:
     """Tells messages from template, exactly or not at all.
 
     Where a message's words stand in the rendered text is seen by putting others in their place: what comes before and
@@ -52,8 +52,11 @@ class Bodies:
             whole = self._renderer.text(turn.messages, turn.tools)
         except RenderError:  # a hand-made turn, of messages this template cannot write
             return []
-        written, edges = whole.encode(), [0, *accumulate(len(self._lexicon.spell(token)[1]) for token in ids)]
-        if b"".join(bytes(self._lexicon.spell(token)[1]) for token in ids) != written[len(written) - edges[-1] :]:
+        written, edges = whole.encode(), [0, *accumulate(len(self._lexicon.decode_token(token)[1]) for token in ids)]
+        if (
+            b"".join(bytes(self._lexicon.decode_token(token)[1]) for token in ids)
+            != written[len(written) - edges[-1] :]
+        ):
             return []
         first = len(written) - edges[-1]
         found = []
@@ -122,12 +125,12 @@ class Echo(GRPO):
         self._filter: Callable[..., Any] | None = import_object(self._hook.import_path) if self._hook else None
 
     async def begin(self, context: AlgorithmContext) -> None:
-        self._bodies = Bodies(context.client.renderer)
+        self._bodies = MessageLocator(context.client.renderer)
         for role in self._alphas:
             said: list[Message] = [*OPENINGS.get(role, []), {"role": role, "content": "The quick brown fox."}]
             try:
                 ids = context.client.renderer.prompt(said)
-                seen = self._bodies.find(_trial(ids, said), [len(said) - 1])
+                seen = self._bodies.find(_probe_turn(ids, said), [len(said) - 1])
             except RenderError:
                 seen = []
             if not seen:
@@ -165,7 +168,7 @@ class Echo(GRPO):
         if turn.messages is None:
             return []
         new = []
-        for place, digest in enumerate(Chain(turn.messages, turn.tools).digests):
+        for place, digest in enumerate(PrefixHashes(turn.messages, turn.tools).digests):
             message = turn.messages[place]
             if place >= known and message.get("role") in self._alphas and message.get("content") and digest not in seen:
                 new.append(place)
@@ -195,7 +198,7 @@ class Echo(GRPO):
         return kept
 
 
-def _trial(ids: list[int], said: list[Message]) -> Turn:
+def _probe_turn(ids: list[int], said: list[Message]) -> Turn:
     """A turn with a prompt and nothing said yet."""
     return Turn(
         prompt_ids=ids, completion_ids=[], logprobs=[], versions=[], finish="stop", temperature=1.0, messages=said

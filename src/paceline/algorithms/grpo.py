@@ -61,8 +61,8 @@ class GRPO(RewardCredit):
                 self.compare(rollouts)
         return Counter()
 
-    def earned(self, rollouts: Sequence[Rollout]) -> NDArray:
-        rewards = super().earned(rollouts)
+    def scored_rewards(self, rollouts: Sequence[Rollout]) -> NDArray:
+        rewards = super().scored_rewards(rollouts)
         unit = self._config.length_bonus
         if unit is None:
             return rewards

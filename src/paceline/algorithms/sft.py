@@ -10,7 +10,7 @@ import numpy as np
 from paceline.algorithms.base import Algorithm, AlgorithmContext, AlgorithmError
 from paceline.config.algorithm import SFTConfig as Config
 from paceline.config.model import ModelRef
-from paceline.data import Row, Sample, look_through
+from paceline.data import Row, Sample, find_bad_rows
 from paceline.envs import POLICY, Environment, Outcome, Split
 from paceline.rollout import Group, Message, SamplingClient, Seat, Turn
 from paceline.rollout.history import message_text
@@ -99,7 +99,7 @@ class SFT(Algorithm):
             self._demonstrations.client = context.client
             read = self._demonstrations.conversation
             where = f"environment `{context.env}`, row"
-            self.bad_rows = look_through(
+            self.bad_rows = find_bad_rows(
                 context.rows, lambda number: read(context.rows[number], f"{where} {number}"), AlgorithmError
             )
         if isinstance(self._config.teacher, ModelRef):

@@ -12,18 +12,18 @@ from typing import Any, ClassVar
 
 import orjson
 
-from paceline.clients.remote import CONNECT_SECONDS, JSON, HttpConnection, finite_canary, in_one_piece
+from paceline.clients.remote import CONNECT_SECONDS, JSON_HEADERS, HttpConnection, deliver_whole, finite_canary
 from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, Mismatch, RequestError, UnknownModel, Unreachable
 from paceline.weights.update import ServedPolicy, WeightUpdate
 from paceline.weights.weight_store import WeightFolders, remove_folder
 
-SCORED_AT_ONCE = 32
+CONCURRENT_SCORES = 32
 SEED_BITS = (1 << 63) - 1
-ORDER_SECONDS = 900.0
-"""Longest order: all weights from a slow disk."""
-ALONE = {**JSON, "Connection": "close"}
-"""Orders come seldom, and a server that fails one resets the connection, which the next must not find open."""
+COMMAND_SECONDS = 900.0
+"""Timeout of a command: loading all weights from a slow disk takes longest."""
+CLOSE_HEADERS = {**JSON_HEADERS, "Connection": "close"}
+"""Commands are rare, and a server that fails one resets the connection, which must not be reused."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class ExternalEngine(HttpConnection, Engine):
     remedy: ClassVar[str]
     """What to do where its log probabilities leave the temperature out."""
     unload_path: ClassVar[str]
-    """Where adapters are taken away."""
+    """Path that unloads an adapter."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class ExternalEngine(HttpConnection, Engine):
         self._version: int | None = None
         """Of the whole weights; None before the first update."""
         self._adapters: dict[str, LoadedAdapter] = {}
-        self._loaded: list[LoadedAdapter] = []
-        """All that the server still has of ours, also those that only older requests need."""
-        self._changing: asyncio.Future[None] | None = None
-        self._trouble: EngineError | None = None
-        """Why nothing is to be sampled until the next update."""
+        self._loaded_adapters: list[LoadedAdapter] = []
+        """Every adapter of this run that the server holds, also those that only older requests use."""
+        self._update_done: asyncio.Future[None] | None = None
+        self._failure: EngineError | None = None
+        """Why requests are refused until the next update."""
         self._running = self._tokens = self._swaps = 0
-        self._since = self._busy = self._paused = 0.0
+        self._busy_since = self._busy = self._pause_seconds = 0.0
 
     @abstractmethod
     async def _sample(self, request: GenerateRequest, adapter: LoadedAdapter | None) -> Completion:
@@ -87,15 +87,15 @@ class ExternalEngine(HttpConnection, Engine):
         """Of a prompt's own tokens at temperature 1; 0.0 for the first."""
 
     @abstractmethod
-    async def _replace(self, folder: Path, version: int) -> float:
+    async def _replace_weights(self, folder: Path, version: int) -> float:
         """Load whole weights while nothing is sampled; answers with the seconds of the pause."""
 
     @abstractmethod
     async def _load_adapter(self, name: str, folder: Path) -> None: ...
 
     @abstractmethod
-    async def _held(self) -> int | None:
-        """The version of the whole weights as the server tells it; None if it holds none of ours."""
+    async def _served_version(self) -> int | None:
+        """The version of the whole weights that the server reports; None if this run did not load them."""
 
     @abstractmethod
     async def _adapter_names(self) -> Collection[str]: ...
@@ -112,39 +112,39 @@ class ExternalEngine(HttpConnection, Engine):
                 f"{self.name} reports log probabilities of what top-p and top-k have left, not of the policy itself: "
                 "leave both out"
             )
-        await self._settled()
+        await self._wait_for_update()
         with self._adapter_in_use(request.model) as adapter:
             completion = await self._sample(request, adapter)
             if adapter is None:
-                await self._settled()  # what came from new weights waits until they are proved
+                await self._wait_for_update()  # what came from new weights waits until they are proved
         self._tokens += len(completion.token_ids)
-        return in_one_piece(completion, listener)
+        return deliver_whole(completion, listener)
 
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
     ) -> list[list[float]]:
         if temperature != 1.0:
             raise RequestError(f"{self.name} scores at temperature 1 only, not at {temperature:g}")
-        await self._settled()
-        places = asyncio.Semaphore(SCORED_AT_ONCE)
+        await self._wait_for_update()
+        slots = asyncio.Semaphore(CONCURRENT_SCORES)
         with self._adapter_in_use(model) as adapter:
 
             async def one(ids: Sequence[int]) -> list[float]:
-                async with places:  # bounded: each request before it has a timeout
+                async with slots:  # bounded: each request before it has a timeout
                     return await self._logprobs(ids, adapter.name if adapter else None)
 
             return list(await asyncio.gather(*map(one, sequences)))
 
     async def load_weights(self, update: WeightUpdate) -> float:
         if update.adapter is not None:
-            await self._take_adapter(update, update.adapter.name)
+            await self._publish_adapter(update, update.adapter.name)
             return 0.0
-        await self._settled(whatever=True)
-        change = self._changing = asyncio.get_running_loop().create_future()
+        await self._wait_for_update(ignore_failure=True)
+        change = self._update_done = asyncio.get_running_loop().create_future()
         try:
-            return await self._take_whole(update)
+            return await self._publish_weights(update)
         finally:
-            self._changing = None
+            self._update_done = None
             change.set_result(None)
 
     async def policy(self) -> ServedPolicy:
@@ -152,9 +152,9 @@ class ExternalEngine(HttpConnection, Engine):
         own = self._adapters.get("")
         if own is not None:
             return ServedPolicy(own.version if own.name in await self._adapter_names() else -1, "")
-        version = await self._held()
-        if self._trouble is not None:
-            raise self._trouble
+        version = await self._served_version()
+        if self._failure is not None:
+            raise self._failure
         if self._version is None:
             return ServedPolicy(0, "")
         return ServedPolicy(-1 if version is None else version, "")
@@ -166,7 +166,7 @@ class ExternalEngine(HttpConnection, Engine):
             capacity=self._capacity,
             tokens=self._tokens,
             swaps=self._swaps,
-            pause_seconds=self._paused,
+            pause_seconds=self._pause_seconds,
             busy_seconds=self.busy_seconds,
         )
 
@@ -176,14 +176,14 @@ class ExternalEngine(HttpConnection, Engine):
     @property
     def busy_seconds(self) -> float:
         """Time in which a request of ours was under way: such a server does not tell how long it computed."""
-        return self._busy + (time.monotonic() - self._since if self._running else 0.0)
+        return self._busy + (time.monotonic() - self._busy_since if self._running else 0.0)
 
     def close(self) -> None:
-        for adapter in self._loaded:
+        for adapter in self._loaded_adapters:
             with contextlib.suppress(EngineError):
-                self.look(self.unload_path, {"lora_name": adapter.name})
+                self.request_sync(self.unload_path, {"lora_name": adapter.name})
             remove_folder(adapter.folder)
-        self._loaded.clear()
+        self._loaded_adapters.clear()
         self._folders.clear()
         super().close()
 
@@ -194,46 +194,48 @@ class ExternalEngine(HttpConnection, Engine):
     async def get(self, path: str, **more: Any) -> Any:
         return await super().get(path, timeout=CONNECT_SECONDS, **more)
 
-    async def order(self, path: str, body: Any = None, **query: Any) -> Any:
-        """A command to the server itself."""
+    async def send_command(self, path: str, body: Any = None, **query: Any) -> Any:
+        """POST a command that is no request for tokens: load, pause, resume."""
         content = orjson.dumps(body) if body is not None else None
-        return await self._request("POST", path, content=content, params=query, headers=ALONE, timeout=ORDER_SECONDS)
+        return await self._request(
+            "POST", path, content=content, params=query, headers=CLOSE_HEADERS, timeout=COMMAND_SECONDS
+        )
 
-    async def _take_whole(self, update: WeightUpdate) -> float:
-        folder = await self._folders.whole(update)
-        self._trouble = Unreachable(f"{self.name} was left with half of version {update.version}")
+    async def _publish_weights(self, update: WeightUpdate) -> float:
+        folder = await self._folders.full_path(update)
+        self._failure = Unreachable(f"{self.name} was left with half of version {update.version}")
         try:
-            pause = await self._replace(folder, update.version)
+            pause = await self._replace_weights(folder, update.version)
             self._version = update.version
-            await self._prove(update, None)
+            await self._check_canary(update, None)
         except EngineError as error:
-            self._trouble = error
+            self._failure = error
             raise
         finally:
             remove_folder(folder)
-        self._trouble = None
+        self._failure = None
         self._swaps += 1
-        self._paused += pause
+        self._pause_seconds += pause
         return pause
 
-    async def _take_adapter(self, update: WeightUpdate, name: str) -> None:
-        folder = await self._folders.adapter(update)
+    async def _publish_adapter(self, update: WeightUpdate, name: str) -> None:
+        folder = await self._folders.adapter_folder(update)
         fresh = LoadedAdapter(
             f"paceline-{name or 'policy'}-{update.version}-{uuid.uuid4().hex[:8]}", update.version, folder
         )
-        self._loaded.append(fresh)
+        self._loaded_adapters.append(fresh)
         try:
             await self._load_adapter(fresh.name, folder)
-            await self._prove(update, fresh.name)
+            await self._check_canary(update, fresh.name)
         except EngineError:
-            await self._forget(fresh)
+            await self._unload_adapter(fresh)
             raise
         before, self._adapters[name] = self._adapters.get(name), fresh
         self._swaps += 1
         if before is not None and not before.running:
-            await self._forget(before)
+            await self._unload_adapter(before)
 
-    async def _prove(self, update: WeightUpdate, model: str | None) -> None:
+    async def _check_canary(self, update: WeightUpdate, model: str | None) -> None:
         canary = finite_canary(update) if self._verify else None
         if canary is None:
             return
@@ -244,19 +246,19 @@ class ExternalEngine(HttpConnection, Engine):
                 f"{gap:.2g} on average (allowed: {canary.tolerance:.2g})"
             )
 
-    async def _forget(self, adapter: LoadedAdapter) -> None:
+    async def _unload_adapter(self, adapter: LoadedAdapter) -> None:
         with contextlib.suppress(EngineError):  # a server that was restarted does not know it
-            await self.order(self.unload_path, {"lora_name": adapter.name})
+            await self.send_command(self.unload_path, {"lora_name": adapter.name})
         remove_folder(adapter.folder)
-        if adapter in self._loaded:
-            self._loaded.remove(adapter)
+        if adapter in self._loaded_adapters:
+            self._loaded_adapters.remove(adapter)
 
-    async def _settled(self, whatever: bool = False) -> None:
-        """Return once no weights are changing; raise if they came to nothing."""
-        while self._changing is not None:
-            await asyncio.wait([self._changing], timeout=60.0)
-        if self._trouble is not None and not whatever:
-            raise self._trouble
+    async def _wait_for_update(self, ignore_failure: bool = False) -> None:
+        """Wait until no weight update is running; raise if the last one failed."""
+        while self._update_done is not None:
+            await asyncio.wait([self._update_done], timeout=60.0)
+        if self._failure is not None and not ignore_failure:
+            raise self._failure
 
     @contextlib.contextmanager
     def _adapter_in_use(self, model: str) -> Generator[LoadedAdapter | None]:
@@ -265,7 +267,7 @@ class ExternalEngine(HttpConnection, Engine):
             raise UnknownModel(f"no adapter `{model}` is loaded; loaded are: {', '.join(self._adapters) or 'none'}")
         adapter = self._adapters.get(model)
         if not self._running:
-            self._since = time.monotonic()
+            self._busy_since = time.monotonic()
         self._running += 1
         if adapter is not None:
             adapter.running += 1
@@ -274,11 +276,11 @@ class ExternalEngine(HttpConnection, Engine):
         finally:
             self._running -= 1
             if not self._running:
-                self._busy += time.monotonic() - self._since
+                self._busy += time.monotonic() - self._busy_since
             if adapter is not None:
                 adapter.running -= 1
                 if not adapter.running and adapter not in self._adapters.values():
-                    self._last = asyncio.ensure_future(self._forget(adapter))
+                    self._unload_task = asyncio.ensure_future(self._unload_adapter(adapter))
 
     def _check_temperature(self) -> None:
         """Log probabilities must be those of log_softmax(logits / temperature), as the trainer has them."""
@@ -294,12 +296,12 @@ class ExternalEngine(HttpConnection, Engine):
         """The version that sampled each of `count` tokens: the adapter's, or that of the weights of its span."""
         if adapter is not None:
             return [adapter.version] * count
-        versions = [self._stamp(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        versions = [self._require_version(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
         if len(versions) != count:
             raise EngineError(f"{self.name} named the weights of {len(versions)} tokens, not of {count}")
         return versions
 
-    def _label(self, version: int) -> str:
+    def _version_label(self, version: int) -> str:
         """The name of a version on the server, which no other run gives."""
         return f"paceline-{self._session}-{version}"
 
@@ -309,7 +311,7 @@ class ExternalEngine(HttpConnection, Engine):
             return int(label.removeprefix(ours))
         return 0 if self._version is None else None
 
-    def _stamp(self, label: str) -> int:
+    def _require_version(self, label: str) -> int:
         """The version behind a label; a server that was started anew holds weights of no known version."""
         version = self._version_of(label)
         if version is None:

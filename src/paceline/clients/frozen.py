@@ -20,46 +20,46 @@ from paceline.clients.http import HttpEngine
 from paceline.clients.pool import Pool
 from paceline.clients.remote import HttpConnection
 from paceline.config.model import ModelRef
-from paceline.config.secret import hidden
+from paceline.config.secret import redact
 from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, RequestError
 from paceline.weights.update import ServedPolicy, WeightUpdate
 
-TIMEOUT = 600.0
-SAMPLE = "Foxes jump 12.75\n\n\tdef f(x):  # é 漢字 🙂"
+TIMEOUT_SECONDS = 600.0
+PROBE_TEXT = "Foxes jump 12.75\n\n\tdef f(x):  # é 漢字 🙂"
 """Letters, numbers, white space and rare signs: two vocabularies that split all of it alike are taken for one."""
 T = TypeVar("T")
-Ways = tuple[dict[str, Any], ...]
-ASKING: Ways = ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 1})
-"""How endpoints are asked for the log probabilities of a prompt, the way of vLLM and the older way of OpenAI."""
+LogprobOptions = tuple[dict[str, Any], ...]
+PROMPT_LOGPROB_OPTIONS: LogprobOptions = ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 1})
+"""Parameters that ask an endpoint for the log probabilities of a prompt: vLLM's, then OpenAI's older ones."""
 
 
-class Frozen(Engine, Protocol):
+class FrozenEngine(Engine, Protocol):
     """An engine whose weights never change."""
 
     async def aclose(self) -> None:
-        """Let go of the connection to it."""
+        """Close the connection to it."""
         ...
 
 
 class FrozenPool(Pool):
-    """One model behind one endpoint or several, asked by so many at once and no more."""
+    """One model behind one or several endpoints, with a limit on concurrent requests."""
 
-    def __init__(self, engines: Sequence[Frozen], ref: ModelRef) -> None:
+    def __init__(self, engines: Sequence[FrozenEngine], ref: ModelRef) -> None:
         super().__init__(engines)
         self.ref = ref
         self._engines = engines
-        self._places = asyncio.Semaphore(ref.concurrency)
+        self._slots = asyncio.Semaphore(ref.concurrency)
 
     @property
-    def any_temperature(self) -> bool:
+    def scores_any_temperature(self) -> bool:
         """Whether it scores at temperatures other than 1."""
         return not any(isinstance(engine, CompletionsEngine) for engine in self._engines)
 
     async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
-        async with self._places:  # bounded: each request before it has a deadline
+        async with self._slots:  # bounded: each request before it has a deadline
             request = dataclasses.replace(request, model=self.ref.name)
-            return await self._within(deadline, super().generate(request))
+            return await self._run_with_timeout(deadline, super().generate(request))
 
     async def score(
         self,
@@ -68,10 +68,10 @@ class FrozenPool(Pool):
         model: str = "",
         deadline: float | None = None,
     ) -> list[list[float]]:
-        async with self._places:  # bounded: each request before it has a deadline
-            return await self._within(deadline, super().score(sequences, temperature, model or self.ref.name))
+        async with self._slots:  # bounded: each request before it has a deadline
+            return await self._run_with_timeout(deadline, super().score(sequences, temperature, model or self.ref.name))
 
-    async def _within(self, seconds: float | None, work: Awaitable[T]) -> T:
+    async def _run_with_timeout(self, seconds: float | None, work: Awaitable[T]) -> T:
         """Report a timeout as the endpoint's: the pool's own message addresses environment code."""
         try:
             async with asyncio.timeout(seconds) as limit:
@@ -98,7 +98,9 @@ async def attach(ref: ModelRef, tokenizer: PreTrainedTokenizerBase) -> FrozenPoo
         for url in ref.urls:
             engine = CompletionsEngine(url, ref.name, key)
             on_failure.push_async_callback(engine.aclose)
-            same_words(f"`{ref.name}` at {url}", tokenizer.encode(SAMPLE), await engine.tokens(SAMPLE))
+            check_same_vocabulary(
+                f"`{ref.name}` at {url}", tokenizer.encode(PROBE_TEXT), await engine.tokenize(PROBE_TEXT)
+            )
             if await engine.is_paceline():
                 await engine.aclose()
                 engines.append(HttpEngine(url, api_key=key))
@@ -108,8 +110,8 @@ async def attach(ref: ModelRef, tokenizer: PreTrainedTokenizerBase) -> FrozenPoo
     return FrozenPool(engines, ref)
 
 
-def same_words(who: str, ours: Sequence[int], theirs: Sequence[int]) -> None:
-    """Raise unless the policy and the model `who` split `SAMPLE` alike."""
+def check_same_vocabulary(who: str, ours: Sequence[int], theirs: Sequence[int]) -> None:
+    """Raise unless the policy and the model `who` split `PROBE_TEXT` alike."""
     if list(ours) != list(theirs):
         raise EngineError(
             f"{who} has another vocabulary than the policy: it reads a text of {len(ours)} tokens as {len(theirs)}, or "
@@ -121,9 +123,9 @@ class CompletionsEngine(HttpConnection, Engine):
     """Speaks what a frozen model needs of the `Engine` protocol to any OpenAI-compatible endpoint."""
 
     def __init__(self, url: str, model: str, api_key: str | None = None) -> None:
-        super().__init__(url, api_key, TIMEOUT, env_proxies=True)
+        super().__init__(url, api_key, TIMEOUT_SECONDS, env_proxies=True)
         self._model = model
-        self._ways = ASKING
+        self._logprob_options = PROMPT_LOGPROB_OPTIONS
 
     async def is_paceline(self) -> bool:
         """Whether a `paceline serve` answers here, which can do more."""
@@ -133,7 +135,7 @@ class CompletionsEngine(HttpConnection, Engine):
             return False
         return isinstance(answer, dict) and "vocabulary" in answer
 
-    async def tokens(self, text: str) -> list[int]:
+    async def tokenize(self, text: str) -> list[int]:
         """How the model splits a text."""
         body = {"prompt": text, "max_tokens": 1, "return_token_ids": True}
         try:
@@ -178,14 +180,14 @@ class CompletionsEngine(HttpConnection, Engine):
 
     async def _score(self, ids: list[int]) -> list[float]:
         refusal = ""
-        for way in self._ways:
+        for options in self._logprob_options:
             try:
-                choice = await self._complete({"prompt": ids, "max_tokens": 1, "temperature": 1.0, **way})
+                choice = await self._complete({"prompt": ids, "max_tokens": 1, "temperature": 1.0, **options})
             except RequestError as error:
                 refusal = f" ({error})"
                 continue
             if (scores := prompt_logprobs(choice, ids)) is not None:
-                self._ways = (way,)
+                self._logprob_options = (options,)
                 return scores
         raise RequestError(
             f"{self.name} gives no log probabilities of a prompt{refusal}: score with `paceline serve` or vLLM"
@@ -223,10 +225,10 @@ class CompletionsEngine(HttpConnection, Engine):
         except (LookupError, TypeError, ValueError):
             raise EngineError(f"{self.name}/v1/completions answered without a choice") from None
 
-    def _read(self, response: httpx.Response) -> Any:
-        answer = super()._read(response)
+    def _decode_response(self, response: httpx.Response) -> Any:
+        answer = super()._decode_response(response)
         if isinstance(answer, str):
-            words = hidden(answer, self._key)[:200]  # the key goes first: cut in two, it would not be found
+            words = redact(answer, self._key)[:200]  # the key goes first: cut in two, it would not be found
             raise EngineError(f"{self.name}{response.url.path} answered 200: {words}")
         return answer
 

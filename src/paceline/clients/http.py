@@ -1,4 +1,4 @@
-"""An engine behind a running `paceline serve`, used as if it were in this process."""
+"""Client of the engine behind a running `paceline serve`."""
 
 import asyncio
 import base64
@@ -12,7 +12,14 @@ from typing import Any
 import httpx
 import orjson
 
-from paceline.clients.remote import CONNECT_SECONDS, HttpConnection, Question, RemoteEngine, finite_canary, in_one_piece
+from paceline.clients.remote import (
+    CONNECT_SECONDS,
+    ControlCall,
+    HttpConnection,
+    RemoteEngine,
+    deliver_whole,
+    finite_canary,
+)
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Grammar, Listener
 from paceline.errors import (
     DeltaBaseMismatch,
@@ -26,14 +33,14 @@ from paceline.errors import (
 from paceline.weights import tensors as libraries
 from paceline.weights.transports import UPDATE_HEADER, WeightPath, WeightTransport, transport_for
 from paceline.weights.update import ServedPolicy, WeightUpdate
-from paceline.weights.weight_store import copied
+from paceline.weights.weight_store import clone_update
 
-FRESH_SECONDS = 1.0
-"""How old `busy_seconds` may grow while answers come in."""
-SEQUENCES_AT_ONCE = 256
-SCORED_AT_ONCE = 128_000
+STATS_SECONDS = 1.0
+"""Longest age of `busy_seconds` while responses arrive."""
+SCORE_SEQUENCES = 256
+SCORE_TOKENS = 128_000
 """Tokens in one request for scores, unless one sequence has more: a server bounds what a body may hold."""
-STATS = frozenset(field.name for field in dataclasses.fields(EngineStats))
+STATS_FIELDS = frozenset(field.name for field in dataclasses.fields(EngineStats))
 
 
 class HttpEngine(HttpConnection, RemoteEngine):
@@ -55,37 +62,39 @@ class HttpEngine(HttpConnection, RemoteEngine):
         timeout: float = 3600.0,
     ) -> None:
         super().__init__(url, api_key, timeout)
-        self._travel = path, folder
-        self._asked = 0.0
-        self._asking: asyncio.Task[EngineStats] | None = None
+        self._transport_args = path, folder
+        self._stats_time = 0.0
+        self._stats_task: asyncio.Task[EngineStats] | None = None
 
     def start(self) -> None:
         """Check that a server answers here, takes our key and has an engine that lives."""
         for path in ("/health", "/limits"):
-            self.look(path, seconds=CONNECT_SECONDS)
+            self.request_sync(path, seconds=CONNECT_SECONDS)
 
     def close(self) -> None:
-        self._leave()
+        self._close_transport()
         super().close()
 
     async def aclose(self) -> None:
-        self._leave()
+        self._close_transport()
         await super().aclose()
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
-        completion = _completion((await self.post("/v1/completions", _body(request)))["choices"][0])
-        if time.monotonic() - self._asked > FRESH_SECONDS and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.ensure_future(self.stats())
-            # The next caller hears of a failure.
-            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return in_one_piece(completion, listener)
+        completion = _completion((await self.post("/v1/completions", _completion_body(request)))["choices"][0])
+        if time.monotonic() - self._stats_time > STATS_SECONDS and (
+            self._stats_task is None or self._stats_task.done()
+        ):
+            self._stats_task = asyncio.ensure_future(self.stats())
+            # A failure is raised by the next call.
+            self._stats_task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return deliver_whole(completion, listener)
 
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
     ) -> list[list[float]]:
         scores: list[list[float]] = []
-        for some in _portions(sequences):
-            body = {"token_ids": some, "temperature": temperature} | ({"model": model} if model else {})
+        for batch in _score_batches(sequences):
+            body = {"token_ids": batch, "temperature": temperature} | ({"model": model} if model else {})
             scores += (await self.post("/v1/score", body))["logprobs"]
         return scores
 
@@ -97,9 +106,9 @@ class HttpEngine(HttpConnection, RemoteEngine):
         if (canary := finite_canary(update)) is not None:
             head["canary"] = dataclasses.asdict(canary)
         if adapter is None:
-            answer = await self._carrier.send(self, head, await self.keep(update))
+            answer = await self._transport.send(self, head, await self.keep(update))
         else:
-            packed = await asyncio.to_thread(lambda: base64.b64encode(libraries.packed(update.tensors)))
+            packed = await asyncio.to_thread(lambda: base64.b64encode(libraries.serialize(update.tensors)))
             head |= {"name": adapter.name} if adapter.name else {}
             answer = await self.post("/adapters/load", head | {"weights": packed.decode(), "scale": adapter.scale})
         await self.stats()
@@ -114,39 +123,39 @@ class HttpEngine(HttpConnection, RemoteEngine):
         return EngineLimits(answer["max_context"], answer["vocabulary"], answer["max_top_logprobs"], answer["adapters"])
 
     async def stats(self) -> EngineStats:
-        self._asked = time.monotonic()
+        self._stats_time = time.monotonic()
         answer = await self.get("/stats")
-        stats = EngineStats(**{name: value for name, value in answer.items() if name in STATS})
+        stats = EngineStats(**{name: value for name, value in answer.items() if name in STATS_FIELDS})
         self._busy = stats.busy_seconds
         return stats
 
-    async def _ask(self, what: Question) -> Any:
+    async def _ask(self, what: ControlCall) -> Any:
         return await self.post(f"/{what}")
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
         """A copy of an update that can be sent again later, whatever the trainer has done to its tensors by then."""
         if update.adapter is not None:
-            return copied(update)
-        return await self._carrier.keep(update)
+            return clone_update(update)
+        return await self._transport.keep(update)
 
     @cached_property
-    def _carrier(self) -> WeightTransport:
-        """Made when weights first travel: most engines behind HTTP only answer."""
-        return transport_for(*self._travel)
+    def _transport(self) -> WeightTransport:
+        """Created when weights are first sent: most HTTP engines never receive any."""
+        return transport_for(*self._transport_args)
 
     async def stream(self, path: str, head: dict[str, Any], size: int, pieces: AsyncIterator[bytes]) -> Any:
-        """For the carrier: a request with raw bytes, the head in a header of its own."""
+        """For the transport: POST raw bytes, with `head` as JSON in the header `Paceline-Update`."""
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
         headers[UPDATE_HEADER] = orjson.dumps(head).decode("ascii")
         return await self._request("POST", path, content=pieces, headers=headers)
 
-    def _leave(self) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
-        if "_carrier" in self.__dict__:
-            self._carrier.close()
+    def _close_transport(self) -> None:
+        if self._stats_task is not None:
+            self._stats_task.cancel()
+        if "_transport" in self.__dict__:
+            self._transport.close()
 
-    def _read(self, response: httpx.Response) -> Any:
+    def _decode_response(self, response: httpx.Response) -> Any:
         """The answer, or the server's own sentence as the error it stands for."""
         status = response.status_code
         try:
@@ -161,10 +170,10 @@ class HttpEngine(HttpConnection, RemoteEngine):
             kind = Unreachable if status == 200 or status >= 500 else EngineError
             raise kind(f"{response.url} answered {status}, but not as a Paceline server does")
         by_status = {429: Overloaded, **dict.fromkeys((400, 413, 415), RequestError)}.get(status, EngineError)
-        raise KINDS.get(str(error.get("code")), by_status)(str(error.get("message")))
+        raise ERROR_CODES.get(str(error.get("code")), by_status)(str(error.get("message")))
 
 
-KINDS = {
+ERROR_CODES = {
     "weights_mismatch": Mismatch,
     "other_base": DeltaBaseMismatch,
     "model_not_found": UnknownModel,
@@ -172,24 +181,24 @@ KINDS = {
     "engine_unavailable": Unreachable,
     "update_refused": EngineError,
 }
-"""What a refusal means, by its code; by its status for all others."""
+"""Error class by error code; other codes are mapped by HTTP status."""
 
 
-def _portions(sequences: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
-    """The sequences in order, a request's worth at a time."""
-    some: list[list[int]] = []
+def _score_batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
+    """The sequences in order, split into batches of one request each."""
+    batch: list[list[int]] = []
     tokens = 0
     for ids in sequences:
-        if some and (tokens + len(ids) > SCORED_AT_ONCE or len(some) == SEQUENCES_AT_ONCE):
-            yield some
-            some, tokens = [], 0
-        some.append(list(ids))
+        if batch and (tokens + len(ids) > SCORE_TOKENS or len(batch) == SCORE_SEQUENCES):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(list(ids))
         tokens += len(ids)
-    if some:
-        yield some
+    if batch:
+        yield batch
 
 
-def _body(request: GenerateRequest) -> dict[str, Any]:
+def _completion_body(request: GenerateRequest) -> dict[str, Any]:
     body: dict[str, Any] = {
         "flat": True,
         "prompt": request.prompt_ids,
@@ -206,10 +215,10 @@ def _body(request: GenerateRequest) -> dict[str, Any]:
         body["model"] = request.model
     if request.top_logprobs:
         body["logprobs"] = request.top_logprobs
-    return body | _constraint(request.grammar)
+    return body | _grammar_fields(request.grammar)
 
 
-def _constraint(grammar: Grammar | None) -> dict[str, Any]:
+def _grammar_fields(grammar: Grammar | None) -> dict[str, Any]:
     if grammar is None:
         return {}
     if grammar.kind == "regex":

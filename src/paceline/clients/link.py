@@ -1,4 +1,4 @@
-"""An engine in another process, used as if it were in this one."""
+"""Client of an engine in another process, over a socket."""
 
 import asyncio
 from abc import abstractmethod
@@ -8,23 +8,23 @@ from socket import AF_UNIX, socket
 from typing import Any
 
 from paceline.clients import rpc
-from paceline.clients.remote import Question, RemoteEngine
+from paceline.clients.remote import ControlCall, RemoteEngine
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, PacelineError
 from paceline.util.private_folder import PrivateFolder
-from paceline.weights.tensors import packed, write_tensors
+from paceline.weights.tensors import serialize, write_tensors
 from paceline.weights.update import ServedPolicy, WeightUpdate
 from paceline.weights.weight_store import StoredTensors
 
 START_SECONDS = 1800.0
-"""For the other side to load its weights and warm up."""
-LAID_DOWN_BYTES = 16 << 20
+"""Time for the engine's process to load its weights and warm up."""
+FILE_BYTES = 16 << 20
 """From this size on weights go to the process beside us as a file: through the socket all of them would be copied some
 seven times, in pieces of 64 KiB."""
 
 
 class FramedEngine(RemoteEngine):
-    """Asks an engine by the messages of `rpc.py`, however they are carried."""
+    """Sends an engine the messages of `rpc.py`; subclasses provide the transport."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
@@ -36,8 +36,8 @@ class FramedEngine(RemoteEngine):
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
     ) -> list[list[float]]:
-        asked = [list(map(int, ids)) for ids in sequences]
-        return (await self._send(rpc.ScoreFrame(next(self._numbers), asked, temperature, model))).scores
+        token_ids = [list(map(int, ids)) for ids in sequences]
+        return (await self._send(rpc.ScoreFrame(next(self._numbers), token_ids, temperature, model))).scores
 
     async def policy(self) -> ServedPolicy:
         return await self._ask("policy")
@@ -48,7 +48,7 @@ class FramedEngine(RemoteEngine):
     async def stats(self) -> EngineStats:
         return await self._ask("stats")
 
-    async def _ask(self, what: Question) -> Any:
+    async def _ask(self, what: ControlCall) -> Any:
         return getattr(await self._send(rpc.Ask(next(self._numbers), what)), what, None)
 
     def _load_message(self, update: WeightUpdate, weights: bytes | list[str], delta: bytes = b"") -> rpc.Load:
@@ -68,11 +68,11 @@ class EngineLink(FramedEngine):
         super().__init__()
         self._sock = sock
         self._cause = cause
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._pending: dict[int, asyncio.Future[Any]] = {}
         self._listeners: dict[int, Listener] = {}
         self._outbox: list[Any] = []
-        self._reading: asyncio.Task[None] | None = None
-        self._lost: asyncio.Future[EngineError] | None = None
+        self._reader_task: asyncio.Task[None] | None = None
+        self._exit_error: asyncio.Future[EngineError] | None = None
         self._folder: PrivateFolder | None = None
         """Holds weights on their way to the engine."""
         self.end_tokens: tuple[int, ...] = ()
@@ -81,7 +81,7 @@ class EngineLink(FramedEngine):
         """Wait until the engine is ready, or say why it never will be."""
         self._sock.settimeout(START_SECONDS)
         try:
-            body = received(self._sock)
+            body = receive_frame(self._sock)
         except TimeoutError:
             raise EngineError(f"the engine's process was not ready within {START_SECONDS:.0f} s") from None
         self._sock.settimeout(None)
@@ -94,9 +94,9 @@ class EngineLink(FramedEngine):
         self.end_tokens = hello.end_tokens
 
     def close(self) -> None:
-        """Let go of the other side, which then ends."""
-        if self._reading is not None:
-            self._reading.cancel()
+        """Close the socket; the engine's process then ends."""
+        if self._reader_task is not None:
+            self._reader_task.cancel()
         self._sock.close()
         if self._folder is not None:
             self._folder.close()
@@ -108,7 +108,7 @@ class EngineLink(FramedEngine):
         try:
             return (await self._send(rpc.Generate(number, request, listener is not None))).completion
         except asyncio.CancelledError:
-            self._post(rpc.Cancel(number))
+            self._enqueue(rpc.Cancel(number))
             raise
         finally:
             self._listeners.pop(number, None)
@@ -116,10 +116,10 @@ class EngineLink(FramedEngine):
     async def load_weights(self, update: WeightUpdate) -> float:
         tensors = update.tensors
         if isinstance(tensors, StoredTensors) and not tensors.deltas:
-            return await self._load(update, [str(file) for file in tensors.files])
+            return await self._send_update(update, [str(file) for file in tensors.files])
         size = sum(tensor.nbytes for tensor in tensors.values())
-        if self._sock.family != AF_UNIX or size < LAID_DOWN_BYTES:
-            return await self._load(update, await asyncio.to_thread(packed, tensors))
+        if self._sock.family != AF_UNIX or size < FILE_BYTES:
+            return await self._send_update(update, await asyncio.to_thread(serialize, tensors))
         self._folder = self._folder or PrivateFolder()
         file = self._folder.path / f"{next(self._numbers)}.safetensors"
         try:
@@ -127,41 +127,41 @@ class EngineLink(FramedEngine):
                 await asyncio.to_thread(write_tensors, tensors, file)
             except OSError:  # no room there: over the connection, then
                 file.unlink(missing_ok=True)
-                return await self._load(update, await asyncio.to_thread(packed, tensors))
-            return await self._load(update, [str(file)])
+                return await self._send_update(update, await asyncio.to_thread(serialize, tensors))
+            return await self._send_update(update, [str(file)])
         finally:
             file.unlink(missing_ok=True)
 
-    async def _load(self, update: WeightUpdate, weights: bytes | list[str]) -> float:
+    async def _send_update(self, update: WeightUpdate, weights: bytes | list[str]) -> float:
         delta = b"" if update.delta is None else update.delta.data
         return (await self._send(self._load_message(update, weights, delta))).seconds
 
-    async def lost(self) -> EngineError:
-        """Waits until the other side is gone, and tells why."""
+    async def wait_closed(self) -> EngineError:
+        """Wait until the engine's process is gone; returns the cause."""
         self._attach()
-        assert self._lost is not None
-        return await asyncio.shield(self._lost)  # unbounded: as long as the other side lives
+        assert self._exit_error is not None
+        return await asyncio.shield(self._exit_error)  # unbounded: as long as the other side lives
 
     async def _send(self, message: rpc.EngineMessage) -> Any:
         self._attach()
-        assert self._lost is not None
-        if self._lost.done():
-            raise self._lost.result()  # bounded: it is done
-        answer = self._waiting[message.id] = asyncio.get_running_loop().create_future()
-        self._post(message)
+        assert self._exit_error is not None
+        if self._exit_error.done():
+            raise self._exit_error.result()  # bounded: it is done
+        answer = self._pending[message.id] = asyncio.get_running_loop().create_future()
+        self._enqueue(message)
         try:
             return await answer  # bounded: by the pool's deadline, and by the life of the other side
         finally:
-            self._waiting.pop(message.id, None)
+            self._pending.pop(message.id, None)
 
     def _attach(self) -> None:
         """Hand the socket to the event loop, once."""
-        if self._reading is None:
-            self._lost = asyncio.get_running_loop().create_future()
+        if self._reader_task is None:
+            self._exit_error = asyncio.get_running_loop().create_future()
             self._writer: asyncio.StreamWriter | None = None
-            self._reading = asyncio.ensure_future(self._read())
+            self._reader_task = asyncio.ensure_future(self._read_loop())
 
-    def _post(self, message: Any) -> None:
+    def _enqueue(self, message: Any) -> None:
         self._outbox.append(message)
         if len(self._outbox) == 1:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -171,29 +171,29 @@ class EngineLink(FramedEngine):
             return  # not connected yet: the reader flushes when it is
         messages, self._outbox = self._outbox, []
         if not self._writer.is_closing():
-            self._writer.writelines(rpc.frame(rpc.ToEngine(messages)))
+            self._writer.writelines(rpc.encode_frame(rpc.ToEngine(messages)))
 
-    async def _read(self) -> None:
-        assert self._lost is not None
-        reader, self._writer = await rpc.opened(self._sock)
+    async def _read_loop(self) -> None:
+        assert self._exit_error is not None
+        reader, self._writer = await rpc.open_streams(self._sock)
         self._flush()
         while (body := await rpc.read_frame(reader)) is not None:
-            self._hear(rpc.decode_from_engine(body))
+            self._dispatch(rpc.decode_from_engine(body))
         self._writer.close()
         message = f"the engine's process ended: {await asyncio.to_thread(self._cause)}"
-        self._lost.set_result(EngineError(message))
-        for answer in self._waiting.values():
+        self._exit_error.set_result(EngineError(message))
+        for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(EngineError(message))
 
-    def _hear(self, batch: rpc.FromEngine) -> None:
+    def _dispatch(self, batch: rpc.FromEngine) -> None:
         self._busy = batch.busy_seconds
         for message in batch.messages:
             if isinstance(message, rpc.TokensFrame):
                 if listener := self._listeners.get(message.id):
                     listener(message.piece)
                 continue
-            answer = self._waiting.get(message.id)
+            answer = self._pending.get(message.id)
             if answer is None or answer.done():
                 continue  # cancelled meanwhile
             if isinstance(message, rpc.FailureFrame):
@@ -202,13 +202,13 @@ class EngineLink(FramedEngine):
                 answer.set_result(message)
 
 
-def received(sock: socket) -> bytes | None:
+def receive_frame(sock: socket) -> bytes | None:
     """The next frame's body, without an event loop; None when the other side is gone."""
-    head = _receive(sock, rpc.HEAD.size)
-    return _receive(sock, rpc.HEAD.unpack(head)[0]) if head else None
+    head = _receive_exactly(sock, rpc.FRAME_HEADER.size)
+    return _receive_exactly(sock, rpc.FRAME_HEADER.unpack(head)[0]) if head else None
 
 
-def _receive(sock: socket, size: int) -> bytes | None:
+def _receive_exactly(sock: socket, size: int) -> bytes | None:
     data = bytearray()
     while len(data) < size:
         part = sock.recv(size - len(data))  # bounded: by the socket's own timeout

@@ -8,20 +8,27 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from paceline.clients.registry import SHAPES, EngineRegistry, PoolMember, PrefixAffinity, RejoiningEngine, choose
+from paceline.clients.registry import (
+    MALFORMED_ANSWER,
+    EngineRegistry,
+    PoolMember,
+    PrefixAffinity,
+    RejoiningEngine,
+    choose_member,
+)
 from paceline.engine.base import Completion, Engine, EngineStats, GenerateRequest
 from paceline.errors import EngineError, Overloaded, RequestError, UnknownModel, Unreachable
 from paceline.util.rate_limited_logger import RateLimitedLogger
 from paceline.weights.update import Adapter, ServedPolicy, WeightUpdate
 
-PATIENCE_SECONDS = 300.0
+MAX_WAIT_SECONDS = 300.0
 """How long a request without a deadline waits for room or for an engine, all in all."""
-MOST_BROKEN = 2
-"""Engines a request may see fail before it is taken for their killer."""
-MOST_LOST = 4
+MOST_FAILED_ENGINES = 2
+"""Engines that may fail under a request before the request is blamed."""
+MOST_LOST_CONNECTIONS = 4
 """Connections to a healthy engine that may break under a request."""
-LONG_SECONDS = 20.0
-"""A request that has waited this long is worth a word."""
+WARN_SECONDS = 20.0
+"""A request that has waited this long is logged."""
 T = TypeVar("T")
 warnings = RateLimitedLogger(logging.getLogger("paceline.pool"))
 
@@ -32,7 +39,7 @@ class NoEngineLeft(EngineError):
 
 @dataclass(slots=True)
 class PendingRequest:
-    """One request on its way: what it needs, and what it has met so far."""
+    """A request under way: its needs, and the failures and waits so far."""
 
     length: int
     """Tokens an engine's context must hold."""
@@ -41,17 +48,17 @@ class PendingRequest:
     request: GenerateRequest | None = None
     """None where sequences are scored."""
     weight: int = 1
-    full: tuple[PoolMember, ...] = ()
-    """Those that had no room in this round."""
-    broken: tuple[PoolMember, ...] = ()
-    lost: int = 0
+    full_members: tuple[PoolMember, ...] = ()
+    """Engines that had no room in this round."""
+    failed_members: tuple[PoolMember, ...] = ()
+    lost_connections: int = 0
     rounds: int = 0
-    waited: float = 0.0
+    waited_seconds: float = 0.0
     trouble: EngineError | None = None
 
     @property
-    def what(self) -> str:
-        """Names it in an error."""
+    def description(self) -> str:
+        """The request in an error message."""
         if (request := self.request) is None:
             return f"the scoring of {self.weight} sequences"
         return f"the request of {len(request.prompt_ids)} prompt tokens, order {request.order}, noise {request.noise}"
@@ -76,20 +83,20 @@ class Pool:
         def route(candidates: list[PoolMember]) -> PoolMember:
             if len(candidates) == 1:
                 return candidates[0]
-            member = choose(candidates, self._affinity.find(prompt))
-            self._affinity.settle(prompt, member)
+            member = choose_member(candidates, self._affinity.find(prompt))
+            self._affinity.record(prompt, member)
             return member
 
         async def ask(member: PoolMember) -> Completion:
-            floor = self._registry.floor(request.model)
+            oldest = self._registry.min_version(request.model)
             completion = await member.engine.generate(request)
             tokens, logprobs, versions = map(len, (completion.token_ids, completion.logprobs, completion.versions))
             if not tokens == logprobs == versions:
                 found = f"{tokens} tokens with {logprobs} log probabilities and {versions} versions"
                 raise EngineError(f"{member.name} answered {found}")
             # An engine may have been restarted unnoticed, with the weights it began with.
-            if min(completion.versions, default=floor) < floor and await self._registry.fails(member):
-                raise Unreachable(f"{member.name} answered with version {min(completion.versions)}, not {floor}")
+            if min(completion.versions, default=oldest) < oldest and await self._registry.set_aside_if_failing(member):
+                raise Unreachable(f"{member.name} answered with version {min(completion.versions)}, not {oldest}")
             return completion
 
         return self._run(PendingRequest(len(prompt) + 1, request.model, deadline, request), route, ask)
@@ -105,13 +112,13 @@ class Pool:
         longest, count = max(map(len, sequences), default=0), len(sequences)
         return await self._run(
             PendingRequest(longest, model, deadline, weight=count),
-            choose,
+            choose_member,
             lambda member: member.engine.score(sequences, temperature, model),
         )
 
     async def load_weights(self, update: WeightUpdate) -> float:
         """Give every engine the new weights; answers with the longest pause."""
-        self._affinity.forget()
+        self._affinity.clear()
         return await self._registry.publish(update)
 
     def add(self, engine: Engine) -> None:
@@ -158,7 +165,7 @@ class Pool:
         ask: Callable[[PoolMember], Awaitable[T]],
     ) -> Coroutine[Any, Any, T]:
         work = self._attempt(pending, route, ask)
-        return work if pending.deadline is None else _in_time(pending, pending.deadline, work)
+        return work if pending.deadline is None else _run_with_deadline(pending, pending.deadline, work)
 
     async def _attempt(
         self,
@@ -168,7 +175,7 @@ class Pool:
     ) -> T:
         self._unanswered += 1
         try:
-            await self._registry.meet()
+            await self._registry.learn_sizes()
             while True:
                 member = route(await self._candidates(pending))
                 member.unanswered += pending.weight
@@ -178,16 +185,16 @@ class Pool:
                     finally:
                         member.unanswered -= pending.weight
                 except UnknownModel as error:
-                    if not self._registry.forgot(member, pending.model, error):
+                    if not self._registry.set_aside_if_restarted(member, pending.model, error):
                         raise
                 except RequestError:
                     raise
                 except Overloaded as error:
-                    pending.full += (member,)
+                    pending.full_members += (member,)
                     pending.trouble = error
                 except EngineError as error:
                     await self._retry_or_raise(pending, member, error)
-                except SHAPES as error:
+                except MALFORMED_ANSWER as error:
                     if not isinstance(member.engine, RejoiningEngine):
                         raise  # nothing came over a wire: it is a bug, and its traceback says where
                     garbled = EngineError(
@@ -201,57 +208,57 @@ class Pool:
     async def _candidates(self, pending: PendingRequest) -> list[PoolMember]:
         """Engines in service that are large enough and have not just refused; waits until there is one."""
         members = self._registry.members
-        if len(members) == 1 and members[0].trouble is members[0].context is None and not pending.full:
+        if len(members) == 1 and members[0].trouble is members[0].context is None and not pending.full_members:
             return members  # most runs have one engine: nothing to choose, nothing to compare
         if all(member.context is not None and member.context < pending.length for member in members):
             longest = max(member.context or 0 for member in members)
             raise RequestError(
-                f"{pending.what} needs {pending.length} tokens, but no context holds more than {longest}"
+                f"{pending.description} needs {pending.length} tokens, but no context holds more than {longest}"
             )
         while True:
             fit = [m for m in self._registry.serving if m.context is None or m.context >= pending.length]
-            if free := [member for member in fit if member not in pending.full]:
+            if free := [member for member in fit if member not in pending.full_members]:
                 return free
-            if self._registry.hopeless:
+            if self._registry.is_hopeless:
                 trouble = pending.trouble or self._registry.trouble
                 raise NoEngineLeft(str(trouble)) from trouble
             await self._wait(pending)
-            pending.full = ()
+            pending.full_members = ()
 
     async def _wait(self, pending: PendingRequest) -> None:
-        delay = self._registry.delay(pending.rounds)
-        if pending.deadline is None and pending.waited + delay > PATIENCE_SECONDS:
+        delay = self._registry.backoff_delay(pending.rounds)
+        if pending.deadline is None and pending.waited_seconds + delay > MAX_WAIT_SECONDS:
             raise pending.trouble or self._registry.trouble
         pending.rounds += 1
-        pending.waited += delay
-        if pending.waited > LONG_SECONDS:  # all wait for the same cause, so one warning is enough
+        pending.waited_seconds += delay
+        if pending.waited_seconds > WARN_SECONDS:  # all wait for the same cause, so one warning is enough
             text = "%d requests are not answered, one of them for %.0f s because there is no room: %s"
             if self.trouble is not None:
                 text = "%d requests wait for an engine to come back, one of them for %.0f s: %s"
-            warnings.warn(self, text, self._unanswered, pending.waited, self.trouble or pending.trouble)
+            warnings.warn(self, text, self._unanswered, pending.waited_seconds, self.trouble or pending.trouble)
         await asyncio.sleep(delay)
 
     async def _retry_or_raise(self, pending: PendingRequest, member: PoolMember, error: EngineError) -> None:
         """Raise the failure unless asking again is safe and may help."""
         pending.trouble = error
         try:
-            fails = await self._registry.fails(member)
-        except SHAPES:
+            fails = await self._registry.set_aside_if_failing(member)
+        except MALFORMED_ANSWER:
             raise error from None  # it cannot even say what it serves
         if fails:
-            pending.broken += (member,)
+            pending.failed_members += (member,)
         elif isinstance(error, Unreachable):
-            pending.lost += 1
+            pending.lost_connections += 1
         else:
             raise error  # the engine lives: this is its answer
-        if len(pending.broken) >= MOST_BROKEN:
-            names = " and ".join(broken.name for broken in pending.broken)
-            raise EngineError(f"{pending.what} is given up after {names} failed under it: {error}") from error
-        if pending.lost >= MOST_LOST:
+        if len(pending.failed_members) >= MOST_FAILED_ENGINES:
+            names = " and ".join(member.name for member in pending.failed_members)
+            raise EngineError(f"{pending.description} is given up after {names} failed under it: {error}") from error
+        if pending.lost_connections >= MOST_LOST_CONNECTIONS:
             raise error
 
 
-async def _in_time(pending: PendingRequest, deadline: float, work: Coroutine[Any, Any, T]) -> T:
+async def _run_with_deadline(pending: PendingRequest, deadline: float, work: Coroutine[Any, Any, T]) -> T:
     try:
         async with asyncio.timeout(deadline) as limit:
             return await work
@@ -271,8 +278,8 @@ class LeaguePool(Pool):
 
     def __init__(self, engines: Sequence[Engine], engine: Callable[[], Engine]) -> None:
         super().__init__(engines)
-        self._make = engine
-        self._past: dict[str, tuple[Engine, Pool]] = {}
+        self._make_engine = engine
+        self._past_pools: dict[str, tuple[Engine, Pool]] = {}
 
     async def keep(self, name: str, update: WeightUpdate) -> None:
         """Serve this version as `name` from now on, in place of the one before."""
@@ -281,20 +288,20 @@ class LeaguePool(Pool):
             adapter = Adapter(name, update.adapter.scale)
             await self.load_weights(dataclasses.replace(update, adapter=adapter, canary=None))
             return
-        if name not in self._past:
-            engine = self._make()
-            self._past[name] = engine, Pool([engine])
+        if name not in self._past_pools:
+            engine = self._make_engine()
+            self._past_pools[name] = engine, Pool([engine])
             engine.start()
-        await self._past[name][1].load_weights(update)
+        await self._past_pools[name][1].load_weights(update)
 
     def generate(self, request: GenerateRequest, deadline: float | None = None) -> Coroutine[Any, Any, Completion]:
-        if request.model not in self._past:
+        if request.model not in self._past_pools:
             return super().generate(request, deadline)
-        return self._past[request.model][1].generate(dataclasses.replace(request, model=""), deadline)
+        return self._past_pools[request.model][1].generate(dataclasses.replace(request, model=""), deadline)
 
     def close(self) -> None:
         super().close()
-        for engine, pool in self._past.values():
+        for engine, pool in self._past_pools.values():
             pool.close()
             engine.close()
-        self._past.clear()
+        self._past_pools.clear()

@@ -1,4 +1,4 @@
-"""Engines of a pool: which serve and with which weights, and which of them a request goes to."""
+"""Tracks which engines of a pool serve and with which weights, and picks one for each request."""
 
 import asyncio
 import dataclasses
@@ -13,11 +13,11 @@ from paceline.errors import EngineError, PartialUpdateError, Unreachable, Update
 from paceline.util.rate_limited_logger import RateLimitedLogger
 from paceline.weights.update import WeightUpdate
 
-BLOCK = 32
-"""Prompts are remembered by beginnings of this many tokens, twice as many, and so on."""
-MOST_BEGINNINGS = 1 << 16
-SLACK = 0.25
-"""How much busier than the least loaded engine, in parts of its capacity, the one that knows a prompt may be."""
+PREFIX_BLOCK = 32
+"""Tokens per block: a prompt is remembered by each of its prefixes of whole blocks."""
+MOST_PREFIXES = 1 << 16
+AFFINITY_SLACK = 0.25
+"""How much busier than the least loaded engine, in parts of its capacity, the one with the prefix may be."""
 
 
 class PoolMember:
@@ -39,49 +39,49 @@ class PoolMember:
         return (self.unanswered + 1) / self.capacity
 
 
-def choose(candidates: Sequence[PoolMember], known: PoolMember | None = None) -> PoolMember:
-    """The engine that knows the prompt's beginning, unless it is more than `SLACK` busier than the least loaded one."""
+def choose_member(candidates: Sequence[PoolMember], known: PoolMember | None = None) -> PoolMember:
+    """The engine that has the prompt's prefix cached, unless it is `AFFINITY_SLACK` busier than the least busy one."""
     least = min(candidates, key=lambda member: member.load)
-    if known in candidates and known is not None and known.load <= least.load + SLACK:
+    if known in candidates and known is not None and known.load <= least.load + AFFINITY_SLACK:
         return known
     return least
 
 
 class PrefixAffinity:
-    """Remembers which engine last computed the beginning of a prompt.
+    """Remembers which engine last computed a prefix of a prompt.
 
-    Only a beginning that is at least half of the prompt counts: all prompts share a chat template's first words.
+    Only a prefix of at least half of the prompt counts: all prompts share the first tokens of a chat template.
     """
 
     def __init__(self) -> None:
         self._members: OrderedDict[int, PoolMember] = OrderedDict()
 
     def find(self, prompt: Sequence[int]) -> PoolMember | None:
-        keys = _beginnings(prompt)
+        keys = _prefix_keys(prompt)
         for known in range(len(keys), 0, -1):
-            if known * BLOCK * 2 < len(prompt):
+            if known * PREFIX_BLOCK * 2 < len(prompt):
                 return None
             if member := self._members.get(keys[known - 1]):
                 return member
         return None
 
-    def settle(self, prompt: Sequence[int], member: PoolMember) -> None:
-        for key in _beginnings(prompt):
+    def record(self, prompt: Sequence[int], member: PoolMember) -> None:
+        for key in _prefix_keys(prompt):
             self._members[key] = member
             self._members.move_to_end(key)
-        while len(self._members) > MOST_BEGINNINGS:
+        while len(self._members) > MOST_PREFIXES:
             self._members.popitem(last=False)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """New weights: keys and values of the old ones are never shared with new requests."""
         self._members.clear()
 
 
-def _beginnings(prompt: Sequence[int]) -> list[int]:
-    """A key for each whole number of blocks the prompt begins with, shortest first."""
+def _prefix_keys(prompt: Sequence[int]) -> list[int]:
+    """One key per prefix of whole blocks, shortest first."""
     keys, key = [], 0
-    for end in range(BLOCK, len(prompt) + 1, BLOCK):
-        key = hash((key, tuple(prompt[end - BLOCK : end])))
+    for end in range(PREFIX_BLOCK, len(prompt) + 1, PREFIX_BLOCK):
+        key = hash((key, tuple(prompt[end - PREFIX_BLOCK : end])))
         keys.append(key)
     return keys
 
@@ -92,7 +92,7 @@ FIRST_DELAY, MOST_DELAY = 0.05, 2.0
 QUIET_ATTEMPTS = 15
 """About twenty seconds: an engine that is started again takes that long."""
 log = logging.getLogger("paceline.pool")
-SHAPES = (LookupError, TypeError, ValueError, AttributeError)
+MALFORMED_ANSWER = (LookupError, TypeError, ValueError, AttributeError)
 """Errors that reading a malformed answer of a remote engine raises."""
 T = TypeVar("T")
 
@@ -123,9 +123,9 @@ class EngineRegistry:
         self._updates: dict[str | None, WeightUpdate] = {}
         """The last update of the base (None) and of each adapter. Replaced, never changed: its identity is its age."""
         self._published: dict[str, int] = {}
-        """The version of the policy ("") and of each adapter that all who serve have taken."""
+        """The version of the policy ("") and of each adapter that every serving engine has applied."""
         self._recoveries: dict[PoolMember, asyncio.Task[None]] = {}
-        self._meeting: asyncio.Future[list[None]] | None = None
+        self._size_check: asyncio.Future[list[None]] | None = None
         self._publishing = 0
         self._jitter = jitter
         self._warnings = RateLimitedLogger(log)
@@ -135,7 +135,7 @@ class EngineRegistry:
         return [member for member in self.members if member.trouble is None]
 
     @property
-    def hopeless(self) -> bool:
+    def is_hopeless(self) -> bool:
         """No engine serves and none will: an engine of this process comes back only by an update."""
         remote = any(isinstance(member.engine, RejoiningEngine) for member in self.members)
         return not self.serving and not self._publishing and not remote
@@ -146,7 +146,7 @@ class EngineRegistry:
         causes = "; ".join(f"{member.name}: {member.trouble}" for member in self.members)
         return EngineError(f"no engine is left: {causes}")
 
-    def delay(self, attempt: int) -> float:
+    def backoff_delay(self, attempt: int) -> float:
         """Exponential back-off, shortened by up to half so that those who wait do not return all at once."""
         return min(MOST_DELAY, FIRST_DELAY * 2 ** min(attempt, 30)) * (1 - self._jitter() / 2)
 
@@ -158,39 +158,39 @@ class EngineRegistry:
         self.members.append(member)
         self._recoveries[member] = asyncio.ensure_future(self._recover(member))
 
-    async def meet(self) -> None:
-        """Learn each engine's size, once. With one engine there is nothing to choose."""
+    async def learn_sizes(self) -> None:
+        """Ask each engine for its context and capacity, once. With one engine there is nothing to choose."""
         if len(self.members) == 1:
             return
-        if self._meeting is None:
-            self._meeting = asyncio.gather(*map(self._meet, self.members))
-        await asyncio.shield(self._meeting)  # bounded: by CHECK_SECONDS
+        if self._size_check is None:
+            self._size_check = asyncio.gather(*map(self._learn_size, self.members))
+        await asyncio.shield(self._size_check)  # bounded: by CHECK_SECONDS
 
-    async def fails(self, member: PoolMember) -> bool:
+    async def set_aside_if_failing(self, member: PoolMember) -> bool:
         """Whether an engine that failed a request is out of order; if so it is set aside."""
         if member.trouble is not None:
             return True
         try:
-            policy = await _asked(member, CHECK_SECONDS, member.engine.policy())
+            policy = await _call_engine(member, CHECK_SECONDS, member.engine.policy())
         except EngineError as error:
             self._set_aside(member, error)
             return True
         current = [update.version for name, update in self._updates.items() if not name]
-        torn = policy.version < 0  # an update broke off there: it must be sent all weights
-        if torn or (current and policy.version not in current and not self._publishing):
-            held = "a mixture of versions" if torn else f"version {policy.version}"
-            self._set_aside(member, EngineError(f"it serves {held}, not version {max(current, default=0)}"))
+        is_partial = policy.version < 0  # an update broke off there: it must be sent all weights
+        if is_partial or (current and policy.version not in current and not self._publishing):
+            served = "a mixture of versions" if is_partial else f"version {policy.version}"
+            self._set_aside(member, EngineError(f"it serves {served}, not version {max(current, default=0)}"))
             return True
         return False
 
-    def forgot(self, member: PoolMember, model: str, error: EngineError) -> bool:
+    def set_aside_if_restarted(self, member: PoolMember, model: str, error: EngineError) -> bool:
         """Whether an engine that does not know a model has been given it: then it was restarted, and is set aside."""
         if model not in self._updates or not isinstance(member.engine, RejoiningEngine):
             return False
         self._set_aside(member, error)
         return True
 
-    def floor(self, model: str) -> int:
+    def min_version(self, model: str) -> int:
         """The oldest version a request sent now may be answered with."""
         return self._published.get(model, 0)
 
@@ -208,25 +208,25 @@ class EngineRegistry:
         name = None if update.adapter is None else update.adapter.name
         self._updates = dict(sorted((before | {name: copy}).items(), key=lambda item: item[0] is not None))
         # Only the next update can bring back an engine of this process.
-        asked = [m for m in self.members if m.trouble is None or not isinstance(m.engine, RejoiningEngine)]
+        targets = [m for m in self.members if m.trouble is None or not isinstance(m.engine, RejoiningEngine)]
         self._publishing += 1
         try:
-            answers = await asyncio.gather(*(self._send(member, update) for member in asked))
+            answers = await asyncio.gather(*(self._send(member, update) for member in targets))
         finally:
             self._publishing -= 1
-        refused = [(m, a) for m, a in zip(asked, answers, strict=True) if isinstance(a, EngineError)]
+        refused = [(m, a) for m, a in zip(targets, answers, strict=True) if isinstance(a, EngineError)]
         pauses = [answer for answer in answers if isinstance(answer, float)]
         if not pauses and refused and not all(isinstance(error, Unreachable) for _, error in refused):
             self._updates = before
             raise next(error for _, error in refused if not isinstance(error, Unreachable))
         for member, error in refused:
             self._set_aside(member, error)
-        pause = max(pauses) if pauses else await self._returned()
+        pause = max(pauses) if pauses else await self._wait_for_member()
         self._published[name or ""] = update.version
         return pause
 
     def close(self) -> None:
-        """Ask no more after engines that are set aside."""
+        """Stop trying to recover engines that are set aside."""
         for recovery in self._recoveries.values():
             recovery.cancel()
         self._recoveries.clear()
@@ -243,7 +243,7 @@ class EngineRegistry:
         """Ask until it answers and holds the current weights."""
         attempt = 0
         while member.trouble is not None:
-            await asyncio.sleep(self.delay(attempt))  # unbounded: until it is back, or the pool is closed
+            await asyncio.sleep(self.backoff_delay(attempt))  # unbounded: until it is back, or the pool is closed
             attempt += 1
             try:
                 await self._restore(member)
@@ -255,21 +255,21 @@ class EngineRegistry:
 
     async def _restore(self, member: PoolMember) -> None:
         sent: dict[str | None, WeightUpdate] | None = None
-        await _asked(member, CHECK_SECONDS, self._measure(member))
+        await _call_engine(member, CHECK_SECONDS, self._measure(member))
         while sent is not self._updates:  # they may change while we send
             sent = self._updates
             for update in sent.values():
-                await _asked(member, PUBLISH_SECONDS, member.engine.load_weights(update))
+                await _call_engine(member, PUBLISH_SECONDS, member.engine.load_weights(update))
         member.trouble = None
 
-    async def _returned(self) -> float:
+    async def _wait_for_member(self) -> float:
         waited, attempt = 0.0, 0
         while not self.serving:
             if lost := next((m.trouble for m in self.members if isinstance(m.trouble, UpdateLost)), None):
                 raise lost
-            if self.hopeless or waited > PUBLISH_SECONDS:
+            if self.is_hopeless or waited > PUBLISH_SECONDS:
                 raise self.trouble
-            waited += (delay := self.delay(attempt))
+            waited += (delay := self.backoff_delay(attempt))
             attempt += 1
             await asyncio.sleep(delay)  # bounded: by PUBLISH_SECONDS
         return 0.0
@@ -277,19 +277,19 @@ class EngineRegistry:
     async def _send(self, member: PoolMember, update: WeightUpdate) -> float | EngineError:
         try:
             try:
-                pause = await _asked(member, PUBLISH_SECONDS, member.engine.load_weights(update))
+                pause = await _call_engine(member, PUBLISH_SECONDS, member.engine.load_weights(update))
             except PartialUpdateError:
                 whole = dataclasses.replace(update, delta=None) if update.tensors else update
-                pause = await _asked(member, PUBLISH_SECONDS, member.engine.load_weights(whole))
+                pause = await _call_engine(member, PUBLISH_SECONDS, member.engine.load_weights(whole))
         except EngineError as error:
             return error
         if not isinstance(member.engine, RejoiningEngine):
             member.trouble = None
         return float(pause)
 
-    async def _meet(self, member: PoolMember) -> None:
+    async def _learn_size(self, member: PoolMember) -> None:
         try:
-            await _asked(member, CHECK_SECONDS, self._measure(member))
+            await _call_engine(member, CHECK_SECONDS, self._measure(member))
         except EngineError as error:
             self._set_aside(member, error)
 
@@ -298,7 +298,7 @@ class EngineRegistry:
         member.context, member.capacity = limits.max_context, max(1, stats.capacity)
 
 
-async def _asked(member: PoolMember, seconds: float, work: Awaitable[T]) -> T:
+async def _call_engine(member: PoolMember, seconds: float, work: Awaitable[T]) -> T:
     """The engine's answer, if in time. A remote engine whose answer cannot be read counts as unreachable."""
     try:
         async with asyncio.timeout(seconds) as limit:
@@ -309,7 +309,7 @@ async def _asked(member: PoolMember, seconds: float, work: Awaitable[T]) -> T:
         raise Unreachable(f"no answer within {seconds:g} s") from None
     except OSError as error:  # a file that was to be sent is gone, say
         raise Unreachable(f"it cannot be reached ({error})") from error
-    except SHAPES as error:
+    except MALFORMED_ANSWER as error:
         if not isinstance(member.engine, RejoiningEngine):
             raise
         raise Unreachable(f"it answered what cannot be read ({type(error).__name__}: {error})") from error

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError
 
-from paceline.clients.remote import Question
+from paceline.clients.remote import ControlCall
 from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener, Piece
 from paceline.errors import (
     DeltaBaseMismatch,
@@ -30,8 +30,8 @@ from paceline.weights import tensors as libraries
 from paceline.weights.update import Adapter, Array, Canary, ServedPolicy, WeightUpdate
 from paceline.weights.weight_store import StoredTensors, read_delta
 
-HEAD = struct.Struct("<Q")
-ERRORS = {
+FRAME_HEADER = struct.Struct("<Q")
+ERROR_TYPES = {
     kind.__name__: kind
     for kind in (EngineError, RequestError, UnknownModel, Overloaded, Mismatch, DeltaBaseMismatch, PartialUpdateError)
 }
@@ -75,7 +75,7 @@ class Load(EngineMessage):
 class Ask(EngineMessage):
     """Call a method that takes no arguments."""
 
-    what: Question
+    what: ControlCall
 
 
 class EngineHello(EngineMessage):
@@ -109,12 +109,12 @@ class FailureFrame(EngineMessage):
     message: str
 
     @classmethod
-    def of(cls, number: int, error: Exception) -> "FailureFrame":
-        kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in ERRORS), "")
+    def from_error(cls, number: int, error: Exception) -> "FailureFrame":
+        kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in ERROR_TYPES), "")
         return cls(number, kind or "EngineError", str(error) if kind else f"{type(error).__name__}: {error}")
 
     def error(self) -> EngineError:
-        return ERRORS.get(self.kind, EngineError)(self.message)
+        return ERROR_TYPES.get(self.kind, EngineError)(self.message)
 
 
 class ToEngine(msgspec.Struct, array_like=True):
@@ -135,12 +135,12 @@ decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
-def frame(batch: ToEngine | FromEngine) -> list[bytes]:
+def encode_frame(batch: ToEngine | FromEngine) -> list[bytes]:
     body = _encoder.encode(batch)
-    return [HEAD.pack(len(body)), body]
+    return [FRAME_HEADER.pack(len(body)), body]
 
 
-async def opened(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def open_streams(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connected socket as streams, whether its other end is on this machine or elsewhere."""
     if sock.family == socket.AF_UNIX:
         return await asyncio.open_unix_connection(sock=sock)
@@ -150,13 +150,14 @@ async def opened(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.Str
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
     """The next frame's body, or None when the other side is gone."""
     try:
-        (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))  # bounded: by the other side's life
+        head = await reader.readexactly(FRAME_HEADER.size)  # bounded: by the other side's life
+        (length,) = FRAME_HEADER.unpack(head)
         return await reader.readexactly(length)  # bounded: by the other side's life
     except (asyncio.IncompleteReadError, OSError):  # a machine that vanished is no ConnectionError
         return None
 
 
-def join(pieces: Sequence[Piece]) -> Piece:
+def join_pieces(pieces: Sequence[Piece]) -> Piece:
     """Several pieces of one completion as one."""
     if len(pieces) == 1:
         return pieces[0]
@@ -169,7 +170,9 @@ def join(pieces: Sequence[Piece]) -> Piece:
     )
 
 
-async def answer(engine: Engine, message: EngineMessage, listener: Listener | None = None) -> Answer | FailureFrame:
+async def handle_message(
+    engine: Engine, message: EngineMessage, listener: Listener | None = None
+) -> Answer | FailureFrame:
     """The engine's answer to a message. An error is an answer too, and a bug keeps its name."""
     try:
         match message:
@@ -179,35 +182,35 @@ async def answer(engine: Engine, message: EngineMessage, listener: Listener | No
                 scores = await engine.score(message.sequences, message.temperature, message.model)
                 return Answer(message.id, scores=scores)
             case Load():
-                return Answer(message.id, seconds=await engine.load_weights(await _update(message)))
+                return Answer(message.id, seconds=await engine.load_weights(await _read_update(message)))
             case _:
                 assert isinstance(message, Ask)
                 value = await getattr(engine, message.what)()
                 return Answer(message.id, **({} if value is None else {message.what: value}))
     except Exception as error:
-        return FailureFrame.of(message.id, error)
+        return FailureFrame.from_error(message.id, error)
 
 
-async def _update(message: Load) -> WeightUpdate:
+async def _read_update(message: Load) -> WeightUpdate:
     if isinstance(message.weights, bytes):
-        tensors: Mapping[str, Array] = await asyncio.to_thread(unpacked, message.weights)
+        tensors: Mapping[str, Array] = await asyncio.to_thread(unpack_tensors, message.weights)
     else:
         tensors = stored = StoredTensors([Path(file) for file in message.weights])
-        await asyncio.to_thread(stored.fill)
+        await asyncio.to_thread(stored.load)
     delta = await asyncio.to_thread(read_delta, message.delta) if message.delta else None
     return WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary, delta)
 
 
-def unpacked(data: bytes) -> dict[str, Array]:
+def unpack_tensors(data: bytes) -> dict[str, Array]:
     """Tensors of safetensors bytes."""
     try:
-        return libraries.unpacked(data)
+        return libraries.deserialize(data)
     except SafetensorError as error:
         raise RequestError(f"the weights are no safetensors file: {error}") from error
 
 
 GATHER_SECONDS = 0.001
-"""How long news may wait for more: less than a decode step takes."""
+"""How long a message may wait for others: less than a decode step takes."""
 
 
 class EngineHost:
@@ -222,29 +225,29 @@ class EngineHost:
         self._engine = engine
         self._end_tokens = tuple(end_tokens)
         self._outbox: deque[EngineMessage | tuple[int, Piece]] = deque()
-        self._woken = False
+        self._flush_scheduled = False
         self._running: dict[int, asyncio.Task[None]] = {}
 
     @property
-    def waited_for(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether any request is unanswered. From any thread."""
         return bool(self._running or self._outbox)
 
     async def serve(self, sock: socket.socket) -> None:
         """Answer until the other side is gone; what it asked for last is then cancelled."""
         self._loop = asyncio.get_running_loop()
-        reader, self._writer = await opened(sock)
-        self._post(EngineHello(0, self._end_tokens))
+        reader, self._writer = await open_streams(sock)
+        self._enqueue(EngineHello(0, self._end_tokens))
         try:
             while (body := await read_frame(reader)) is not None:
                 for message in decode_to_engine(body).messages:
-                    self._take(message)
+                    self._dispatch(message)
         finally:
             for task in self._running.values():
                 task.cancel()
             self._writer.close()
 
-    def _take(self, message: EngineMessage) -> None:
+    def _dispatch(self, message: EngineMessage) -> None:
         if isinstance(message, Cancel):
             if task := self._running.get(message.id):
                 task.cancel()
@@ -254,18 +257,18 @@ class EngineHost:
 
     async def _answer(self, message: EngineMessage) -> None:
         listens = isinstance(message, Generate) and message.listen
-        listener = (lambda piece: self._post((message.id, piece))) if listens else None
-        self._post(await answer(self._engine, message, listener))
+        listener = (lambda piece: self._enqueue((message.id, piece))) if listens else None
+        self._enqueue(await handle_message(self._engine, message, listener))
 
-    def _post(self, message: EngineMessage | tuple[int, Piece]) -> None:
-        """Send soon, with all that is piled up by then. From any thread."""
+    def _enqueue(self, message: EngineMessage | tuple[int, Piece]) -> None:
+        """Queue a message for the next write. Thread-safe."""
         self._outbox.append(message)
-        if not self._woken:
-            self._woken = True
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
             self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_SECONDS, self._flush)
 
     def _flush(self) -> None:
-        self._woken = False
+        self._flush_scheduled = False
         messages: list[Any] = []
         pieces: dict[int, list[Piece]] = {}
         while self._outbox:
@@ -275,6 +278,6 @@ class EngineHost:
             else:
                 messages.append(message)
         # Pieces come before whatever ended their request: the engine reports them first.
-        messages[:0] = [TokensFrame(number, join(some)) for number, some in pieces.items()]
+        messages[:0] = [TokensFrame(number, join_pieces(some)) for number, some in pieces.items()]
         if messages and not self._writer.is_closing():
-            self._writer.writelines(frame(FromEngine(messages, self._engine.busy_seconds)))
+            self._writer.writelines(encode_frame(FromEngine(messages, self._engine.busy_seconds)))

@@ -16,7 +16,7 @@ from paceline.engine.base import Completion, EngineLimits, GenerateRequest, TopL
 from paceline.errors import EngineError, Unreachable
 
 SEED_BITS = (1 << 31) - 1
-MOST_STRETCHES = 64
+MOST_SEGMENTS = 64
 """Updates that may cut one request."""
 
 
@@ -30,15 +30,15 @@ class SglangEngine(ExternalEngine):
 
     def start(self) -> None:
         """Check that an SGLang answers at this address, takes our key, and tells what the trainer needs."""
-        self.look("/health")
-        if "weight_version" not in self.look("/model_info"):
+        self.request_sync("/health")
+        if "weight_version" not in self.request_sync("/model_info"):
             raise EngineError(f"{self.name} does not name the version of its weights: take a newer SGLang")
         self._check_temperature()
 
     def _best_logprob(self, temperature: float) -> float:
         params = {"max_new_tokens": 1, "temperature": temperature}
         body = {"input_ids": [0], "sampling_params": params, "return_logprob": True, "top_logprobs_num": 1}
-        (place,) = self.look("/generate", body)["meta_info"]["output_top_logprobs"]
+        (place,) = self.request_sync("/generate", body)["meta_info"]["output_top_logprobs"]
         return float(place[0][0])
 
     async def limits(self) -> EngineLimits:
@@ -47,19 +47,19 @@ class SglangEngine(ExternalEngine):
         return self._limits(int(context))
 
     async def pause(self) -> None:
-        await self.order("/pause_generation", {"mode": "in_place"})
+        await self.send_command("/pause_generation", {"mode": "in_place"})
 
     async def resume(self) -> None:
-        await self.order("/continue_generation", {})
+        await self.send_command("/continue_generation", {})
 
     async def sleep(self) -> None:
         """Needs `--enable-memory-saver`."""
-        await self.order("/pause_generation", {"mode": "retract"})
-        await self.order("/release_memory_occupation", {"tags": ["kv_cache"]})
+        await self.send_command("/pause_generation", {"mode": "retract"})
+        await self.send_command("/release_memory_occupation", {"tags": ["kv_cache"]})
 
     async def wake(self) -> None:
-        await self.order("/resume_memory_occupation", {"tags": ["kv_cache"]})
-        await self.order("/continue_generation", {})
+        await self.send_command("/resume_memory_occupation", {"tags": ["kv_cache"]})
+        await self.send_command("/continue_generation", {})
 
     async def _sample(self, request: GenerateRequest, adapter: LoadedAdapter | None) -> Completion:
         """Stretch after stretch, until one ends of itself."""
@@ -68,8 +68,8 @@ class SglangEngine(ExternalEngine):
         versions: list[int] = []
         top: list[TopLogprobs] = []
         cached = 0
-        for _ in range(MOST_STRETCHES):
-            answer = await self.post("/generate", _body(request, ids, adapter))
+        for _ in range(MOST_SEGMENTS):
+            answer = await self.post("/generate", _generate_body(request, ids, adapter))
             meta = answer["meta_info"]
             found = meta.get("output_token_logprobs") or []
             ids += [int(entry[1]) for entry in found]
@@ -81,7 +81,7 @@ class SglangEngine(ExternalEngine):
             cached = cached or int(meta.get("cached_tokens") or 0)
             reason = (meta.get("finish_reason") or {}).get("type")
             if reason == "abort" and len(ids) < request.max_tokens:
-                await self._settled()  # it was cut for an update: go on with the new weights
+                await self._wait_for_update()  # it was cut for an update: go on with the new weights
                 continue
             if reason not in ("stop", "length", "abort"):
                 raise Unreachable(f"{self.name} gave a request up ({reason})")
@@ -94,7 +94,7 @@ class SglangEngine(ExternalEngine):
                 recomputed=len(set(versions)) > 1,
                 cached=cached,
             )
-        raise Unreachable(f"{self.name} cut a request {MOST_STRETCHES} times")
+        raise Unreachable(f"{self.name} cut a request {MOST_SEGMENTS} times")
 
     async def _logprobs(self, ids: Sequence[int], model: str | None) -> list[float]:
         body: dict[str, Any] = {
@@ -109,24 +109,24 @@ class SglangEngine(ExternalEngine):
             raise EngineError(f"{self.name} scored other tokens than it was given")
         return [0.0, *(float(entry[0]) for entry in scored[1:])]
 
-    async def _replace(self, folder: Path, version: int) -> float:
+    async def _replace_weights(self, folder: Path, version: int) -> float:
         began = time.monotonic()
-        await self.order("/pause_generation", {"mode": "abort"})
-        body = {"model_path": str(folder), "weight_version": self._label(version), "flush_cache": True}
-        answer = await self.order("/update_weights_from_disk", body)
+        await self.send_command("/pause_generation", {"mode": "abort"})
+        body = {"model_path": str(folder), "weight_version": self._version_label(version), "flush_cache": True}
+        answer = await self.send_command("/update_weights_from_disk", body)
         if not answer["success"]:
             raise EngineError(f"{self.name} did not take version {version}: {answer.get('message')}")
-        await self.order("/flush_cache")
-        await self.order("/continue_generation", {})
+        await self.send_command("/flush_cache")
+        await self.send_command("/continue_generation", {})
         return time.monotonic() - began
 
     async def _load_adapter(self, name: str, folder: Path) -> None:
-        answer = await self.order("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        answer = await self.send_command("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         if not answer["success"]:
             raise EngineError(f"{self.name} did not take an adapter: {answer.get('error_message')}")
         self._names = frozenset(answer.get("loaded_adapters") or {name})
 
-    async def _held(self) -> int | None:
+    async def _served_version(self) -> int | None:
         return self._version_of(str((await self.get("/model_info"))["weight_version"]))
 
     async def _adapter_names(self) -> frozenset[str]:
@@ -135,7 +135,7 @@ class SglangEngine(ExternalEngine):
         return self._names
 
 
-def _body(request: GenerateRequest, so_far: list[int], adapter: LoadedAdapter | None) -> dict[str, Any]:
+def _generate_body(request: GenerateRequest, so_far: list[int], adapter: LoadedAdapter | None) -> dict[str, Any]:
     params = {
         "max_new_tokens": request.max_tokens - len(so_far),
         "temperature": request.temperature,

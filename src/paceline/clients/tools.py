@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
 
@@ -31,57 +31,57 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-Heard = tuple[str, list[ToolCall]]
+ParsedText = tuple[str, list[ToolCall]]
 
 
-class ToolReader:
-    """Splits text into what is said and what is called. Holds back whatever may still become a call."""
+class ToolParser:
+    """Splits streamed text into plain text and tool calls. Buffers text that may still become a call."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
-        self._held = ""
-        self._began = False
+        self._buffer = ""
+        self._has_text = False
         """Whether anything but white space was said: a reply of bare JSON must begin with it."""
         self._after_call = False
 
-    def feed(self, text: str) -> Heard:
-        self._held += text
-        said, calls = "", []
+    def feed(self, text: str) -> ParsedText:
+        self._buffer += text
+        plain_text, calls = "", []
         while True:
             if self._after_call:
-                self._held = self._held.lstrip()
-                self._after_call = not self._held
-            if self._may_be_bare():
-                return said, calls
-            before, mark, rest = self._held.partition(OPEN)
-            body, closed, after = rest.partition(CLOSE)
+                self._buffer = self._buffer.lstrip()
+                self._after_call = not self._buffer
+            if self._may_be_json():
+                return plain_text, calls
+            before, mark, rest = self._buffer.partition(CALL_START)
+            body, closed, after = rest.partition(CALL_END)
             # White space that only separates calls is no answer, so it waits like a mark that has only begun.
-            sure = before[: len(before) - (0 if mark else _overlap(before, OPEN))].rstrip()
-            said, self._held = said + sure, self._held[len(sure) :]
-            self._began = self._began or bool(sure)
+            sure = before[: len(before) - (0 if mark else _overlap(before, CALL_START))].rstrip()
+            plain_text, self._buffer = plain_text + sure, self._buffer[len(sure) :]
+            self._has_text = self._has_text or bool(sure)
             if not closed:
-                return said, calls
-            call = self._call(_json(body))
+                return plain_text, calls
+            call = self._parse_call(_parse_json(body))
             if call is None:
-                said += self._held[: len(self._held) - len(after)]
+                plain_text += self._buffer[: len(self._buffer) - len(after)]
             else:
                 calls.append(call)
-            self._began, self._after_call, self._held = True, call is not None, after
+            self._has_text, self._after_call, self._buffer = True, call is not None, after
 
-    def flush(self) -> Heard:
+    def flush(self) -> ParsedText:
         """The reply is over: what was held back is calls, if all of it is, or else text."""
-        rest, self._held = self._held, ""
-        if rest.lstrip().startswith(OPEN):
-            call = self._call(_json(rest.lstrip().removeprefix(OPEN)))
+        rest, self._buffer = self._buffer, ""
+        if rest.lstrip().startswith(CALL_START):
+            call = self._parse_call(_parse_json(rest.lstrip().removeprefix(CALL_START)))
             return ("", [call]) if call else (rest, [])
-        calls = self._bare(rest) if not self._began else None
+        calls = self._parse_json_calls(rest) if not self._has_text else None
         return ("", calls) if calls else (rest, [])
 
-    def _may_be_bare(self) -> bool:
-        start = self._held.lstrip()
-        return not self._began and (start.startswith(("{", PYTHON_TAG)) or PYTHON_TAG.startswith(start))
+    def _may_be_json(self) -> bool:
+        start = self._buffer.lstrip()
+        return not self._has_text and (start.startswith(("{", PYTHON_TAG)) or PYTHON_TAG.startswith(start))
 
-    def _bare(self, text: str) -> list[ToolCall] | None:
+    def _parse_json_calls(self, text: str) -> list[ToolCall] | None:
         """Every object of a reply that is nothing but calls, separated by semicolons or white space."""
         text = text.strip().removeprefix(PYTHON_TAG).strip()
         calls: list[ToolCall] = []
@@ -91,19 +91,19 @@ class ToolReader:
                 value, end = decoder.raw_decode(text)
             except (ValueError, RecursionError):
                 return None
-            call = self._call(value)
+            call = self._parse_call(value)
             if call is None:
                 return None
             calls.append(call)
             text = text[end:].lstrip(" \t\r\n;")
         return calls
 
-    def _call(self, value: Any) -> ToolCall | None:
+    def _parse_call(self, value: Any) -> ToolCall | None:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in self._names:
             return None
         arguments = value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):
-            arguments = _json(arguments)
+            arguments = _parse_json(arguments)
         if not isinstance(arguments, dict):
             return None
         text = json.dumps(arguments, ensure_ascii=False)
@@ -114,7 +114,7 @@ class ToolReader:
         return ToolCall(value["name"], text)
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -126,28 +126,28 @@ def _overlap(text: str, mark: str) -> int:
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
 
 
-def for_template(message: dict[str, Any]) -> dict[str, Any]:
+def template_message(message: dict[str, Any]) -> dict[str, Any]:
     """A message as chat templates expect it: text content, and tool arguments as objects rather than JSON text."""
-    said = {key: value for key, value in message.items() if value is not None}
-    said["role"] = "system" if said["role"] == "developer" else said["role"]
-    content = said.get("content", "")
-    said["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    rendered = {key: value for key, value in message.items() if value is not None}
+    rendered["role"] = "system" if rendered["role"] == "developer" else rendered["role"]
+    content = rendered.get("content", "")
+    rendered["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
     # Some templates refuse or respell a message that has calls, even if there are none.
-    if calls := said.pop("tool_calls", None):
-        said["tool_calls"] = [_with_object(call) for call in calls]
-    return said
+    if calls := rendered.pop("tool_calls", None):
+        rendered["tool_calls"] = [_parse_arguments(call) for call in calls]
+    return rendered
 
 
-def with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as `for_template` gives it, its calls written into its text."""
+def inline_tool_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as `template_message` gives it, its calls written into its text."""
     functions = [call.get("function", call) for call in message["tool_calls"]]
     calls = [{"name": f["name"], "arguments": f.get("arguments", {})} for f in functions]
-    spelled = [f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls]
+    texts = [f"{CALL_START}\n{json.dumps(call, ensure_ascii=False)}\n{CALL_END}" for call in calls]
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return rest | {"content": "\n".join([message["content"], *spelled] if message["content"] else spelled)}
+    return rest | {"content": "\n".join([message["content"], *texts] if message["content"] else texts)}
 
 
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if "function" not in call:
         return call
     function = call["function"]

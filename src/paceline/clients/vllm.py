@@ -31,8 +31,8 @@ from paceline.errors import EngineError, RequestError, Unreachable
 from paceline.util.process_exit import free_port
 from paceline.weights.update import ServedPolicy, WeightUpdate
 
-GENERATE = "/inference/v1/generate"
-COLDEST = 0.01
+GENERATE_PATH = "/inference/v1/generate"
+MIN_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this one to it."""
 METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
@@ -54,15 +54,15 @@ class VllmEngine(ExternalEngine):
 
     def start(self) -> None:
         """Check that a vLLM answers at this address, takes our key, and was started as a run needs it."""
-        self.look("/health")
-        card = next(card for card in self.look("/v1/models")["data"] if not card.get("parent"))
+        self.request_sync("/health")
+        card = next(card for card in self.request_sync("/v1/models")["data"] if not card.get("parent"))
         self._model = card["id"]
         config = Path(card["root"]) / "config.json"
         # The server's copy of the model may have an output layer of its own.
         apart = config.is_file() and json.loads(config.read_text("utf-8")).get("tie_word_embeddings") is False
-        self._folders.head = self._tied if apart else None
+        self._folders.tied_embedding = self._tied if apart else None
         try:
-            self.look("/weight_info")
+            self.request_sync("/weight_info")
         except EngineError as error:
             raise EngineError(
                 f"{self.name} does not offer vLLM's calls for training (vLLM 0.32 does): start it with "
@@ -72,7 +72,7 @@ class VllmEngine(ExternalEngine):
 
     def _best_logprob(self, temperature: float) -> float:
         params = {"max_tokens": 1, "temperature": temperature, "logprobs": 1, "detokenize": False}
-        answer = self.look(GENERATE, self._body([0], None) | {"sampling_params": params})
+        answer = self.request_sync(GENERATE_PATH, self._body([0], None) | {"sampling_params": params})
         (place,) = answer["choices"][0]["logprobs"]["content"]
         return max(entry["logprob"] for entry in place["top_logprobs"])
 
@@ -97,21 +97,23 @@ class VllmEngine(ExternalEngine):
         )
 
     async def pause(self) -> None:
-        await self.order("/pause", mode="keep", clear_cache="false")
+        await self.send_command("/pause", mode="keep", clear_cache="false")
 
     async def resume(self) -> None:
-        await self.order("/resume")
+        await self.send_command("/resume")
 
     async def sleep(self) -> None:
         """Needs `--enable-sleep-mode`; on a CPU vLLM only pauses."""
-        await self.order("/sleep", level=1, mode="keep")
+        await self.send_command("/sleep", level=1, mode="keep")
 
     async def wake(self) -> None:
-        await self.order("/wake_up")
+        await self.send_command("/wake_up")
 
     async def _sample(self, request: GenerateRequest, adapter: LoadedAdapter | None) -> Completion:
-        if 0 < request.temperature < COLDEST:
-            raise RequestError(f"temperature is {request.temperature}: vLLM samples at 0 or at {COLDEST} and above")
+        if 0 < request.temperature < MIN_TEMPERATURE:
+            raise RequestError(
+                f"temperature is {request.temperature}: vLLM samples at 0 or at {MIN_TEMPERATURE} and above"
+            )
         body = self._body(request.prompt_ids, adapter.name if adapter else None)
         body["sampling_params"] = {
             "max_tokens": request.max_tokens,
@@ -124,7 +126,7 @@ class VllmEngine(ExternalEngine):
         }
         if self._priority:
             body["priority"] = request.order
-        answer = await self.post(GENERATE, body)
+        answer = await self.post(GENERATE_PATH, body)
         choice = answer["choices"][0]
         if choice["finish_reason"] not in ("stop", "length"):
             raise Unreachable(f"{self.name} gave a request up ({choice['finish_reason']})")
@@ -136,59 +138,59 @@ class VllmEngine(ExternalEngine):
             logprobs=[place["logprob"] for place in places],
             versions=versions,
             finish=choice["finish_reason"],
-            top=[_top(place, request.top_logprobs) for place in places] if request.top_logprobs else None,
+            top=[_top_logprobs(place, request.top_logprobs) for place in places] if request.top_logprobs else None,
             recomputed=self._recompute and len(set(versions)) > 1,
             cached=details.get("cached_tokens") or 0,
         )
 
     async def _logprobs(self, ids: Sequence[int], model: str | None) -> list[float]:
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
-        answer = await self.post(GENERATE, self._body(ids, model) | {"sampling_params": params})
+        answer = await self.post(GENERATE_PATH, self._body(ids, model) | {"sampling_params": params})
         found = answer["prompt_logprobs"]
         return [0.0, *(found[place][str(ids[place])]["logprob"] for place in range(1, len(ids)))]
 
     def _body(self, ids: Sequence[int], model: str | None) -> dict[str, Any]:
         # Adapters have a name for each version, which vLLM keeps prefixes apart by; whole weights need a salt.
-        salt = {} if model else {"cache_salt": self._label(self._version or 0)}
+        salt = {} if model else {"cache_salt": self._version_label(self._version or 0)}
         return {"token_ids": list(ids), "model": model or self._model or None, **salt}
 
-    async def _replace(self, folder: Path, version: int) -> float:
+    async def _replace_weights(self, folder: Path, version: int) -> float:
         began = time.monotonic()
-        await self.order("/pause", mode="keep", clear_cache=str(self._recompute).lower())
+        await self.send_command("/pause", mode="keep", clear_cache=str(self._recompute).lower())
         try:
             loaded = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            await self.order("/collective_rpc", loaded)
-            await self.order("/update_weight_version", {"new_version": self._label(version)})
-            await self.order("/reset_prefix_cache")
+            await self.send_command("/collective_rpc", loaded)
+            await self.send_command("/update_weight_version", {"new_version": self._version_label(version)})
+            await self.send_command("/reset_prefix_cache")
         except EngineError:
             # It is left without weights, and a step on none would end it: no request may resume.
-            await self.order("/abort_requests", {})
+            await self.send_command("/abort_requests", {})
             raise
-        await self.order("/resume")
+        await self.send_command("/resume")
         return time.monotonic() - began
 
     async def _load_adapter(self, name: str, folder: Path) -> None:
-        await self.order("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        await self.send_command("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
-    async def _held(self) -> int | None:
+    async def _served_version(self) -> int | None:
         return self._version_of((await self.get("/weight_info"))["weight_version"])
 
     async def _adapter_names(self) -> set[str]:
         return {card["id"] for card in (await self.get("/v1/models"))["data"]}
 
 
-def _top(place: dict[str, Any], most: int) -> TopLogprobs:
+def _top_logprobs(place: dict[str, Any], most: int) -> TopLogprobs:
     """vLLM puts the sampled token first, whatever its rank."""
     found = {entry["token_id"]: entry["logprob"] for entry in place["top_logprobs"]}
     return sorted(found.items(), key=lambda item: -item[1])[:most]
 
 
-GUARD = Path(__file__).parent / "guard"
+GUARD_FOLDER = Path(__file__).parent / "guard"
 POLL_SECONDS = 0.5
 STOP_SECONDS = 30.0
 MOST_STARTS = 4
 """A server that dies more often than this is not started again."""
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes as the highest rank of an adapter."""
 
 
@@ -199,7 +201,7 @@ class VllmProcess:
     python: str
     arguments: Sequence[str]
     log: Path
-    settings: dict[str, str]
+    env: dict[str, str]
     seconds: float
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     port: int = field(default_factory=free_port)
@@ -211,13 +213,13 @@ class VllmProcess:
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def dead(self) -> bool:
+    def is_dead(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start it, without waiting until it can be asked."""
         self.starts += 1
-        places = [str(GUARD), os.environ.get("PYTHONPATH", "")]
+        places = [str(GUARD_FOLDER), os.environ.get("PYTHONPATH", "")]
         ours = {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -233,7 +235,7 @@ class VllmProcess:
             with self.log.open("a", encoding="utf-8") as log:
                 self._process = subprocess.Popen(
                     command,
-                    env={**os.environ, **ours, **self.settings},
+                    env={**os.environ, **ours, **self.env},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -242,12 +244,12 @@ class VllmProcess:
         except OSError as error:
             raise EngineError(f"vLLM cannot be started with {self.python}: {error.strerror}") from error
 
-    async def answers(self) -> None:
+    async def wait_ready(self) -> None:
         """Wait until it can be asked; raises if it does not come up."""
         deadline = time.monotonic() + self.seconds
         async with httpx.AsyncClient(base_url=self.url, timeout=5.0, trust_env=False) as client:
             while time.monotonic() < deadline:
-                if self.dead:
+                if self.is_dead:
                     lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
                     last = next(reversed(lines), "nothing was said")
                     words = next((line for line in reversed(lines) if "Error" in line), last).strip()
@@ -260,14 +262,14 @@ class VllmProcess:
             f"vLLM did not answer within {self.seconds:g} s: see {self.log}, or raise engine.launch.seconds"
         )
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         """Start a dead one again, a few times at most."""
-        if self.dead and self.starts < MOST_STARTS:
+        if self.is_dead and self.starts < MOST_STARTS:
             if self._process is not None:
                 _end_group(self._process)
-            self.begin()
+            self.start()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Ask it to stop, and end all of its processes if it does not."""
         process, self._process = self._process, None
         if process is None:
@@ -287,30 +289,30 @@ class LaunchedVllm(VllmEngine):
     def __init__(self, process: VllmProcess, **more: Any) -> None:
         super().__init__(process.url, api_key=process.key, priority=True, **more)
         self._process = process
-        self._met = False
+        self._is_attached = False
 
     def start(self) -> None:
         """Begin only: it takes long to come up, and the first update waits for it without blocking the event loop."""
-        self._process.begin()
+        self._process.start()
 
     async def load_weights(self, update: WeightUpdate) -> float:
-        if not self._met:
-            await self._process.answers()
+        if not self._is_attached:
+            await self._process.wait_ready()
             await asyncio.to_thread(super().start)
-            self._met = True
+            self._is_attached = True
         return await super().load_weights(update)
 
     async def policy(self) -> ServedPolicy:
-        self._process.revive()
+        self._process.restart()
         return await super().policy()
 
     async def limits(self) -> EngineLimits:
         """While a server is gone the pool asks for this again and again."""
-        self._process.revive()
+        self._process.restart()
         return await super().limits()
 
     def close(self) -> None:
-        self._process.end()
+        self._process.stop()
         super().close()
 
 
@@ -320,9 +322,9 @@ def _end_group(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def lora_rank(rank: int) -> int:
+def max_lora_rank(rank: int) -> int:
     """The smallest highest rank that vLLM knows and that has room for ours."""
-    found = next((known for known in RANKS if known >= rank), None)
+    found = next((known for known in LORA_RANKS if known >= rank), None)
     if found is None:
-        raise EngineError(f"vLLM serves adapters of rank {RANKS[-1]} at most, not {rank}: lower model.lora.rank")
+        raise EngineError(f"vLLM serves adapters of rank {LORA_RANKS[-1]} at most, not {rank}: lower model.lora.rank")
     return found

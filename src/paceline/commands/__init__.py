@@ -1,4 +1,4 @@
-"""The `paceline` command, thin: each of its commands reads its arguments and calls one function."""
+"""The `paceline` command line: parses the arguments and calls the function of the command."""
 
 import argparse
 import sys
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn, get_args
 
-from paceline.commands import looking, policies, run_files, serving  # noqa: F401 - they register their commands
-from paceline.commands.commands import COMMANDS, Commands, build_parser
+from paceline.commands import policies, run_directories, run_files, serving  # noqa: F401 - they register their commands
+from paceline.commands.commands import COMMANDS, CommandParsers, build_parser
 from paceline.config import ConfigError
-from paceline.config.keys import key_spots
+from paceline.config.keys import key_nodes
 from paceline.errors import PacelineError
-from paceline.observe.monitor.text import shown
-from paceline.util.gc_tuning import collect_rarely
+from paceline.observe.monitor.text import restore_paths
+from paceline.util.gc_tuning import raise_gc_thresholds
 from paceline.util.process_exit import exit_process
 
 __all__ = ["command", "main"]
@@ -42,25 +42,25 @@ examples:
   paceline schema > paceline.schema.json                   completion and help in your editor
 """
 
-IN_ORDER = (
+COMMAND_ORDER = (
     *("init", "train", "ab", "check", "eval", "export", "serve", "rollout", "up", "status", "down", "play", "league"),
     *("replay", "doctor", "top", "report", "diff", "ui", "data", "search-server", "config", "schema"),
 )
-"""As `paceline --help` lists them."""
+"""The order of `paceline --help`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The `paceline` command. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
-    commands = the_commands()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and not given[0].startswith("-") and given[0] not in commands.parsers:
-        near = get_close_matches(given[0], commands.parsers, n=1)
+    commands = command_parsers()
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if argv and not argv[0].startswith("-") and argv[0] not in commands.parsers:
+        near = get_close_matches(argv[0], commands.parsers, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"the commands are {', '.join(commands.parsers)}"
-        print(f"paceline: there is no command `{given[0]}`; {hint}", file=sys.stderr)
+        print(f"paceline: there is no command `{argv[0]}`; {hint}", file=sys.stderr)
         return 2
-    if given and given[0] in COMMANDS and COMMANDS[given[0]].keys:
-        given = _join_values(given, commands.parsers[given[0]])
-    known, rest = commands.parser.parse_known_args(given)
+    if argv and argv[0] in COMMANDS and COMMANDS[argv[0]].keys:
+        argv = _join_values(argv, commands.parsers[argv[0]])
+    known, rest = commands.parser.parse_known_args(argv)
     actions = [action for action in commands.parsers[known.command]._actions if action.help != argparse.SUPPRESS]
     options = [option for action in actions for option in action.option_strings if option.startswith("--")]
     if rest and not COMMANDS[known.command].keys:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"paceline: did you mean the option `{near}` instead of `{word}`?", file=sys.stderr)
         return 2
     except PacelineError as error:
-        print(f"paceline: {shown(error)}", file=sys.stderr)
+        print(f"paceline: {restore_paths(error)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "peft"):
@@ -90,19 +90,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command() -> NoReturn:
-    """`main` as a process of its own."""
-    collect_rarely()
+    """Run `main` as the `paceline` executable."""
+    raise_gc_thresholds()
     exit_process(main())
 
 
-def the_commands() -> Commands:
-    return build_parser(IN_ORDER, EXAMPLES)
+def command_parsers() -> CommandParsers:
+    return build_parser(COMMAND_ORDER, EXAMPLES)
 
 
-def _join_values(given: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+def _join_values(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """`--steps 5 quickstart` as `--steps=5 quickstart`: argparse, which knows no key, would take the 5 for the file."""
     joined: list[str] = []
-    for word in given:
+    for word in argv:
         flag = joined[-1] if joined else ""
         value = not word.startswith("-") or word[1:2] in "0123456789."
         if value and flag.startswith("--") and flag not in parser._option_string_actions and _needs_value(flag):
@@ -113,8 +113,8 @@ def _join_values(given: Sequence[str], parser: argparse.ArgumentParser) -> list[
 
 
 def _needs_value(flag: str) -> bool:
-    """Whether a key of the run file stands for nothing alone; one that may be true does."""
-    spots = key_spots(flag.removeprefix("--")) if "=" not in flag else []
+    """Whether a key of the run file needs a value; a boolean key does not."""
+    spots = key_nodes(flag.removeprefix("--")) if "=" not in flag else []
     return bool(spots) and not any(bool in (spot.annotation, *get_args(spot.annotation)) for spot in spots)
 
 

@@ -17,12 +17,12 @@ from paceline.observe.monitor import Monitor, RunOutcome
 from paceline.observe.record import open_run
 from paceline.observe.record.paired import Verdict, verdict
 from paceline.orchestrator import build_train_envs
-from paceline.orchestrator.league_checkpoints import members
-from paceline.runtime.local import DriverParts, Placed, share_cores, with_sections, with_trainer
+from paceline.orchestrator.league_checkpoints import league_envs
+from paceline.runtime.local import DriverParts, RunParts, share_cores, with_sections, with_trainer
 from paceline.runtime.model_backends import load_backend, with_settled_dtype
 from paceline.runtime.preflight import refuse_unready
 from paceline.runtime.session import Given, Placement, RunSession, run_sessions
-from paceline.runtime.signals import USER, Signals
+from paceline.runtime.signals import STOPPED_BY_USER, Signals
 from paceline.weights.update import ServedPolicy, WeightUpdate
 
 
@@ -32,13 +32,13 @@ class AdapterView:
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine, self._name = engine, name
-        self._mark = ""
+        self._fingerprint = ""
         self.limits, self.stats = engine.limits, engine.stats
         self.pause, self.resume, self.sleep, self.wake = engine.pause, engine.resume, engine.sleep, engine.wake
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
-        asked = dataclasses.replace(request, model=request.model or self._name)
-        return await self._engine.generate(asked, listener)
+        routed = dataclasses.replace(request, model=request.model or self._name)
+        return await self._engine.generate(routed, listener)
 
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, model: str = ""
@@ -51,26 +51,26 @@ class AdapterView:
         named = dataclasses.replace(update.adapter, name=update.adapter.name or self._name)
         pause = await self._engine.load_weights(dataclasses.replace(update, adapter=named))
         if named.name == self._name:
-            self._mark = update.expected or update.fingerprint()
+            self._fingerprint = update.expected or update.fingerprint()
         return pause
 
     async def policy(self) -> ServedPolicy:
-        held = (await self._engine.limits()).adapters
-        return ServedPolicy(held.get(self._name, 0), self._mark)
+        adapters = (await self._engine.limits()).adapters
+        return ServedPolicy(adapters.get(self._name, 0), self._fingerprint)
 
     @property
     def busy_seconds(self) -> float:
         return self._engine.busy_seconds
 
     def start(self) -> None:
-        """It runs already."""
+        """Nothing to do: the shared engine runs already."""
 
     def close(self) -> None:
-        """The others go on."""
+        """Nothing to do: the shared engine serves the other arm too."""
 
 
-REWARD = re.compile("reward/[^/]+/mean")
-REAL = "the difference is real"
+REWARD_METRIC = re.compile("reward/[^/]+/mean")
+REAL_DIFFERENCE = "the difference is real"
 
 
 class ArmComparison:
@@ -92,7 +92,7 @@ class ArmComparison:
             self.print(f"{arm}: {text}")
         self._last_note = text
 
-    def step(self, arm: str, step: int, reward: float | None) -> None:
+    def record_step(self, arm: str, step: int, reward: float | None) -> None:
         self._steps[arm] = step
         if reward is not None:
             self._rewards[arm][step] = reward
@@ -102,13 +102,13 @@ class ArmComparison:
         self._printed_step = common
         found = self.verdict()
         rewards = "  ".join(f"{one} {by_step.get(common, float('nan')):.3f}" for one, by_step in self._rewards.items())
-        band = "" if found is None else found.band + (" (real)" if found.real else "")
+        band = "" if found is None else found.band + (" (real)" if found.decided_after else "")
         self.print(f"step {common}  reward  {rewards}  {band}")
-        if found is not None and found.real is not None and self._signals is not None:
-            self._signals.stop(REAL, f"{found.sentence}: stopping after this step")
+        if found is not None and found.decided_after is not None and self._signals is not None:
+            self._signals.stop(REAL_DIFFERENCE, f"{found.sentence}: stopping after this step")
 
-    def conclude(self) -> None:
-        """Both are over."""
+    def print_verdict(self) -> None:
+        """Print the verdict once both arms have ended."""
         if (found := self.verdict()) is None:
             return
         self.print(found.sentence)
@@ -125,14 +125,14 @@ class ArmComparison:
 
 
 class ArmMonitor(Monitor):
-    """Passes on what happens in one of the two runs."""
+    """Reports the steps and notes of one arm to the comparison."""
 
     def __init__(self, comparison: ArmComparison, arm: str) -> None:
         self._comparison, self._arm = comparison, arm
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        rewards = [value for name, value in metrics.items() if REWARD.fullmatch(name)]
-        self._comparison.step(self._arm, step, fmean(rewards) if rewards else None)
+        rewards = [value for name, value in metrics.items() if REWARD_METRIC.fullmatch(name)]
+        self._comparison.record_step(self._arm, step, fmean(rewards) if rewards else None)
 
     def note(self, text: str) -> None:
         self._comparison.note(self._arm, text)
@@ -142,16 +142,16 @@ class ArmMonitor(Monitor):
         self._comparison.print(f"{self._arm}: {outcome.status} at step {outcome.step}{why}")
 
 
-SHARED = ("model", "engine", "seed", "deterministic", "backend", "device", "placement", "batch_size", "group_size")
-"""Keys in which the arms may not differ: one engine serves both, and both must draw alike."""
+SHARED_KEYS = ("model", "engine", "seed", "deterministic", "backend", "device", "placement", "batch_size", "group_size")
+"""Keys in which the arms may not differ: one engine serves both, and both draw the same rows."""
 
 
-def compare(
+def train_arms(
     arms: Mapping[str, RunConfig], *, overwrite: bool = False, screen: TextIO | None = None, until_real: bool = False
 ) -> int:
     """Train both arms; each leaves a run directory like any other. With `until_real` they end as soon as the difference
     is beyond doubt. Answers with an exit code."""
-    check(arms)
+    check_comparable(arms)
     for config in arms.values():
         refuse_unready(config)
     arms = {arm: with_settled_dtype(config) for arm, config in arms.items()}
@@ -161,19 +161,19 @@ def compare(
     with _shared_engine(arms) as placement:
         sessions = [RunSession(c, placement(arm), [ArmMonitor(comparison, arm)]) for arm, c in arms.items()]
         results = run_sessions(sessions, overwrite=overwrite, signals=signals)
-    comparison.conclude()
+    comparison.print_verdict()
     ends = {result.outcome.status for result in results}
-    return 1 if "failed" in ends else 130 if any(result.outcome.message == USER for result in results) else 0
+    return 1 if "failed" in ends else 130 if any(result.outcome.message == STOPPED_BY_USER for result in results) else 0
 
 
-def check(arms: Mapping[str, RunConfig]) -> None:
-    """Raise a sentence if these two cannot be compared."""
+def check_comparable(arms: Mapping[str, RunConfig]) -> None:
+    """Raise PacelineError if the two arms cannot be compared."""
     one, other = arms.values()
     if one.model.lora is None:
         raise PacelineError("`paceline ab` trains two adapters on one engine: set model.lora.rank, such as 8")
     if one.placement != "local" or one.engine.backend != "paceline":
         raise PacelineError('`paceline ab` runs in one process on our own engine: placement = "local"')
-    for key in SHARED:
+    for key in SHARED_KEYS:
         if getattr(one, key) != getattr(other, key):
             raise PacelineError(f"both arms share `{key}`: leave out --a.{key} and --b.{key}, or give it to both")
     if not one.record.all or not other.record.all:
@@ -196,10 +196,10 @@ def _shared_engine(arms: Mapping[str, RunConfig]) -> Generator[Callable[[str], P
         @asynccontextmanager
         async def place(
             config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
-        ) -> AsyncGenerator[Placed]:
+        ) -> AsyncGenerator[RunParts]:
             phase("preparing environments")
             envs = build_train_envs(config, given)
-            if members(envs):
+            if league_envs(envs):
                 raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
             driver = DriverParts(share_cores(config, backend.parameters), tokenizer, envs)
             view = cast(Engine, AdapterView(engine, arm))  # attributes that are bound methods are methods too

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from paceline import __version__
 from paceline.config import LoadedConfig
-from paceline.config.fields import places
+from paceline.config.fields import key_paths
 
-OVERRIDES = """
+OVERRIDES_HELP = """
 any key of the run file can be set on the command line, by its dotted path:
   --staleness 2   --trainer.optimizer.lr 1e-4   --env.0.group_size 4   --deterministic
 `paceline check FILE` prints every key with its value, `paceline config KEY` what a key means.
@@ -25,7 +25,7 @@ COMMON_KEYS = (
 )
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
-_PLAIN = argparse.RawDescriptionHelpFormatter
+_HELP_FORMATTER = argparse.RawDescriptionHelpFormatter
 
 
 def arg(*names: str, **options: Any) -> Argument:
@@ -37,17 +37,17 @@ def flag(name: str, text: str) -> Argument:
     return arg(name, action="store_true", help=text)
 
 
-def old_spelling(old: str, new: str, kind: Callable[[str], object] = str) -> Argument:
+def deprecated_option(old: str, new: str, kind: Callable[[str], object] = str) -> Argument:
     """An option's former name, which still works and is not shown."""
     dest = new.removeprefix("--").replace("-", "_")
     return arg(old, dest=dest, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-FILE = (
+FILE_HELP = (
     "run file (TOML), run directory, example of the package (quickstart, algorithms/gae, ...) or environment type "
     "(reverse-text, gsm8k, ...)"
 )
-RUN = arg("directory", metavar="RUN", help="run directory, such as runs/quickstart")
+RUN_ARGUMENT = arg("directory", metavar="RUN", help="run directory, such as runs/quickstart")
 
 
 class CommandSpec(NamedTuple):
@@ -76,20 +76,20 @@ def subcommand(
     return register
 
 
-class Commands(NamedTuple):
+class CommandParsers(NamedTuple):
     """The `paceline` parser, and each command's own by the command's name."""
 
     parser: argparse.ArgumentParser
     parsers: dict[str, argparse.ArgumentParser]
 
 
-def build_parser(names: Sequence[str], epilog: str) -> Commands:
+def build_parser(names: Sequence[str], epilog: str) -> CommandParsers:
     """A parser of these commands, in the order of the help."""
     parser = argparse.ArgumentParser(
         prog="paceline",
         description="Reinforcement learning for language models, on a laptop as on a cluster.",
         epilog=epilog,
-        formatter_class=_PLAIN,
+        formatter_class=_HELP_FORMATTER,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
@@ -97,9 +97,9 @@ def build_parser(names: Sequence[str], epilog: str) -> Commands:
     for name in names:
         spec = COMMANDS[name]
         text, _, more = inspect.cleandoc(spec.run.__doc__ or "").partition("\n")
-        more = f"{_fill(more)}\n{spec.epilog}"
+        more = f"{_fill_paragraphs(more)}\n{spec.epilog}"
         sub = subparsers.add_parser(
-            name, help=text, description=text, epilog=more, formatter_class=_PLAIN, allow_abbrev=False
+            name, help=text, description=text, epilog=more, formatter_class=_HELP_FORMATTER, allow_abbrev=False
         )
         sub.set_defaults(run=spec.run)
         for argument in spec.arguments:
@@ -107,10 +107,10 @@ def build_parser(names: Sequence[str], epilog: str) -> Commands:
             group = sub.add_mutually_exclusive_group() if several else sub
             for flags, options in argument if several else [argument]:
                 group.add_argument(*flags, **options)
-    return Commands(parser, dict(subparsers.choices))
+    return CommandParsers(parser, dict(subparsers.choices))
 
 
-def _fill(text: str) -> str:
+def _fill_paragraphs(text: str) -> str:
     """A docstring with its paragraphs filled to 120 columns, which indentation keeps it from; examples as they are."""
     paragraph = re.compile(r"^\S.*(?:\n\S.*)+", re.MULTILINE)
     return paragraph.sub(lambda found: textwrap.fill(found[0], 120, break_on_hyphens=False), text)
@@ -118,7 +118,7 @@ def _fill(text: str) -> str:
 
 def common_keys() -> str:
     """The keys of a run file that are set most often, as flags, with what the schema says of each."""
-    spots = {".".join(map(str, path)): spot for path, spot in places()}
+    spots = {".".join(map(str, path)): spot for path, spot in key_paths()}
     flags = {key: f"--{key.replace('_', '-')}" for key in COMMON_KEYS}
     width = max(map(len, flags.values()))
     lines = []

@@ -1,4 +1,4 @@
-"""`paceline eval`: a model, a run's policy or several side by side, on held-out rows."""
+"""`paceline eval`: evaluates models and runs on held-out rows, one or several side by side."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from paceline.commands.rollouts import sampling_on
+from paceline.commands.rollouts import split_sampling
 from paceline.commands.targets import RunTarget, find_run
 from paceline.config import RunConfig, load
 from paceline.config.model import ModelConfig
@@ -15,10 +15,10 @@ from paceline.config.target import load_target, names_environment, names_run_fil
 from paceline.errors import PacelineError
 from paceline.orchestrator import RealClock, build_train_envs
 from paceline.orchestrator.episodes import EVAL, RolloutRunner
-from paceline.orchestrator.evaluation import by_actor, evaluate, intervals, summarise
+from paceline.orchestrator.evaluation import confidence_intervals, evaluate, group_by_actor, summarise
 from paceline.rollout import Rollout
-from paceline.runtime.episode_runtime import open_house
-from paceline.runtime.signals import run_to_the_end
+from paceline.runtime.episode_runtime import open_episode_runtime
+from paceline.runtime.signals import run_until_complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Evaluation:
     tables: dict[str, dict[str, Estimate]]
     seconds: float
 
-    def record(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """As JSON has it: counts as numbers, means with their intervals."""
         checkpoint = self.target.checkpoint
         return {
@@ -73,26 +73,32 @@ def find_targets(
     """The targets by their names: run files or examples, environment types, run directories (`RUN@STEP`), models.
 
     Rows come from `file` or from an environment of type `env` for all of them. Without these a run or run file brings
-    its own, and a model is evaluated on those of the first run or run file beside it.
+    its own, and a model is evaluated on the rows of the first run or run file among `names`.
     """
     if env is not None and file is not None:
         raise PacelineError("--env and --file both say where the rows come from: leave one of them out")
-    given = _loaded(lambda more: load_target(file or env or "", more).config, overrides) if file or env else None
+    source = file or env or ""
+    shared_config = _load_for_eval(lambda more: load_target(source, more).config, overrides) if source else None
     runs = {name: find_run(name) for name in names}
-    rows = given or next((_own(name, runs[name], overrides) for name in names if _brings_rows(name, runs[name])), None)
-    return [_target(name, runs[name], overrides, given, rows) for name in names]
+    rows = shared_config or next(
+        (_target_config(name, runs[name], overrides) for name in names if _has_rows(name, runs[name])), None
+    )
+    return [_build_target(name, runs[name], overrides, shared_config, rows) for name in names]
 
 
-def _target(
-    name: str, run: RunTarget | None, overrides: Sequence[str], given: RunConfig | None, rows: RunConfig | None
+def _build_target(
+    name: str, run: RunTarget | None, overrides: Sequence[str], shared_config: RunConfig | None, rows: RunConfig | None
 ) -> EvalTarget:
-    if _brings_rows(name, run):
-        own = _own(name, run, () if given else overrides)  # keys of a given environment are none of the run's
+    if _has_rows(name, run):
+        # With a shared config the overrides are its keys, not the run's.
+        own = _target_config(name, run, () if shared_config else overrides)
         if run is None or run.checkpoint is not None:
-            return EvalTarget(name, _with_model(given or own, own.model), None if run is None else run.checkpoint)
+            return EvalTarget(
+                name, _with_model(shared_config or own, own.model), None if run is None else run.checkpoint
+            )
         if run.export is None:
             raise PacelineError(f"{name} has neither a whole checkpoint nor an export: nothing was trained yet")
-        return EvalTarget(name, _with_model(given or own, own.model, str(run.export)))
+        return EvalTarget(name, _with_model(shared_config or own, own.model, str(run.export)))
     if rows is None:
         hint = "" if Path(name).exists() else nearest_target(name)
         raise PacelineError(
@@ -104,17 +110,19 @@ def _target(
     return EvalTarget(name, _with_model(rows, rows.model, name))
 
 
-def _brings_rows(name: str, run: RunTarget | None) -> bool:
+def _has_rows(name: str, run: RunTarget | None) -> bool:
     return run is not None or names_run_file(name) or names_environment(name)
 
 
-def _own(name: str, run: RunTarget | None, overrides: Sequence[str]) -> RunConfig:
-    """The config a target brings, with the command line's keys."""
-    return _loaded(lambda more: (load_target(name, more) if run is None else load(run.root, more)).config, overrides)
+def _target_config(name: str, run: RunTarget | None, overrides: Sequence[str]) -> RunConfig:
+    """The target's own config with the overrides of the command line."""
+    return _load_for_eval(
+        lambda more: (load_target(name, more) if run is None else load(run.root, more)).config, overrides
+    )
 
 
-def _loaded(read: Callable[[Sequence[str]], RunConfig], overrides: Sequence[str]) -> RunConfig:
-    """`--sampling.*` is about these episodes: whatever the file evaluates with, changed by those keys."""
+def _load_for_eval(read: Callable[[Sequence[str]], RunConfig], overrides: Sequence[str]) -> RunConfig:
+    """Load a config for evaluation; `--sampling.*` overrides apply to the sampling of `eval`."""
     flags: list[int] = []  # places of `--sampling.*` and of the values that follow them
     for index, argument in enumerate(overrides):
         value = index - 1 in flags and not argument.startswith("--") and "=" not in overrides[index - 1]
@@ -124,14 +132,14 @@ def _loaded(read: Callable[[Sequence[str]], RunConfig], overrides: Sequence[str]
     config = read(others)
     if not flags:
         return config
-    start = sampling_on(config, "eval").model_dump()
+    start = split_sampling(config, "eval").model_dump()
     whole = [f"--eval.sampling.{key}={json.dumps(value)}" for key, value in start.items()]
-    asked = [overrides[index].replace("--sampling.", "--eval.sampling.", 1) for index in flags]
-    return read([*others, *whole, *asked])
+    changed = [overrides[index].replace("--sampling.", "--eval.sampling.", 1) for index in flags]
+    return read([*others, *whole, *changed])
 
 
 def _with_model(config: RunConfig, model: ModelConfig, name: str = "") -> RunConfig:
-    """The config with this model; `name` is a whole one in its place: no adapter, and its own tokenizer and type."""
+    """The config with this model; `name` replaces it by a full model: no adapter, its own tokenizer and dtype."""
     whole = {"name": name, "lora": None, "tokenizer": None, "dtype": "auto"} if name else {}
     return config.model_copy(update={"model": model.model_copy(update=whole)})
 
@@ -144,30 +152,32 @@ def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Eval
         known = ", ".join(f"`{name}`" for name in envs)
         raise PacelineError(f"{target.name}: {known} has no held-out rows (the `eval` split of its dataset)")
     progress(f"loading {config.model.name}")
-    with open_house(config, sampling_on(config, "eval"), None, config.eval.concurrency, target.checkpoint) as house:
-        assert house.client is not None
-        runner = RolloutRunner(house.client, RealClock(), config.seed, EVAL)
+    with open_episode_runtime(
+        config, split_sampling(config, "eval"), None, config.eval.concurrency, target.checkpoint
+    ) as runtime:
+        assert runtime.client is not None
+        runner = RolloutRunner(runtime.client, RealClock(), config.seed, EVAL)
 
         async def play() -> list[Rollout]:
             played: list[Rollout] = []
             try:
                 await evaluate(envs, runner, config.eval, progress, played.extend)
             finally:
-                await house.close()
+                await runtime.close()
             return played
 
-        rollouts = run_to_the_end(play())
+        rollouts = run_until_complete(play())
     tables = {
-        name: _table(played, config.eval.samples)
+        name: _estimates(played, config.eval.samples)
         for env in envs.values()
-        for name, played in by_actor(env, [rollout for rollout in rollouts if rollout.env == env.name]).items()
+        for name, played in group_by_actor(env, [rollout for rollout in rollouts if rollout.env == env.name]).items()
     }
     return Evaluation(target, tables, perf_counter() - began)
 
 
-def _table(rollouts: Sequence[Rollout], samples: int) -> dict[str, Estimate]:
-    sure = intervals(rollouts, samples)
-    out = {key: Estimate(value, *sure.get(key, ())) for key, value in summarise(rollouts, samples).items()}
+def _estimates(rollouts: Sequence[Rollout], samples: int) -> dict[str, Estimate]:
+    bounds = confidence_intervals(rollouts, samples)
+    out = {key: Estimate(value, *bounds.get(key, ())) for key, value in summarise(rollouts, samples).items()}
     return out | {
         "examples": Estimate(len({rollout.ticket for rollout in rollouts})),
         "episodes": Estimate(len(rollouts)),

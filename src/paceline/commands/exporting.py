@@ -9,7 +9,7 @@ from typing import Literal
 
 from paceline.commands.targets import RunTarget
 from paceline.config import RunConfig
-from paceline.config.apple import on_mlx
+from paceline.config.apple import uses_mlx
 from paceline.config.model import Dtype
 from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
@@ -20,7 +20,7 @@ from paceline.runtime.model_backends import with_settled_dtype
 from paceline.util.private_folder import PrivateFolder
 from paceline.weights.manifest import write_manifest
 
-Form = Literal["all", "merged", "adapter"]
+ExportForm = Literal["all", "merged", "adapter"]
 """`all`: what the end of a run writes, the merged weights and under LoRA the adapter beside them."""
 
 MODEL_FILES = ("model*.safetensors", "model*.index.json", "adapter_*", "adapter/adapter_*", "adapter-mlx/adapter*")
@@ -28,9 +28,14 @@ MODEL_FILES = ("model*.safetensors", "model*.index.json", "adapter_*", "adapter/
 
 
 def export_run(
-    target: RunTarget, folder: Path | None = None, form: Form = "all", dtype: Dtype | None = None, *, overwrite: bool
+    target: RunTarget,
+    folder: Path | None = None,
+    form: ExportForm = "all",
+    dtype: Dtype | None = None,
+    *,
+    overwrite: bool,
 ) -> Path:
-    """Write the model folder of a checkpoint and answer with it. A new one appears whole or not at all.
+    """Write the model folder of a checkpoint and return its path. A new folder appears atomically.
 
     Without a `folder` it is `export` in the run directory, or `export-STEP` where a step was asked for; without a
     `dtype` the weights keep that of the source checkpoint.
@@ -39,31 +44,31 @@ def export_run(
         raise PacelineError(f"{target.root} has no whole checkpoint to export: train it, or go on with --resume latest")
     if form == "adapter" and target.config.model.lora is None:
         raise PacelineError(f"{target.root} trained all weights (no [model.lora]): leave --adapter out")
-    given = folder is not None
+    named = folder is not None
     if folder is None:
         newest = Checkpoints(RunDirectory(target.root).checkpoints, keep=1).all()[-1]
         step = "" if target.checkpoint == newest else f"-{target.step}"
         folder = target.root / f"export{step}{'-adapter' if form == 'adapter' else ''}"
     replaces = folder.is_dir() and any(folder.iterdir())
-    if replaces and given and not overwrite:
+    if replaces and named and not overwrite:
         raise PacelineError(f"{folder} already holds files: name another folder with -o, or add --overwrite")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with PrivateFolder(folder.parent) as private:
         draft = private / "draft"
         draft.mkdir()
         config = with_settled_dtype(target.config, target.checkpoint)
-        write = _write_mlx if on_mlx(config.backend) else _write_torch
+        write = _write_mlx if uses_mlx(config.backend) else _write_torch
         write(config, target.checkpoint, draft, form, dtype)
         write_manifest(draft)  # of the form that was asked for
         if replaces:
-            _replace(folder, draft)
+            _replace_export(folder, draft)
         else:
             draft.replace(folder)
     return folder
 
 
-def _replace(folder: Path, draft: Path) -> None:
-    """Put a new export in the place of an old one, and leave all else in the folder alone."""
+def _replace_export(folder: Path, draft: Path) -> None:
+    """Replace the files of an old export and keep all other files of the folder."""
     for pattern in MODEL_FILES:
         for old in folder.glob(pattern):
             old.unlink()
@@ -73,8 +78,8 @@ def _replace(folder: Path, draft: Path) -> None:
         file.replace(place)
 
 
-def _write_torch(config: RunConfig, checkpoint: Path, folder: Path, form: Form, dtype: Dtype | None) -> None:
-    """On the CPU, without moments: a fraction of the memory that going on from the checkpoint takes."""
+def _write_torch(config: RunConfig, checkpoint: Path, folder: Path, form: ExportForm, dtype: Dtype | None) -> None:
+    """Load the weights on the CPU without optimizer state, which takes a fraction of the memory of a resume."""
     import torch
 
     from paceline.model import attach_lora, load_model
@@ -95,7 +100,7 @@ def _write_torch(config: RunConfig, checkpoint: Path, folder: Path, form: Form, 
         export(model, folder, tokenizer, written=written, adapter=form == "all")
 
 
-def _write_mlx(config: RunConfig, checkpoint: Path, folder: Path, form: Form, dtype: Dtype | None) -> None:
+def _write_mlx(config: RunConfig, checkpoint: Path, folder: Path, form: ExportForm, dtype: Dtype | None) -> None:
     from paceline.runtime.model_backends import MlxBackend
 
     if dtype is not None:

@@ -15,8 +15,17 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from paceline.clients.tools import ToolReader
-from paceline.commands.rollouts import Played, draws, episode, pick_section, ready, records, rows_of, sampling_on
+from paceline.clients.tools import ToolParser
+from paceline.commands.rollouts import (
+    PlayedEpisode,
+    draw_tickets,
+    episode_records,
+    pick_env,
+    play_episode,
+    prepare_row,
+    split_rows,
+    split_sampling,
+)
 from paceline.commands.show import show_messages
 from paceline.config import RunConfig
 from paceline.config.env import BaseEnvConfig
@@ -24,23 +33,23 @@ from paceline.config.inference import SamplingConfig
 from paceline.envs import Environment, Split, build_environment
 from paceline.errors import PacelineError
 from paceline.observe.monitor.show_rollout import show_rollout
-from paceline.observe.monitor.text import amount, score
+from paceline.observe.monitor.text import format_amount, format_score
 from paceline.rollout import Message, Reply
-from paceline.rollout.endpoint import WordSeat
-from paceline.rollout.history import same
-from paceline.rollout.seat import Guests, SeatLeft, SessionAddress
-from paceline.runtime.episode_runtime import EpisodeRuntime, OpenAIServer, is_checkpoint, open_house
+from paceline.rollout.endpoint import TextSeat
+from paceline.rollout.history import same_conversation
+from paceline.rollout.seat import AddressProvider, SeatClosed, SeatFactories
+from paceline.runtime.episode_runtime import EpisodeRuntime, OpenAIServer, is_checkpoint, open_episode_runtime
 
 Tools = Sequence[dict[str, Any]]
-CALLING = 'to call one, say <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+TOOL_CALL_HINT = 'to call one, say <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
 
 
 class PersonLeft(PacelineError):
     """The person has left the game."""
 
 
-def typed(prompt: str) -> str:
-    """A line from the keyboard, or from whatever is piped in; then it is shown too, as a terminal would."""
+def read_line(prompt: str) -> str:
+    """Read a line from the keyboard or a pipe; a piped line is echoed, as a terminal would."""
     if sys.stdin is None:  # closed before we began
         raise EOFError
     if sys.stdin.isatty():
@@ -55,40 +64,40 @@ def typed(prompt: str) -> str:
 class Person:
     """A person at the keyboard."""
 
-    def __init__(self, console: Console, read: Callable[[str], str] = typed) -> None:
+    def __init__(self, console: Console, read: Callable[[str], str] = read_line) -> None:
         self._console, self._read = console, read
         self.turns = 0
-        self.left, self.broken = False, ""
-        if read is typed and sys.stdin is not None and sys.stdin.isatty():
+        self.has_left, self.input_error = False, ""
+        if read is read_line and sys.stdin is not None and sys.stdin.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401 - lines can be edited from now on
 
-    def say(self, who: str, news: Sequence[Message], tools: Tools | None) -> str:
+    def ask(self, who: str, new_messages: Sequence[Message], tools: Tools | None) -> str:
         """Show the new messages and read the person's answer.
 
-        The event loop stands still meanwhile, on purpose: the keyboard is one, so seats that want to speak wait for
-        one another, and a thread that waits for a line could not be called back from a terminal it has taken over.
+        This blocks the event loop on purpose: seats take turns at the one keyboard, and a thread that waits for a line
+        cannot be interrupted.
         """
-        if self.left:
+        if self.has_left:
             raise PersonLeft("the person has left")
-        show_messages(news, self._console)
+        show_messages(new_messages, self._console)
         if tools:
             named = ", ".join(str(tool.get("function", tool).get("name")) for tool in tools)
-            self._console.print(Text(f"tools: {named}; {CALLING}", "dim"))
+            self._console.print(Text(f"tools: {named}; {TOOL_CALL_HINT}", "dim"))
         try:
             with _interruptible():
-                words = self._listen(who)
+                answer = self._read_answer(who)
         except (EOFError, KeyboardInterrupt):
-            self.left = True
+            self.has_left = True
             self._console.print()
             raise PersonLeft("the person has left") from None
         except UnicodeDecodeError as error:
-            self.left, self.broken = True, f"what was typed is no text: {error}"
-            raise PersonLeft(self.broken) from error
+            self.has_left, self.input_error = True, f"what was typed is no text: {error}"
+            raise PersonLeft(self.input_error) from error
         self.turns += 1
-        return words
+        return answer
 
-    def _listen(self, who: str) -> str:
+    def _read_answer(self, who: str) -> str:
         lines = [self._read(f"{who}> ")]
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1].removesuffix("\\")
@@ -96,7 +105,7 @@ class Person:
         return "\n".join(lines)
 
 
-class PersonSeat(WordSeat):
+class PersonSeat(TextSeat):
     """A person's seat in one episode."""
 
     def __init__(
@@ -105,47 +114,47 @@ class PersonSeat(WordSeat):
         name: str,
         actor: str,
         sampling: SamplingConfig,
-        recorder: SessionAddress,
+        recorder: AddressProvider,
         spell: Callable[[Sequence[int]], str],
     ) -> None:
         super().__init__(sampling, recorder, actor)
         self._person, self._name, self._spell = person, name, spell
 
     async def answer(self, messages: Sequence[Message], tools: Tools | None) -> dict[str, Any]:
-        known = self._known(messages)
-        text = self._person.say(self._name, messages[known:], None if known else tools)
-        return _choice(_read_calls(text, tools))
+        known = self._known_messages(messages)
+        text = self._person.ask(self._name, messages[known:], None if known else tools)
+        return _choice(_parse_tool_calls(text, tools))
 
     async def complete(self, token_ids: Sequence[int]) -> Reply:
-        if self._left:
-            raise SeatLeft("the episode is over: this seat takes no more calls")
+        if self._closed:
+            raise SeatClosed("the episode is over: this seat takes no more calls")
         prompt: Message = {"role": "tokens", "content": self._spell(token_ids)}
-        text = self._person.say(self._name, [prompt], None)
-        return self.note(_choice({"role": "assistant", "content": text}), [prompt])
+        text = self._person.ask(self._name, [prompt], None)
+        return self.record_reply(_choice({"role": "assistant", "content": text}), [prompt])
 
-    def _known(self, messages: Sequence[Message]) -> int:
-        """How many messages the person knows: a conversation may go on from anything, not just from the end."""
-        whole = ([*(turn.messages or []), turn.message] for turn in self.turns)
-        return max((len(said) for said in whole if same(messages[: len(said)], said)), default=0)
+    def _known_messages(self, messages: Sequence[Message]) -> int:
+        """How many messages the person has seen; a conversation may branch off at any earlier turn."""
+        histories = ([*(turn.messages or []), turn.message] for turn in self.turns)
+        return max((len(old) for old in histories if same_conversation(messages[: len(old)], old)), default=0)
 
 
 def _choice(message: Message) -> dict[str, Any]:
     return {"message": message, "finish": "stop", "usage": None}
 
 
-def _read_calls(text: str, tools: Tools | None) -> Message:
-    """Tool calls are written as most open models write them."""
-    reader = ToolReader([tool.get("function", tool).get("name", "") for tool in tools or ()])
-    said, calls = reader.feed(text)
+def _parse_tool_calls(text: str, tools: Tools | None) -> Message:
+    """Parse tool calls in the format of most open models."""
+    reader = ToolParser([tool.get("function", tool).get("name", "") for tool in tools or ()])
+    text_before, calls = reader.feed(text)
     rest, more = reader.flush()
     if not (calls := [*calls, *more]):
         return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": said + rest, "tool_calls": [call.as_dict() for call in calls]}
+    return {"role": "assistant", "content": text_before + rest, "tool_calls": [call.as_dict() for call in calls]}
 
 
 @contextmanager
 def _interruptible() -> Generator[None]:
-    """Ctrl-C ends the wait for a line: an event loop would only note it and wait on."""
+    """Let Ctrl-C end the wait for a line, which an asyncio signal handler would not."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -156,10 +165,10 @@ def _interruptible() -> Generator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-AT_ONCE = 8
+MOST_CONCURRENT_SEATS = 8
 """Seats of one game that may speak at the same time, where an episode starts others."""
-PATIENCE = 20
-"""Games in a row in which the person is never asked, before that is taken for a mistake."""
+MOST_SILENT_GAMES = 20
+"""Games in a row without a turn of the person before an error is raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,46 +205,48 @@ class ScoreBoard:
     rewards: dict[str, float] = field(default_factory=dict)
     """Sums by actor: those of children are their actor's."""
 
-    def add(self, played: Played) -> None:
+    def add(self, played: PlayedEpisode) -> None:
         if played.error is not None or played.outcome is None:
             self.failed += 1
             return
         self.games += 1
         for name, reward in played.outcome.rewards.items():
-            actor = _actor(played, name)
+            actor = _actor_of(played, name)
             self.rewards[actor] = self.rewards.get(actor, 0.0) + float(reward)
 
 
 def play(
-    config: RunConfig, options: PlayOptions, stream: TextIO | None = None, read: Callable[[str], str] = typed
+    config: RunConfig, options: PlayOptions, stream: TextIO | None = None, read: Callable[[str], str] = read_line
 ) -> int:
     """Play until the games are over or the person leaves; answers with an exit code: 1 if any game failed."""
     console = Console(file=stream)
-    section = pick_section(config, options.env)
+    section = pick_env(config, options.env)
     environment = build_environment(section)
     seat = pick_seat(section, environment.actors, options.seat)
-    config, checkpoint = speaking(config, options)
+    config, checkpoint = opponent_model(config, options)
     others = ", ".join(actor for actor in environment.actors if actor != seat)
     opponent = f"; {others}: {options.endpoint or checkpoint or config.model.name}" if others else ""
     console.print(Text(f"{section.name}, you are {seat}{opponent}", "bold"))
     console.print(Text("A line that ends in \\ goes on in the next. Ctrl-D leaves.", "dim"))
     name = options.endpoint_model or options.model
     address = OpenAIServer(options.endpoint, name, options.api_key) if options.endpoint else None
-    sampling = sampling_on(config, options.split)
+    sampling = split_sampling(config, options.split)
     person, total = Person(console, read), ScoreBoard()
 
-    def tell(played: Played) -> None:
+    def on_game(played: PlayedEpisode) -> None:
         total.add(played)
         _show_game(console, played, total.games + total.failed, seat, options.reveal)
 
-    with open_house(config, sampling, address, AT_ONCE, checkpoint) as house:
-        guests = {seat: lambda name: PersonSeat(person, name, seat, sampling, house.recorder, house.spell)}
+    with open_episode_runtime(config, sampling, address, MOST_CONCURRENT_SEATS, checkpoint) as runtime:
+        guests = {seat: lambda name: PersonSeat(person, name, seat, sampling, runtime.recorder, runtime.spell)}
         try:
-            asyncio.run(play_games(section, options, house, environment, person, guests, seed=config.seed, tell=tell))
+            asyncio.run(
+                play_games(section, options, runtime, environment, person, guests, seed=config.seed, on_game=on_game)
+            )
         except KeyboardInterrupt:  # while the others were speaking
             console.print()
-    line = Text(f"score after {amount(total.games, 'game')}", "bold")
-    _append(line, ((actor, reward, actor == seat) for actor, reward in total.rewards.items()))
+    line = Text(f"score after {format_amount(total.games, 'game')}", "bold")
+    _append_rewards(line, ((actor, reward, actor == seat) for actor, reward in total.rewards.items()))
     if total.failed:
         line.append(f"  {total.failed} failed", "red")
     console.print(line, soft_wrap=True)
@@ -252,39 +263,39 @@ def pick_seat(section: BaseEnvConfig, actors: Sequence[str], name: str | None) -
 async def play_games(
     section: BaseEnvConfig,
     options: PlayOptions,
-    house: EpisodeRuntime,
+    runtime: EpisodeRuntime,
     environment: Environment,
     person: Person,
-    guests: Guests,
+    guests: SeatFactories,
     *,
     seed: int,
-    tell: Callable[[Played], None],
+    on_game: Callable[[PlayedEpisode], None],
 ) -> None:
     """One game after another, on the rows a run would draw."""
-    rows = rows_of(section, environment, options.split)
-    patient = section.model_copy(update={"timeout": math.inf})  # people may think
+    rows = split_rows(section, environment, options.split)
+    patient = section.model_copy(update={"timeout": math.inf})  # a person has no time limit
     silent = 0
     try:
-        for ticket, member in islice(draws(section, options.split, options.row, rows, seed), options.count):
+        for ticket, member in islice(draw_tickets(section, options.split, options.row, rows, seed), options.count):
             spoken = person.turns
-            row = asyncio.ensure_future(ready(environment, options.split, rows[ticket.row], ticket, seed))
-            played = await episode(patient, environment, house, row, ticket, member, seed, guests)
-            if person.broken:
-                raise PacelineError(person.broken)
-            if person.left:
+            row = asyncio.ensure_future(prepare_row(environment, options.split, rows[ticket.row], ticket, seed))
+            played = await play_episode(patient, environment, runtime, row, ticket, member, seed, guests)
+            if person.input_error:
+                raise PacelineError(person.input_error)
+            if person.has_left:
                 return
-            tell(played)
+            on_game(played)
             silent = silent + 1 if person.turns == spoken else 0
-            if silent == PATIENCE:
+            if silent == MOST_SILENT_GAMES:
                 raise PacelineError(
-                    f"{PATIENCE} games went by without a turn of `{', '.join(guests)}`: take another seat"
+                    f"{MOST_SILENT_GAMES} games went by without a turn of `{', '.join(guests)}`: take another seat"
                 )
     finally:
-        await house.close()
+        await runtime.close()
 
 
-def speaking(config: RunConfig, options: PlayOptions) -> tuple[RunConfig, Path | None]:
-    """The config of the model that plays the others in this process, and the run's checkpoint that it loads."""
+def opponent_model(config: RunConfig, options: PlayOptions) -> tuple[RunConfig, Path | None]:
+    """The config of the model that plays the other seats, and the checkpoint it loads, if any."""
     name = options.endpoint_model or options.model
     if name is None or options.endpoint is not None:
         return config, None
@@ -295,27 +306,27 @@ def speaking(config: RunConfig, options: PlayOptions) -> tuple[RunConfig, Path |
     return config.model_copy(update={"model": model}), None
 
 
-def _show_game(console: Console, played: Played, number: int, seat: str, reveal: bool) -> None:
-    for record in records(played) if reveal else ():
+def _show_game(console: Console, played: PlayedEpisode, number: int, seat: str, reveal: bool) -> None:
+    for record in episode_records(played) if reveal else ():
         if record["actor"] != seat:
             show_rollout(record, console)
     line = Text(f"game {number}", "bold")
     if played.outcome is not None and played.error is None:
         rewards = played.outcome.rewards.items()
-        _append(line, ((name, reward, _actor(played, name) == seat) for name, reward in rewards))
-        line.append("".join(f"  {name} {score(value)}" for name, value in played.outcome.metrics.items()), "dim")
+        _append_rewards(line, ((name, reward, _actor_of(played, name) == seat) for name, reward in rewards))
+        line.append("".join(f"  {name} {format_score(value)}" for name, value in played.outcome.metrics.items()), "dim")
     if played.error is not None:
         line.append(f"  {played.error}", "red")
     console.print(line, soft_wrap=True)
     console.print()
 
 
-def _actor(played: Played, name: str) -> str:
+def _actor_of(played: PlayedEpisode, name: str) -> str:
     """The actor of a seat; an environment may also reward an actor without one."""
-    return played.table[name].actor if name in played.table else name
+    return played.sessions[name].actor if name in played.sessions else name
 
 
-def _append(line: Text, rewards: Iterable[tuple[str, float, bool]]) -> None:
+def _append_rewards(line: Text, rewards: Iterable[tuple[str, float, bool]]) -> None:
     for name, reward, yours in rewards:
         style = "bold green" if reward > 0 else "bold yellow"
-        line.append(f"  {name}{' (you)' if yours else ''} ").append(score(float(reward)), style)
+        line.append(f"  {name}{' (you)' if yours else ''} ").append(format_score(float(reward)), style)

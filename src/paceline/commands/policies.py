@@ -12,10 +12,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from paceline.commands.commands import FILE, OVERRIDES, arg, flag, old_spelling, subcommand
+from paceline.commands.commands import FILE_HELP, OVERRIDES_HELP, arg, deprecated_option, flag, subcommand
 from paceline.config.target import load_target
 from paceline.errors import PacelineError
-from paceline.observe.monitor.text import score
+from paceline.observe.monitor.text import format_score
 
 if TYPE_CHECKING:
     from paceline.commands.evaluations import Estimate, Evaluation
@@ -74,7 +74,7 @@ LABELS = {"truncated_ratio": "cut off", "length": "tokens a reply", "truncated":
     arg("--examples", type=int, metavar="N", help="only the first N held-out examples"),
     flag("--json", "print one JSON object instead of tables"),
     keys=True,
-    epilog=OVERRIDES,
+    epilog=OVERRIDES_HELP,
 )
 def eval_(known: argparse.Namespace, overrides: list[str]) -> None:
     """Evaluate models, runs or run files on held-out rows.
@@ -98,30 +98,30 @@ def eval_(known: argparse.Namespace, overrides: list[str]) -> None:
         if (value := getattr(known, key)) is not None:
             overrides = [*overrides, f"--eval.{key}", str(value)]
     targets = find_targets(known.targets, overrides, known.env, known.file)
-    done = [evaluate_target(target, _progress(target.name)) for target in targets]
+    done = [evaluate_target(target, _progress_printer(target.name)) for target in targets]
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     if known.json:
-        print(json.dumps({"targets": [evaluation.record() for evaluation in done]}))
+        print(json.dumps({"targets": [evaluation.as_json() for evaluation in done]}))
     else:
-        _show(done)
+        _print_evaluations(done)
 
 
-def _progress(name: str) -> Callable[[str], None]:
+def _progress_printer(name: str) -> Callable[[str], None]:
     """One line that is written over in a terminal; elsewhere only the phases, without a line for each episode."""
     live, shown = sys.stderr.isatty(), set()
 
-    def tell(phase: str) -> None:
+    def print_phase(phase: str) -> None:
         if live:
             print(f"\r\033[K{name}: {phase}", end="", file=sys.stderr, flush=True)
         elif (kind := phase.rpartition(" ")[0]) not in shown:
             shown.add(kind)
             print(f"{name}: {kind if '/' in phase.rpartition(' ')[2] else phase}", file=sys.stderr, flush=True)
 
-    return tell
+    return print_phase
 
 
-def _show(done: "list[Evaluation]") -> None:
+def _print_evaluations(done: "list[Evaluation]") -> None:
     console = Console(highlight=False)
     for name in dict.fromkeys(name for evaluation in done for name in evaluation.tables):
         tables = [evaluation.tables.get(name, {}) for evaluation in done]
@@ -132,40 +132,40 @@ def _show(done: "list[Evaluation]") -> None:
         for evaluation in done:
             table.add_column(evaluation.target.name, justify="right", overflow="fold")
         for key in dict.fromkeys(key for own in tables for key in own):
-            table.add_row(LABELS.get(key, key), *(_cell(own.get(key)) for own in tables))
+            table.add_row(LABELS.get(key, key), *(_format_estimate(own.get(key)) for own in tables))
         console.print(table)
 
 
-def _cell(value: "Estimate | None") -> str:
+def _format_estimate(value: "Estimate | None") -> str:
     if value is None:
         return "-"
     if value.low is None or value.high is None:
         return f"{value.mean:.0f}"
-    return f"{score(value.mean)} [{score(value.low, 2)}, {score(value.high, 2)}]"
+    return f"{format_score(value.mean)} [{format_score(value.low, 2)}, {format_score(value.high, 2)}]"
 
 
-TARGET = arg("target", help=FILE)
-ENV = arg("--env", help="the environment's name, where the run file has several")
-SPLIT = arg("--split", choices=["train", "eval"], default="train")
-ENDPOINT_MODEL = arg("--endpoint-model", help="the model's name there (the first it lists)")
-API_KEY = arg("--api-key", help="what the endpoint wants to be sent")
+TARGET_ARGUMENT = arg("target", help=FILE_HELP)
+ENV_OPTION = arg("--env", help="the environment's name, where the run file has several")
+SPLIT_OPTION = arg("--split", choices=["train", "eval"], default="train")
+ENDPOINT_MODEL_OPTION = arg("--endpoint-model", help="the model's name there (the first it lists)")
+API_KEY_OPTION = arg("--api-key", help="what the endpoint wants to be sent")
 
 
 @subcommand(
-    TARGET,
+    TARGET_ARGUMENT,
     arg("-n", "--count", type=int, default=4, help="episodes (4)"),
-    ENV,
-    SPLIT,
+    ENV_OPTION,
+    SPLIT_OPTION,
     arg("--row", type=int, help="play all episodes on this row"),
     arg("--endpoint", help="base URL of any OpenAI-compatible server, instead of the run's model"),
-    ENDPOINT_MODEL,
-    API_KEY,
+    ENDPOINT_MODEL_OPTION,
+    API_KEY_OPTION,
     arg("--concurrency", type=int, default=8, help="episodes at once (8)"),
     flag("--json", "print one JSON object a rollout, one line each"),
     flag("--raw", "show each prompt exactly as the model sees it"),
     flag("--ids", "with --json: token ids and log probabilities, too"),
     keys=True,
-    epilog=OVERRIDES,
+    epilog=OVERRIDES_HELP,
 )
 def rollout(known: argparse.Namespace, overrides: list[str]) -> int:
     """Play episodes of an environment and look at them.
@@ -178,28 +178,28 @@ def rollout(known: argparse.Namespace, overrides: list[str]) -> int:
       paceline rollout my-run.toml -n 1 --raw                  the prompt as the template renders it, special tokens and all
       paceline rollout my-run.toml --json | jq .reward         one JSON object a rollout
     """  # noqa: E501 - as wide as a terminal shows it
-    from paceline.commands.rollouts import RolloutOptions, rollouts
+    from paceline.commands.rollouts import RolloutOptions, preview_rollouts
 
     config = load_target(known.target, overrides).config
-    return rollouts(config, RolloutOptions(**{f.name: getattr(known, f.name) for f in fields(RolloutOptions)}))
+    return preview_rollouts(config, RolloutOptions(**{f.name: getattr(known, f.name) for f in fields(RolloutOptions)}))
 
 
 @subcommand(
-    TARGET,
-    ENV,
+    TARGET_ARGUMENT,
+    ENV_OPTION,
     arg("--seat", metavar="ACTOR", help="who you are (the first actor)"),
     arg("-n", "--count", type=int, help="games (until you leave)"),
-    SPLIT,
+    SPLIT_OPTION,
     arg("--row", type=int, help="play every game on this row"),
     arg("--endpoint", help="base URL of any OpenAI-compatible server that plays the others"),
-    ENDPOINT_MODEL,
+    ENDPOINT_MODEL_OPTION,
     arg("--model", help="folder, hub name or checkpoint instead of the run's model"),
-    API_KEY,
+    API_KEY_OPTION,
     flag("--reveal", "after each game, show what the others heard and said"),
-    old_spelling("--url", "--endpoint"),
-    old_spelling("--games", "--count", int),
+    deprecated_option("--url", "--endpoint"),
+    deprecated_option("--games", "--count", int),
     keys=True,
-    epilog=OVERRIDES,
+    epilog=OVERRIDES_HELP,
 )
 def play(known: argparse.Namespace, overrides: list[str]) -> int:
     """Play an environment yourself, against the policy or alone.
@@ -230,7 +230,7 @@ def league(known: argparse.Namespace, rest: list[str]) -> None:
       paceline train arenas/tic_tac_toe                        a run with a league: its past versions as opponents
       paceline league runs/tic-tac-toe                         who beats whom among them, as a table and a picture
     """
-    from paceline.runtime.league import leagues, picture
+    from paceline.runtime.league import leagues, save_picture
 
     run = Path(known.directory)
     found = leagues(run)
@@ -238,4 +238,4 @@ def league(known: argparse.Namespace, rest: list[str]) -> None:
         raise PacelineError(f"{run} has no league: add [env.league] to an arena and evaluate (eval.every)")
     for name, payoff in found.items():
         Console().print(payoff.table(name))
-        print(picture(run, name, payoff))
+        print(save_picture(run, name, payoff))

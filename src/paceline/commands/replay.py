@@ -1,4 +1,4 @@
-"""`paceline replay`: trains a recorded batch once more, on the CPU, and keeps nothing of it.
+"""`paceline replay`: trains a recorded batch again on the CPU and discards the result.
 
     weights before the step (a checkpoint, or the model itself) + its samples -> the same step, beside what was measured
     the same weights + dumps/bad-batch-N -> the same step, and each of its samples alone
@@ -29,18 +29,18 @@ from paceline.data import MicroBatch, Sample, WireError, decode, minibatches
 from paceline.errors import PacelineError
 from paceline.model import attach_lora, load_model
 from paceline.observe.monitor import RunDirectory
-from paceline.observe.record import Gone, Query, RunFolder, open_run
+from paceline.observe.record import Query, RolloutNotFound, RunFolder, open_run
 from paceline.observe.record.layout import REPLAYED, SKIPPED, TRAINED
 from paceline.orchestrator import Checkpoints
 from paceline.runtime.local import with_sections
 from paceline.runtime.torch_backend import torch_trainer
 from paceline.trainer import TorchTrainer
-from paceline.trainer.batch import TrainedTokens, trained
+from paceline.trainer.batch import TrainedTokens, trained_positions
 from paceline.trainer.checkpoint import check_files
 from paceline.trainer.critic import truncate
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import TokenLosses
-from paceline.trainer.terms import held_back
+from paceline.trainer.terms import find_clipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class RecordedTokens:
     entropy: NDArray
     shares: dict[str, NDArray]
     """Of the optimizer step's loss, by component."""
-    left: list[tuple[int, str, str]]
-    """Tokens that a bound held back: which of these, in which component, and by which rule."""
+    held_back: list[tuple[int, str, str]]
+    """Tokens that a bound held back: index in these arrays, component, and rule."""
     skipped: bool
     """The whole sample was left out (`clip_skip_threshold`)."""
 
@@ -73,41 +73,41 @@ class TokenLossRecorder:
         self.tokens: dict[int, RecordedTokens] = {}
         """By the sample's place in the batch."""
 
-    def __call__(self, micro_batch: MicroBatch, tokens: TrainedTokens, judged: TokenLosses) -> None:
+    def __call__(self, micro_batch: MicroBatch, tokens: TrainedTokens, losses: TokenLosses) -> None:
         starts = np.cumsum(micro_batch.lengths) - micro_batch.lengths
-        places, segments = trained(micro_batch), tokens.segments.cpu().numpy()
-        shares = {name: _array(values) for name, values in judged.scaled().items()}
-        used = {name: _array(scale) != 0 for name, scale in judged.scales.items()}
-        left = {name: _array(values) & used[name] for name, values in judged.clipped.items()}
-        moved = judged.ratio
-        streams = [tokens.logprobs, tokens.behaviour, moved.value, tokens.advantages, tokens.entropy]
-        streams, apart, rl = [_array(stream) for stream in streams], _array(moved.difference), used["rl"]
+        places, segments = trained_positions(micro_batch), tokens.segments.cpu().numpy()
+        shares = {name: _to_numpy(values) for name, values in losses.scaled().items()}
+        used = {name: _to_numpy(scale) != 0 for name, scale in losses.scales.items()}
+        left = {name: _to_numpy(values) & used[name] for name, values in losses.clipped.items()}
+        ratio = losses.ratio
+        streams = [tokens.logprobs, tokens.behaviour, ratio.value, tokens.advantages, tokens.entropy]
+        streams, differences, rl = [_to_numpy(stream) for stream in streams], _to_numpy(ratio.difference), used["rl"]
         for number, member in enumerate(micro_batch.members):
             at = np.flatnonzero(segments == number)
             if not len(at):
                 continue
-            skipped = bool(judged.skipped[number])
-            own = (streams[2][at], apart[at], streams[3][at], rl[at])
+            skipped = bool(losses.skipped[number])
+            own = (streams[2][at], differences[at], streams[3][at], rl[at])
             self.tokens[member] = RecordedTokens(
                 places[at] - starts[number],
                 *(stream[at] for stream in streams),
                 shares={name: values[at] for name, values in shares.items() if used[name][at].any()},
-                left=[] if skipped else held_back(self._config.loss, *own, {k: v[at] for k, v in left.items()}),
+                held_back=[] if skipped else find_clipped(self._config.loss, *own, {k: v[at] for k, v in left.items()}),
                 skipped=skipped,
             )
         self._progress(len(self.tokens))
 
 
-def _array(values: Tensor) -> NDArray:
+def _to_numpy(values: Tensor) -> NDArray:
     return values.detach().cpu().numpy()
 
 
-SHOWN = 3
-"""Samples that a sentence names."""
+MOST_NAMED_SAMPLES = 3
+"""Samples that the verdict names."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class SampleFinding:
     """One sample's share of the batch's loss, term by term, and the norm of its share of the gradient."""
 
     sample: Sample
@@ -115,41 +115,40 @@ class Finding:
     grad_norm: float
 
     @property
-    def broken(self) -> list[str]:
+    def nonfinite(self) -> list[str]:
         """The values that are not finite: streams of the sample, then the losses and gradient they led to."""
         streams = [name for name, values in self.sample.streams().items() if not np.isfinite(values).all()]
         losses = [f"loss/{name}" for name, value in self.losses.items() if not math.isfinite(value)]
         return [*streams, *losses, *([] if math.isfinite(self.grad_norm) else ["gradient"])]
 
 
-def examine(learner: Learner, samples: Sequence[Sample], version: int) -> list[Finding]:
-    """Each sample alone at the present weights. Nothing is stepped on."""
+def examine_samples(learner: Learner, samples: Sequence[Sample], version: int) -> list[SampleFinding]:
+    """Compute loss and gradient of each sample alone at the current weights, without an optimizer step."""
     found = []
     for sample, micro_batch in zip(samples, learner.alone(samples), strict=True):
         sums = learner.backward(micro_batch, version).values
         norm = float(learner.optimizer.clip())
         learner.optimizer.zero()
         losses = {name.removeprefix("loss_"): float(x) for name, x in sums.items() if name.startswith("loss_")}
-        found.append(Finding(sample, losses, norm))
+        found.append(SampleFinding(sample, losses, norm))
     return found
 
 
-def broken_weights(learner: Learner) -> list[str]:
+def nonfinite_weights(learner: Learner) -> list[str]:
     """Weights that are not finite, by name."""
     # Zero times what is not finite is NaN, in torch and in mlx.
     return [name for name, master in learner.optimizer.masters.items() if not (master * 0 == 0).all()]
 
 
-def verdict(findings: Sequence[Finding], weights: Sequence[str]) -> str:
-    """In a sentence: which samples are not finite, or that the `weights` of these names are not, or else which sample's
-    gradient is the largest."""
+def findings_verdict(findings: Sequence[SampleFinding], weights: Sequence[str]) -> str:
+    """A sentence: which samples or `weights` are not finite, or else which sample has the largest gradient."""
     if weights:
         more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
         return f"the weights are not finite before this batch (`{weights[0]}`{more}): go back to an older checkpoint"
-    broken = [finding for finding in findings if finding.broken]
+    broken = [finding for finding in findings if finding.nonfinite]
     if broken:
-        named = "; ".join(f"{f.sample.where} ({', '.join(f.broken)})" for f in broken[:SHOWN])
-        more = f"; and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
+        named = "; ".join(f"{f.sample.where} ({', '.join(f.nonfinite)})" for f in broken[:MOST_NAMED_SAMPLES])
+        more = f"; and {len(broken) - MOST_NAMED_SAMPLES} more" if len(broken) > MOST_NAMED_SAMPLES else ""
         return f"{len(broken)} of {len(findings)} samples are not finite: {named}{more}"
     if not findings:
         return "the batch holds no samples"
@@ -162,16 +161,16 @@ def verdict(findings: Sequence[Finding], weights: Sequence[str]) -> str:
     )
 
 
-TIMES = ("train_tokens/s", "micro_batches", "lr", "optimizer_steps")
-"""Metrics that a step reports besides what it computed."""
-DUMP = "bad-batch-"
-ROWS = 20
+UNCOMPARED_METRICS = ("train_tokens/s", "micro_batches", "lr", "optimizer_steps")
+"""Metrics of a step that a replay does not compare."""
+DUMP_PREFIX = "bad-batch-"
+MOST_ROWS = 20
 """Samples of a bad batch that are listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """One step, as it was and as it came out now."""
+    """One step with its recorded and its replayed metrics."""
 
     step: int
     samples: list[Sample]
@@ -180,9 +179,9 @@ class ReplayedStep:
     exact: bool
     """Whether they are those the step began with."""
     recorded: dict[str, float]
-    now: dict[str, float]
-    findings: list[Finding] = field(default_factory=list)
-    """Of a bad batch: its samples, each alone."""
+    replayed: dict[str, float]
+    findings: list[SampleFinding] = field(default_factory=list)
+    """Of a bad batch: each sample examined alone."""
     verdict: str = ""
     """Of a bad batch: what was wrong with it, in a sentence."""
     source: str = ""
@@ -196,7 +195,7 @@ class ReplayedStep:
 
     def differences(self) -> dict[str, float]:
         """Replayed minus recorded, where both are known."""
-        return {name: self.now[name] - self.recorded[name] for name in self.now if name in self.recorded}
+        return {name: self.replayed[name] - self.recorded[name] for name in self.replayed if name in self.recorded}
 
 
 def replay(
@@ -206,23 +205,23 @@ def replay(
     directory = RunDirectory(run)
     progress(f"reading the samples of step {step}")
     folder = open_run(run)
-    samples, source, remarks = _batch(folder, directory, step)
+    samples, source, remarks = _read_batch(folder, directory, step)
     progress("loading the model")
-    with _trainer(directory, step, config) as (trainer, weights):
+    with _open_trainer(directory, step, config) as (trainer, weights):
         exact = trainer.version == step - 1
         recorder = TokenLossRecorder(
             config.trainer, lambda done: progress(f"{done} of {len(samples)} samples computed")
         )
         trainer.learner.watch = recorder
         progress(f"computing the loss of {len(samples)} samples")
-        now = _step(trainer, samples)
+        replayed = _train_step(trainer, samples)
     return ReplayedStep(
         step,
         samples,
         weights,
         exact,
-        _recorded(folder, step),
-        now,
+        _recorded_metrics(folder, step),
+        replayed,
         source=source,
         tokens=recorder.tokens,
         optimizer_steps=sum(map(bool, minibatches(samples, config.trainer.minibatches))),
@@ -231,32 +230,32 @@ def replay(
 
 
 def replay_dump(run: Path, dump: str, config: RunConfig) -> ReplayedStep:
-    """Train a batch again that was kept because its step was bad, by the step's number or the file's path, and look
-    for the samples that made it so."""
+    """Train the dumped batch of a bad step again, by the step's number or the file's path, and find the samples that
+    made it bad."""
     directory = RunDirectory(run)
-    path = _dump(directory, dump)
-    step = _number(path)
+    path = _dump_path(directory, dump)
+    step = _dump_step(path)
     try:
         samples = decode(path.read_bytes())
     except (OSError, WireError) as error:
         raise PacelineError(f"{path} cannot be read: {error}") from error
-    with _trainer(directory, step, config) as (trainer, weights):
+    with _open_trainer(directory, step, config) as (trainer, weights):
         exact = trainer.version == step - 1
         short = [truncate(sample, trainer.max_tokens) for sample in samples]
-        broken, findings = broken_weights(trainer.learner), examine(trainer.learner, short, trainer.version)
-        now = _step(trainer, samples)
+        broken, findings = nonfinite_weights(trainer.learner), examine_samples(trainer.learner, short, trainer.version)
+        replayed = _train_step(trainer, samples)
     folder = open_run(run)
-    recorded, problems = _recorded(folder, step), folder.problems(patient=False)
-    said = verdict(findings, broken)
-    return ReplayedStep(step, samples, weights, exact, recorded, now, findings, said, remarks=problems)
+    recorded, problems = _recorded_metrics(folder, step), folder.problems(patient=False)
+    sentence = findings_verdict(findings, broken)
+    return ReplayedStep(step, samples, weights, exact, recorded, replayed, findings, sentence, remarks=problems)
 
 
 @contextmanager
-def _trainer(directory: RunDirectory, step: int, config: RunConfig) -> Generator[tuple[TorchTrainer, str]]:
-    """A trainer as it was before a step, as far as checkpoints tell, and where its weights are from."""
+def _open_trainer(directory: RunDirectory, step: int, config: RunConfig) -> Generator[tuple[TorchTrainer, str]]:
+    """Open a trainer at the latest checkpoint before a step; yields it and the source of its weights."""
     torch.manual_seed(config.seed)
     model = attach_lora(load_model(config.model), config.model, config.seed)
-    # A bad step is what is being looked at: it must not end the looking.
+    # A bad step is what is examined here, so it must not raise.
     trainer = torch_trainer(with_sections(config, trainer={"on_bad_step": "skip", "max_bad_steps": 1 << 30}), model)
     try:
         earlier = [path for path in Checkpoints(directory.checkpoints, keep=1).all() if step_of(path) < step]
@@ -269,98 +268,108 @@ def _trainer(directory: RunDirectory, step: int, config: RunConfig) -> Generator
         trainer.close()
 
 
-def _step(trainer: TorchTrainer, samples: Sequence[Sample]) -> dict[str, float]:
+def _train_step(trainer: TorchTrainer, samples: Sequence[Sample]) -> dict[str, float]:
     report = asyncio.run(trainer.step(samples))
-    return {name: value for name, value in report.metrics.items() if name not in TIMES}
+    return {name: value for name, value in report.metrics.items() if name not in UNCOMPARED_METRICS}
 
 
-def table(result: ReplayedStep) -> Table:
-    """Component by component."""
+def loss_table(result: ReplayedStep) -> Table:
+    """The table of recorded and replayed metrics."""
     shown = Table(title=f"step {result.step}: {len(result.samples)} samples, {sum(map(len, result.samples)):,} tokens")
     shown.add_column("")
     for heading in ("recorded", "replayed", "difference"):
         shown.add_column(heading, justify="right")
-    apart = result.differences()
-    for name in sorted(result.now, key=lambda name: (not name.startswith("loss"), name)):
+    differences = result.differences()
+    for name in sorted(result.replayed, key=lambda name: (not name.startswith("loss"), name)):
         was = f"{result.recorded[name]:.6g}" if name in result.recorded else "-"
-        shown.add_row(name, was, f"{result.now[name]:.6g}", f"{apart[name]:+.2g}" if name in apart else "-")
+        shown.add_row(
+            name, was, f"{result.replayed[name]:.6g}", f"{differences[name]:+.2g}" if name in differences else "-"
+        )
     return shown
 
 
 def samples_table(result: ReplayedStep) -> Table:
     """A bad batch's samples: those that are not finite first, then by the size of their gradients."""
     names = list(dict.fromkeys(name for finding in result.findings for name in finding.losses))
-    ranked = sorted(result.findings, key=lambda finding: (not finding.broken, -finding.grad_norm))
-    shown = Table(title=f"{min(ROWS, len(ranked))} of {len(ranked)} samples, each alone")
+    ranked = sorted(result.findings, key=lambda finding: (not finding.nonfinite, -finding.grad_norm))
+    shown = Table(title=f"{min(MOST_ROWS, len(ranked))} of {len(ranked)} samples, each alone")
     for heading in ("env", "ticket", "rollout"):
         shown.add_column(heading)
     for heading in (*(f"loss/{name}" for name in names), "gradient"):
         shown.add_column(heading, justify="right")
     shown.add_column("not finite")
-    for finding in ranked[:ROWS]:
+    for finding in ranked[:MOST_ROWS]:
         sample = finding.sample
         number = "-" if sample.ticket is None else str(sample.ticket.number)
         values = [f"{finding.losses.get(name, 0.0):.4g}" for name in names]
-        row = (sample.env, number, str(sample.rollout), *values, f"{finding.grad_norm:.4g}", ", ".join(finding.broken))
+        row = (
+            sample.env,
+            number,
+            str(sample.rollout),
+            *values,
+            f"{finding.grad_norm:.4g}",
+            ", ".join(finding.nonfinite),
+        )
         shown.add_row(*row)
     return shown
 
 
-def _dump(directory: RunDirectory, dump: str) -> Path:
+def _dump_path(directory: RunDirectory, dump: str) -> Path:
     folder = directory.root / "dumps"
-    path = folder / f"{DUMP}{int(dump):06d}.msgpack" if dump.isdecimal() else Path(dump)
+    path = folder / f"{DUMP_PREFIX}{int(dump):06d}.msgpack" if dump.isdecimal() else Path(dump)
     if path.is_file():
         return path
-    kept = sorted(_number(file) for file in folder.glob(f"{DUMP}*.msgpack"))
-    if not kept:
+    steps = sorted(_dump_step(file) for file in folder.glob(f"{DUMP_PREFIX}*.msgpack"))
+    if not steps:
         raise PacelineError(f"{folder} holds no bad batches: none of this run's steps was left out")
-    raise PacelineError(f"there is no bad batch {dump} in {folder}; those kept are of steps {_ranges(kept)}")
+    raise PacelineError(f"there is no bad batch {dump} in {folder}; those kept are of steps {_format_ranges(steps)}")
 
 
-def _number(path: Path) -> int:
+def _dump_step(path: Path) -> int:
     try:
-        return int(path.stem.removeprefix(DUMP))
+        return int(path.stem.removeprefix(DUMP_PREFIX))
     except ValueError:
-        raise PacelineError(f"{path} is not named like a bad batch: {DUMP}NNNNNN.msgpack") from None
+        raise PacelineError(f"{path} is not named like a bad batch: {DUMP_PREFIX}NNNNNN.msgpack") from None
 
 
-def _batch(folder: RunFolder, directory: RunDirectory, step: int) -> tuple[list[Sample], str, list[str]]:
+def _read_batch(folder: RunFolder, directory: RunDirectory, step: int) -> tuple[list[Sample], str, list[str]]:
     """A step's samples as they shipped, where they were found, and what is missing of them."""
     try:
         samples = folder.batch(step)
-    except Gone as error:
+    except RolloutNotFound as error:
         raise PacelineError(f"the samples of step {step} cannot be read: {error}") from error
     if samples:
         path = directory.batches / f"step-{step:06d}.msgpack"
-        return (samples, str(path), []) if path.is_file() else (samples, "the record", _missing(folder, step))
-    kept = folder.batches()
-    if not kept:
+        return (samples, str(path), []) if path.is_file() else (samples, "the record", _missing_remarks(folder, step))
+    steps = folder.batches()
+    if not steps:
         raise PacelineError(
             f"{directory.root} holds no samples of any step: train with --record.all, or with --record.batches 10 to "
             "keep the last ten batches"
         )
-    raise PacelineError(f"the samples of step {step} are not kept; those kept are {_ranges(kept)}")
+    raise PacelineError(f"the samples of step {step} are not kept; those kept are {_format_ranges(steps)}")
 
 
-def _missing(folder: RunFolder, step: int) -> list[str]:
-    """The record of a thread that fell behind has rows without their samples."""
+def _missing_remarks(folder: RunFolder, step: int) -> list[str]:
+    """A remark where some of the step's rows were recorded without their samples."""
     query = Query(step=(step, step), state=[TRAINED, REPLAYED, SKIPPED], domain="training", limit=None)
     rows = folder.rollouts.find(query).rows
-    bare = sum(not row.whole for row in rows)
-    if not bare:
+    incomplete = sum(not row.whole for row in rows)
+    if not incomplete:
         return []
-    return [f"{bare} of the step's {len(rows)} rollouts were kept without their tokens: this is the loss of the others"]
+    count = f"{incomplete} of the step's {len(rows)} rollouts"
+    return [f"{count} were kept without their tokens: this is the loss of the others"]
 
 
-def _recorded(folder: RunFolder, step: int) -> dict[str, float]:
+def _recorded_metrics(folder: RunFolder, step: int) -> dict[str, float]:
     columns = folder.metrics(since=step)
     places = [place for place, number in enumerate(columns["step"]) if number == step]
     last = {name: values[places[-1]] for name, values in columns.items()} if places else {}
     return {name: value for name, value in last.items() if value is not None}
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """Runs of numbers, shortly: 3 to 5, 9."""
+def _format_ranges(numbers: Sequence[int]) -> str:
+    """Consecutive numbers as ranges: 3 to 5, 9."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""A replayed step as one JSON object: the loss by component, and every token's share of it."""
+"""Encodes a replayed step as one JSON object: the loss by component, and each token's share of it."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,24 +15,24 @@ from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
 from paceline.observe.record import Query, open_run
 
-NEAR = 1e-4
-"""Shares that add up to the loss but for this much of their own sizes are said to add up: float32 sums."""
+SUM_TOLERANCE = 1e-4
+"""Relative error up to which the float32 shares of a component count as adding up to its loss."""
 
-Piece = Callable[[int], str]
+TokenDecoder = Callable[[int], str]
 
 
 def as_json(run: Path, result: ReplayedStep, config: RunConfig) -> bytes:
     """See `paceline replay --json`. Numbers that are not finite become null."""
-    piece, remarks = _pieces(config)
-    ids, numbers = _ids(run, result.step), Counter()
+    decode_token, remarks = _token_decoder(config)
+    ids, numbers = _rollout_indices(run, result.step), Counter()
     samples = []
     for at, sample in enumerate(result.samples):
         owner = None if sample.ticket is None else (sample.ticket.number, sample.rollout)
-        shown = _sample(sample, result.tokens.get(at), result.optimizer_steps, piece)
+        shown = _sample_json(sample, result.tokens.get(at), result.optimizer_steps, decode_token)
         samples.append(shown | {"rollout": ids.get(owner), "number": numbers[owner]})
         numbers[owner] += owner is not None
     components = list(dict.fromkeys(name for tokens in result.tokens.values() for name in tokens.shares))
-    whole = {
+    document = {
         "step": result.step,
         "weights": {"from": result.weights, "exact": result.exact},
         "samples_from": result.source,
@@ -40,22 +40,24 @@ def as_json(run: Path, result: ReplayedStep, config: RunConfig) -> bytes:
         "optimizer_steps": result.optimizer_steps,
         "components": components,
         "loss": {
-            name: {"recorded": result.recorded.get(name), "replayed": value} for name, value in result.now.items()
+            name: {"recorded": result.recorded.get(name), "replayed": value} for name, value in result.replayed.items()
         },
-        "remarks": [*result.remarks, *remarks, *_sums(result, components)],
+        "remarks": [*result.remarks, *remarks, *_sum_remarks(result, components)],
         "samples": samples,
     }
-    return orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
-def _sample(sample: Sample, tokens: RecordedTokens | None, steps: int, piece: Piece | None) -> dict[str, Any]:
+def _sample_json(
+    sample: Sample, tokens: RecordedTokens | None, steps: int, decode_token: TokenDecoder | None
+) -> dict[str, Any]:
     ids = sample.token_ids.tolist()
     shown: dict[str, Any] = {
         "env": sample.env,
         "ticket": None if sample.ticket is None else sample.ticket.number,
         "member": sample.rollout,
         "ids": ids,
-        "text": None if piece is None else [piece(token) for token in ids],
+        "text": None if decode_token is None else [decode_token(token) for token in ids],
     }
     if tokens is None:
         return shown | {"trained": None}
@@ -68,48 +70,48 @@ def _sample(sample: Sample, tokens: RecordedTokens | None, steps: int, piece: Pi
             "advantage": tokens.advantages,
             "entropy": tokens.entropy,
             "share": {name: np.ascontiguousarray(values / steps, np.float32) for name, values in tokens.shares.items()},
-            "held_back": [{"token": at, "component": name, "rule": rule} for at, name, rule in tokens.left],
+            "held_back": [{"token": at, "component": name, "rule": rule} for at, name, rule in tokens.held_back],
             "skipped": tokens.skipped,
         }
     }
 
 
-def _sums(result: ReplayedStep, components: list[str]) -> list[str]:
-    """A sentence for each component whose shares are not its loss: a bad step counts in one of them alone."""
-    said = []
+def _sum_remarks(result: ReplayedStep, components: list[str]) -> list[str]:
+    """A remark for each component whose shares do not add up to its loss, as in a bad step."""
+    remarks = []
     for name in components:
         shares = [tokens.shares[name] for tokens in result.tokens.values() if name in tokens.shares]
         values = np.concatenate(shares).astype(np.float64) / result.optimizer_steps
-        loss = result.now.get(f"loss/{name}")
-        if loss is not None and not abs(values.sum() - loss) <= NEAR * max(1e-6, float(np.abs(values).sum())):
-            said.append(
+        loss = result.replayed.get(f"loss/{name}")
+        if loss is not None and not abs(values.sum() - loss) <= SUM_TOLERANCE * max(1e-6, float(np.abs(values).sum())):
+            remarks.append(
                 f"the shares of `{name}` add up to {values.sum():.6g}, and its loss is {loss:.6g}: a step was bad"
             )
-    return said
+    return remarks
 
 
-def _ids(run: Path, step: int) -> dict[tuple[int, int] | None, int]:
+def _rollout_indices(run: Path, step: int) -> dict[tuple[int, int] | None, int]:
     """The number in the record of each rollout of the step, by ticket and member."""
     rollouts = open_run(run).rollouts
-    if not rollouts.kept:
+    if not rollouts.keeps_all:
         return {}
     rows = rollouts.find(Query(step=(step, step), domain="training", limit=None)).rows
     return {(row.ticket, row.member): row.index for row in rows}
 
 
-def _pieces(config: RunConfig) -> tuple[Piece | None, list[str]]:
+def _token_decoder(config: RunConfig) -> tuple[TokenDecoder | None, list[str]]:
     """A function that decodes one token, where the tokenizer is at hand; else None and a remark."""
     try:
         tokenizer = load_tokenizer(config.model)
     except PacelineError as error:
         return None, [f"tokens are shown by their numbers: {error}"]
-    known: dict[int, str] = {}
+    cache: dict[int, str] = {}
 
-    def piece(token: int) -> str:
-        if token not in known:
+    def decode_token(token: int) -> str:
+        if token not in cache:
             text, raw = str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token))
             # SentencePiece drops the space before what it takes for the first word.
-            known[token] = f" {text}" if raw.startswith("\u2581") and not text.startswith(" ") else text
-        return known[token]
+            cache[token] = f" {text}" if raw.startswith("\u2581") and not text.startswith(" ") else text
+        return cache[token]
 
-    return piece, []
+    return decode_token, []

@@ -13,14 +13,14 @@ from pathlib import Path
 from rich.console import Console
 
 from paceline.commands import commands as cli
-from paceline.commands.commands import FILE, OVERRIDES, arg, flag, subcommand
+from paceline.commands.commands import FILE_HELP, OVERRIDES_HELP, arg, flag, subcommand
 from paceline.config import LoadedConfig, dump, schema
 from paceline.config.keys import ConfigTable, find_tables, key_schema, tables
 from paceline.config.load import example_names
-from paceline.config.target import KINDS, arms_of, load_target, write_starter
+from paceline.config.target import KINDS, load_arms, load_target, write_starter
 from paceline.errors import PacelineError
 from paceline.util.interrupts import interrupt_ends_process
-from paceline.util.user_code import to_show
+from paceline.util.user_code import trace_to_print
 
 
 @subcommand(
@@ -58,11 +58,11 @@ def init(known: argparse.Namespace, rest: list[str]) -> None:
 
 
 @subcommand(
-    arg("file", help=FILE),
+    arg("file", help=FILE_HELP),
     flag("--overwrite", "replace a run of the same name"),
     flag("--quiet", "show nothing but the summary"),
     keys=True,
-    epilog=cli.common_keys() + OVERRIDES,
+    epilog=cli.common_keys() + OVERRIDES_HELP,
 )
 def train(known: argparse.Namespace, overrides: list[str]) -> int:
     """Train a policy as the run file says.
@@ -84,13 +84,13 @@ def train(known: argparse.Namespace, overrides: list[str]) -> int:
         print("\n".join(result.summary))
     if result.outcome.status == "failed":
         print(f"paceline: {result.outcome.message}", file=sys.stderr)
-        if shown := to_show(result.outcome.frames, result.outcome.trace):
+        if shown := trace_to_print(result.outcome.frames, result.outcome.trace):
             print(shown, file=sys.stderr)
     return {"finished": 0, "failed": 1, "interrupted": 130}[result.outcome.status]
 
 
 @subcommand(
-    arg("file", help=FILE),
+    arg("file", help=FILE_HELP),
     flag("--overwrite", "replace runs of the same names"),
     flag("--until-real", "end as soon as the difference is beyond doubt"),
     keys=True,
@@ -111,24 +111,24 @@ def ab(known: argparse.Namespace, overrides: list[str]) -> int:
     keys behind --a. or --b. are one arm's alone; any other is set for both:
       --steps 200   --b.trainer.loss.type cispo
     """
-    arms = arms_of(known.file, overrides)
+    arms = load_arms(known.file, overrides)
     for loaded in arms.values():
         cli.show_warnings(loaded)
-    from paceline.commands.ab import compare
+    from paceline.commands.ab import train_arms
 
     configs = {arm: loaded.config for arm, loaded in arms.items()}
-    return compare(configs, overwrite=known.overwrite, screen=sys.stdout, until_real=known.until_real)
+    return train_arms(configs, overwrite=known.overwrite, screen=sys.stdout, until_real=known.until_real)
 
 
 @subcommand(
-    arg("file", help=f"{FILE}; a run directory's plan is compared with its metrics"),
+    arg("file", help=f"{FILE_HELP}; a run directory's plan is compared with its metrics"),
     arg("--hardware", metavar="GPUS", help="plan for these instead of this machine, such as h200x8"),
     arg("--memory", metavar="SIZE", help="of each device, such as 24GB"),
     arg("--prompt-tokens", type=int, metavar="N", help="tokens of an average prompt (128)"),
     arg("--reply-tokens", type=int, metavar="N", help="tokens of an average reply (half of max_tokens)"),
     flag("--json", "print the plan alone, as JSON"),
     keys=True,
-    epilog=OVERRIDES,
+    epilog=OVERRIDES_HELP,
 )
 def check(known: argparse.Namespace, overrides: list[str]) -> None:
     """Validate a run file, and say what it needs and how long a step takes.
@@ -194,7 +194,7 @@ def _show_plan(loaded: LoadedConfig, known: argparse.Namespace) -> None:
 @subcommand(
     arg("source", help="file or URI: .jsonl, .json, .csv, .parquet, .arrow, split@hub/name"),
     arg("-n", "--count", type=int, default=5, help="rows to show (5)"),
-    cli.old_spelling("--limit", "--count", int),
+    cli.deprecated_option("--limit", "--count", int),
     arg("--model", default="paceline:quickstart", help="whose tokenizer and chat template"),
     arg("--field", action="append", default=[], metavar="THEIRS=OURS", help="rename a field; repeatable"),
     flag("--demonstrations", "rows must end in an assistant message"),
@@ -210,7 +210,7 @@ def data(known: argparse.Namespace, rest: list[str]) -> None:
     import paceline.envs  # noqa: F401 - they bring schemes of their own, such as `reasoning-gym:`
     from paceline.commands.show import show_rows
     from paceline.config.model import ModelConfig
-    from paceline.data import open_rows, skipped
+    from paceline.data import open_rows, skipped_rows
     from paceline.model import load_tokenizer
 
     wrong = [pair for pair in known.field if not all(pair.partition("="))]
@@ -219,7 +219,7 @@ def data(known: argparse.Namespace, rest: list[str]) -> None:
     fields = dict(pair.split("=", 1) for pair in known.field)
     rows = open_rows(known.source, fields, demonstrations=known.demonstrations)
     show_rows(rows, load_tokenizer(ModelConfig(name=known.model)), known.count, Console())
-    for bad in skipped(rows):
+    for bad in skipped_rows(rows):
         print(f"paceline: {bad}", file=sys.stderr)
 
 
@@ -254,10 +254,10 @@ def config(known: argparse.Namespace, rest: list[str]) -> None:
         return
     found = find_tables(known.key) if known.key else tables()
     width = min(shutil.get_terminal_size().columns, 100)
-    print(markdown(found) if known.markdown else "\n".join(_lines(found, width)))
+    print(config_markdown(found) if known.markdown else "\n".join(_config_lines(found, width)))
 
 
-def markdown(found: Iterable[ConfigTable]) -> str:
+def config_markdown(found: Iterable[ConfigTable]) -> str:
     """The tables as a page."""
     parts = [INTRODUCTION]
     for table in found:
@@ -268,17 +268,17 @@ def markdown(found: Iterable[ConfigTable]) -> str:
             rows = ["| key | takes | default | meaning |", "|---|---|---|---|"]
             for k in table.keys:
                 words = k.default in ("unset", "required", "its own defaults")
-                default = k.default if words else f"`{_cell(k.default)}`"
-                rows.append(f"| `{k.name}` | {_cell(k.kind)} | {default} | {_cell(k.meaning)} |")
+                default = k.default if words else f"`{_escape_pipes(k.default)}`"
+                rows.append(f"| `{k.name}` | {_escape_pipes(k.kind)} | {default} | {_escape_pipes(k.meaning)} |")
             parts.append("\n".join(rows))
     return "\n\n".join(parts)
 
 
-def _cell(text: str) -> str:
+def _escape_pipes(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _lines(found: Iterable[ConfigTable], width: int) -> Iterator[str]:
+def _config_lines(found: Iterable[ConfigTable], width: int) -> Iterator[str]:
     for table in found:
         yield table.header
         yield from textwrap.wrap(table.meaning, width, initial_indent="# ", subsequent_indent="# ")

@@ -5,8 +5,8 @@ import os
 import sys
 from types import ModuleType
 
-from paceline.commands.commands import arg, old_spelling, subcommand
-from paceline.config.errors import from_flags
+from paceline.commands.commands import arg, deprecated_option, subcommand
+from paceline.config.errors import options_from_flags
 from paceline.errors import PacelineError
 from paceline.util.interrupts import interrupt_ends_process
 
@@ -31,7 +31,7 @@ def up(known: argparse.Namespace, rest: list[str]) -> None:
     All machines must see the run directory and the model under the same path, and have the same versions installed.
     Where Ray asks for a token (it says so), copy ~/.ray/auth_token of the first machine to the others.
     """
-    print(*_cluster().up(known.join, known.port, known.cpus, known.gpus), sep="\n")
+    print(*_cluster_commands().up(known.join, known.port, known.cpus, known.gpus), sep="\n")
 
 
 @subcommand(arg("address", nargs="?", default="auto", help="HOST:PORT (the cluster this machine is part of)"))
@@ -42,7 +42,7 @@ def status(known: argparse.Namespace, rest: list[str]) -> None:
       paceline status                                          the cluster this machine is part of
       paceline status HOST:6379                                another one, by the address that `up` printed
     """
-    print(*_cluster().status(known.address), sep="\n")
+    print(*_cluster_commands().status(known.address), sep="\n")
 
 
 @subcommand()
@@ -52,10 +52,10 @@ def down(known: argparse.Namespace, rest: list[str]) -> None:
     examples:
       paceline down                                            on each machine that is to leave
     """
-    print(*_cluster().down(), sep="\n")
+    print(*_cluster_commands().down(), sep="\n")
 
 
-def _cluster() -> ModuleType:
+def _cluster_commands() -> ModuleType:
     try:
         from paceline.runtime.ray import commands
     except ModuleNotFoundError as error:
@@ -106,7 +106,7 @@ def serve(known: argparse.Namespace, overrides: list[str]) -> int:
 
     flags = {name: getattr(known, name, None) for name in ServeConfig.model_fields}
     key = known.api_key or os.environ.get("PACELINE_API_KEY")
-    settings = from_flags(ServeConfig, flags | {"api_key": key, "peers": known.peer})
+    settings = options_from_flags(ServeConfig, flags | {"api_key": key, "peers": known.peer})
     from paceline.commands.targets import served_model
 
     loaded = load_served(served_model(known.model), overrides)
@@ -133,7 +133,7 @@ def serve(known: argparse.Namespace, overrides: list[str]) -> int:
     arg("--embeddings-endpoint", help="base URL of an OpenAI-compatible endpoint, to search by meaning"),
     arg("--embeddings-model", help="its model"),
     arg("--embeddings-api-key", help="its key"),
-    old_spelling("--embeddings-url", "--embeddings-endpoint"),
+    deprecated_option("--embeddings-url", "--embeddings-endpoint"),
 )
 def search_server(known: argparse.Namespace, rest: list[str]) -> None:
     """Serve a corpus to retrieval environments.

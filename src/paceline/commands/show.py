@@ -1,4 +1,4 @@
-"""Prints rows as the chat template renders them (token counts, trained text in green), and conversations.
+"""Prints conversations, and dataset rows as the chat template renders them with their token counts.
 
 A conversation that ends in an assistant message is a demonstration: there the assistant's words train, each reply with
 the token that ends it. Any other is a prompt, and what trains is yet to be sampled.
@@ -17,19 +17,21 @@ from transformers import PreTrainedTokenizerBase
 
 from paceline.data import Row
 from paceline.observe.monitor.show_rollout import ROLES
-from paceline.observe.monitor.text import amount
+from paceline.observe.monitor.text import format_amount
 from paceline.rollout import Message
 from paceline.rollout.history import message_text
 from paceline.rollout.render import Renderer, RenderError
 
 TRAINED, CONTEXT, TEMPLATE, ANSWER = "bold green", "default", "dim", "yellow"
-LONGEST = 6000
+MOST_CHARACTERS = 6000
 """Characters of a row that are shown; the middle of a longer one is left out."""
 
 Span = tuple[int, int]
 
 # Data is other people's text, and an escape sequence in it must not reach the terminal. One character for one.
-_VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
+_CONTROL_PICTURES = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | dict.fromkeys(
+    range(0x7F, 0xA0), 0xFFFD
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +39,17 @@ class RenderedRow:
     """One row rendered."""
 
     text: str
-    trained: list[Span]
+    trained_spans: list[Span]
     tokens: int
     trained_tokens: int
-    unplaced: int = 0
+    unplaced_replies: int = 0
     """Replies the template rewrites beyond recognition, so that they cannot be placed."""
 
 
 def show_rows(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, limit: int, console: Console
 ) -> list[RenderedRow]:
-    """Print the first rows, and what they come to."""
+    """Print the first rows and a summary of their token counts."""
     printer = RowPrinter(tokenizer)
     shown: list[RenderedRow] = []
     for number, row in enumerate(islice(rows, limit), start=1):
@@ -60,7 +62,7 @@ def show_rows(
     counts = [one.tokens for one in shown] or [0]
     mean = sum(counts) / len(counts)
     text = Text(f"{len(shown)} of {len(rows):,} rows, {min(counts)} to {max(counts)} tokens, {mean:.0f} on average   ")
-    if any(one.trained for one in shown):
+    if any(one.trained_spans for one in shown):
         text.append("trained", TRAINED).append("  ")
     console.print(text.append("context", CONTEXT).append("  ").append("template", TEMPLATE))
     return shown
@@ -76,7 +78,7 @@ def show_messages(messages: Sequence[Message], console: Console) -> None:
         calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
         called = [f"→ {call.get('name')}({call.get('arguments')})" for call in calls]
         text = "\n".join([message_text(message), *called]).strip()
-        page.add_row(Text(role, ROLES.get(role, "white")), text.translate(_VISIBLE))
+        page.add_row(Text(role, ROLES.get(role, "white")), text.translate(_CONTROL_PICTURES))
     console.print(page, markup=False)
 
 
@@ -101,15 +103,17 @@ class RowPrinter:
 
         if messages[-1]["role"] != "assistant":
             text = write(messages, True)
-            return RenderedRow(text, [], len(self._offsets(text)), 0)
+            return RenderedRow(text, [], len(self._token_offsets(text)), 0)
         text = write(messages, False)
-        spans = [self._reply(write, text, messages, at) for at, m in enumerate(messages) if m["role"] == "assistant"]
+        spans = [
+            self._reply_span(write, text, messages, at) for at, m in enumerate(messages) if m["role"] == "assistant"
+        ]
         trained = [span for span in spans if span is not None]
-        offsets = self._offsets(text)
+        offsets = self._token_offsets(text)
         count = sum(any(start <= at < end for start, end in trained) for at in offsets)
         return RenderedRow(text, trained, len(offsets), count, len(spans) - len(trained))
 
-    def _reply(
+    def _reply_span(
         self, write: Callable[[Sequence[Message], bool], str], whole: str, messages: Sequence[Message], at: int
     ) -> Span | None:
         """The span of a reply in the conversation: after what opens it, to the token that ends it."""
@@ -120,14 +124,14 @@ class RowPrinter:
         # Some templates write a reply otherwise once the conversation goes on (thoughts are gone, say), and some open
         # the next one unasked. Then only the words themselves tell where it ends.
         reply = message_text(messages[at]).strip()
-        start = _common(opening, whole) if at else max(0, whole.find(reply))
+        start = _common_prefix(opening, whole) if at else max(0, whole.find(reply))
         for words in filter(None, (reply, reply.rpartition("</think>")[2].strip())):
             if found := re.compile(rf"\s*(<think>.*?</think>\s*)?{re.escape(words)}", re.DOTALL).match(whole, start):
                 ending = self._marks.match(whole, found.end())
                 return start, ending.end() if ending else found.end()
         return None
 
-    def _offsets(self, text: str) -> list[int]:
+    def _token_offsets(self, text: str) -> list[int]:
         """The offset at which each token begins."""
         if self._tokenizer.is_fast:
             encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -136,33 +140,35 @@ class RowPrinter:
         return [0, *accumulate(map(len, pieces))][: len(pieces)]
 
     def show(self, console: Console, number: int, row: Row, shown: RenderedRow) -> None:
-        kind = f", {shown.trained_tokens} trained" if shown.trained or shown.unplaced else ""
-        console.rule(Text(f"row {number}: {amount(shown.tokens, 'token')}{kind}", "bold"), align="left", style="dim")
+        kind = f", {shown.trained_tokens} trained" if shown.trained_spans or shown.unplaced_replies else ""
+        console.rule(
+            Text(f"row {number}: {format_amount(shown.tokens, 'token')}{kind}", "bold"), align="left", style="dim"
+        )
         page = Table.grid(padding=(0, 2), expand=True)
         page.add_column(ratio=1, overflow="fold")
-        cells = [self._paint(shown)]
+        cells = [self._styled_text(shown)]
         if (answer := row.get("answer")) is not None:
             text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
             page.add_column(max_width=max(12, console.width // 4), overflow="fold")
-            cells.append(Text("answer\n", "dim").append(text.translate(_VISIBLE), ANSWER))
+            cells.append(Text("answer\n", "dim").append(text.translate(_CONTROL_PICTURES), ANSWER))
         page.add_row(*cells)
         console.print(page)
-        if shown.unplaced:
-            lost = amount(shown.unplaced, "assistant message")
+        if shown.unplaced_replies:
+            lost = format_amount(shown.unplaced_replies, "assistant message")
             console.print(Text(f"{lost}: the template rewrites what was said, so it is not coloured", "red"))
 
-    def _paint(self, shown: RenderedRow) -> Text:
-        text = Text(shown.text.translate(_VISIBLE), CONTEXT)
+    def _styled_text(self, shown: RenderedRow) -> Text:
+        text = Text(shown.text.translate(_CONTROL_PICTURES), CONTEXT)
         for mark in self._marks.finditer(shown.text):
             text.stylize(TEMPLATE, *mark.span())
-        for span in shown.trained:
+        for span in shown.trained_spans:
             text.stylize(TRAINED, *span)
-        if len(text) <= LONGEST:
+        if len(text) <= MOST_CHARACTERS:
             return text
-        left_out = Text(f"\n... {len(text) - LONGEST:,} characters left out ...\n", "dim italic")
-        return Text.assemble(text[: LONGEST // 2], left_out, text[-LONGEST // 2 :])
+        left_out = Text(f"\n... {len(text) - MOST_CHARACTERS:,} characters left out ...\n", "dim italic")
+        return Text.assemble(text[: MOST_CHARACTERS // 2], left_out, text[-MOST_CHARACTERS // 2 :])
 
 
-def _common(one: str, other: str) -> int:
+def _common_prefix(one: str, other: str) -> int:
     """The length of the common beginning of two texts."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

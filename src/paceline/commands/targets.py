@@ -1,4 +1,4 @@
-"""Finds the run, checkpoint or export that a command line names: `runs/a`, `runs/a@40`, `runs/a/checkpoints/latest`."""
+"""Finds the run, checkpoint or export that a command line names, such as `runs/a@40`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ def step_of(checkpoint: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunTarget:
-    """A run directory, and the checkpoint of it that is meant."""
+    """A run directory and one of its checkpoints."""
 
     root: Path
     config: RunConfig
@@ -38,9 +38,9 @@ class RunTarget:
 def find_run(text: str, overrides: Sequence[str] = ()) -> RunTarget | None:
     """The run that `text` names, or None where it names none; a step that the run lacks is an error.
 
-    Without a step the newest whole checkpoint is meant.
+    Without a step it is the newest complete checkpoint.
     """
-    root, step = _parts(text)
+    root, step = _split_target(text)
     if root is None:
         return None
     whole = Checkpoints(RunDirectory(root).checkpoints, keep=1).all()
@@ -55,7 +55,7 @@ def find_run(text: str, overrides: Sequence[str] = ()) -> RunTarget | None:
     return RunTarget(root, load(RunDirectory(root).config_file, overrides).config, checkpoint)
 
 
-def is_run(folder: Path) -> bool:
+def is_loadable_run(folder: Path) -> bool:
     directory = RunDirectory(folder)
     return directory.config_file.is_file() and (directory.checkpoints.is_dir() or directory.lock_file.is_file())
 
@@ -65,7 +65,7 @@ def served_model(text: str) -> str:
     found = find_run(text)
     if found is None:
         return text
-    whole = is_run(Path(text))
+    whole = is_loadable_run(Path(text))
     if whole and found.export is not None:
         return str(found.export)
     step = "" if whole else f"@{found.step}"
@@ -77,14 +77,14 @@ def served_model(text: str) -> str:
     )
 
 
-def _parts(text: str) -> tuple[Path | None, str | None]:
+def _split_target(text: str) -> tuple[Path | None, str | None]:
     """The run directory, and the step as it was written."""
     path = Path(text).expanduser()
-    if is_run(path):
+    if is_loadable_run(path):
         return path, None
     head, at, step = text.rpartition("@")
-    if at and is_run(Path(head).expanduser()):
+    if at and is_loadable_run(Path(head).expanduser()):
         return Path(head).expanduser(), None if step == LATEST else step
-    if path.parent.name == "checkpoints" and is_run(path.parent.parent):
+    if path.parent.name == "checkpoints" and is_loadable_run(path.parent.parent):
         return path.parent.parent, None if path.name == LATEST else path.name
     return None, None

@@ -14,7 +14,7 @@ from paceline.config.run import (
     RecordingConfig,
     RunConfig,
 )
-from paceline.util.lazy_import import renamed_names
+from paceline.util.lazy_import import renamed_getattr
 
 __all__ = [
     "BreakerConfig",
@@ -38,6 +38,6 @@ __all__ = [
     "trainer",
 ]
 
-__getattr__ = renamed_names(
+__getattr__ = renamed_getattr(
     __name__, {name.removesuffix("Config"): name for name in __all__ if name.endswith("Config")}
 )

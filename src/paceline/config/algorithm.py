@@ -14,12 +14,12 @@ class BaseAlgorithmConfig(Section):
     """Base of every algorithm's section."""
 
     @property
-    def group_relative(self) -> bool:
+    def is_group_relative(self) -> bool:
         """Rollouts are compared with others of their group, so that a group of one teaches nothing."""
         return False
 
     @property
-    def whole_batch(self) -> bool:
+    def needs_whole_batch(self) -> bool:
         """Credit waits for all groups of a batch."""
         return False
 
@@ -37,7 +37,7 @@ class OnPolicyConfig(BaseAlgorithmConfig):
 
     @field_validator("source")
     @classmethod
-    def _the_policy(cls, source: Reference) -> Reference:
+    def _check_source(cls, source: Reference) -> Reference:
         if source != "policy":
             raise ValueError(
                 "this algorithm weighs what the policy itself sampled, and a frozen source leaves nothing to weigh: "
@@ -64,11 +64,11 @@ class GroupCreditConfig(OnPolicyConfig):
     off when left out."""
 
     @property
-    def group_relative(self) -> bool:
+    def is_group_relative(self) -> bool:
         return self.baseline == "group"
 
     @property
-    def whole_batch(self) -> bool:
+    def needs_whole_batch(self) -> bool:
         return self.baseline == "batch"
 
 
@@ -84,7 +84,7 @@ class MaxRLConfig(OnPolicyConfig):
     type: Literal["max_rl"] = "max_rl"
 
     @property
-    def group_relative(self) -> bool:
+    def is_group_relative(self) -> bool:
         return True
 
 
@@ -139,7 +139,7 @@ class EchoConfig(GroupCreditConfig):
 
     @field_validator("roles")
     @classmethod
-    def _some_role(cls, roles: dict[str, float]) -> dict[str, float]:
+    def _check_roles(cls, roles: dict[str, float]) -> dict[str, float]:
         if negative := [role for role, alpha in roles.items() if alpha < 0]:
             raise ValueError(f"the weight of `{negative[0]}` is negative: that would unlearn what it says")
         if not any(roles.values()):
@@ -184,7 +184,7 @@ class OPSDConfig(OnPolicyConfig):
 
     @field_validator("block")
     @classmethod
-    def _has_its_place(cls, block: str) -> str:
+    def _check_block(cls, block: str) -> str:
         if "{demonstration}" not in block:
             raise ValueError("`{demonstration}` is missing: it stands where the row's own demonstration goes")
         return block

@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from paceline.config.trainer import TrainerConfig
 
 
-CHOICE = "PACELINE_BACKEND"
+BACKEND_VARIABLE = "PACELINE_BACKEND"
 """Environment variable that chooses for all runs whose file leaves it open."""
 
 
-def on_mlx(wanted: str) -> bool:
+def uses_mlx(wanted: str) -> bool:
     """Whether `backend` means mlx on this machine."""
-    wanted = os.environ.get(CHOICE) or wanted if wanted == "auto" else wanted
+    wanted = os.environ.get(BACKEND_VARIABLE) or wanted if wanted == "auto" else wanted
     if wanted not in ("auto", "torch", "mlx"):
-        raise PacelineError(f"{CHOICE}={wanted}: write torch or mlx")
+        raise PacelineError(f"{BACKEND_VARIABLE}={wanted}: write torch or mlx")
     if wanted != "auto":
         return wanted == "mlx"
     apple = sys.platform == "darwin" and platform.machine() == "arm64"
     return apple and importlib.util.find_spec("mlx") is not None
 
 
-def idle(config: "RunConfig") -> Iterator[str]:
+def ignored_settings(config: "RunConfig") -> Iterator[str]:
     """Settings that have no effect in a run file that asks for mlx."""
     if config.backend != "mlx":
         return
@@ -41,7 +41,7 @@ def idle(config: "RunConfig") -> Iterator[str]:
         yield 'engine.cache_gib has no effect with backend = "mlx", whose cache grows as it is needed: remove it'
 
 
-def refused(config: "RunConfig") -> Iterator[str]:
+def unsupported_settings(config: "RunConfig") -> Iterator[str]:
     """Settings that need torch."""
     if config.placement != "local":
         yield f'backend = "mlx" computes in one process, and placement = "{config.placement}" in several: change one'
@@ -49,12 +49,12 @@ def refused(config: "RunConfig") -> Iterator[str]:
         yield 'device = "cuda" is for torch: leave it out where backend = "mlx"'
     if config.engine.backend != "paceline":
         yield f'engine.backend = "{config.engine.backend}" is fed by a trainer of torch: set backend = "torch"'
-    yield from refused_of_trainer(config.trainer)
+    yield from unsupported_trainer_settings(config.trainer)
     if config.engine.cache == "pages":
         yield 'engine.cache = "pages" is torch\'s: leave it out where backend = "mlx"'
 
 
-def refused_of_trainer(c: "TrainerConfig") -> Iterator[str]:
+def unsupported_trainer_settings(c: "TrainerConfig") -> Iterator[str]:
     """The same of a trainer's own settings."""
     if c.parallel.ranks > 1:
         yield 'trainer.parallel is for several processes of torch: leave it out where backend = "mlx"'

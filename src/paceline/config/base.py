@@ -59,12 +59,12 @@ class Section(BaseModel, metaclass=_ExplainsErrors):
         """Raise a ValueError, one sentence for the user, where keys do not go together; fill in what follows."""
 
     @model_validator(mode="after")
-    def _checked(self) -> Self:
+    def _run_check_keys(self) -> Self:
         self.check_keys()
         return self
 
 
-def fits_a_run_file(values: dict[str, Any] | None, key: str) -> dict[str, Any] | None:
+def check_toml_values(values: dict[str, Any] | None, key: str) -> dict[str, Any] | None:
     """Refuse values that would not survive being written into a run directory and read again."""
     try:
         written = tomli_w.dumps(values or {}).encode().decode()
@@ -84,4 +84,4 @@ class Hook(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed on to the user's code."""
 
-    _plain = field_validator("kwargs")(partial(fits_a_run_file, key="kwargs"))
+    _check_toml = field_validator("kwargs")(partial(check_toml_values, key="kwargs"))

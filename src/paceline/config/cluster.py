@@ -105,15 +105,15 @@ class ClusterConfig(Section):
             raise ValueError(f"most_engines = {self.most_engines} is less than engines = {self.engines}")
 
 
-def scored_here(config: "RunConfig") -> list[str]:
+def scored_models(config: "RunConfig") -> list[str]:
     """The frozen models that the run itself serves, each once, in the order of the run file."""
-    named = [ref.name for _, _, ref in references(config) if ref.base_url is None]
+    named = [ref.name for _, _, ref in frozen_models(config) if ref.base_url is None]
     return list(dict.fromkeys(named))
 
 
-def problems(config: "RunConfig") -> Iterator[str]:
+def cluster_problems(config: "RunConfig") -> Iterator[str]:
     """Teachers without an endpoint, where the run has no scorers for them."""
-    for where, plays, ref in references(config):
+    for where, plays, ref in frozen_models(config):
         if ref.base_url is not None:
             continue
         if plays:
@@ -128,10 +128,10 @@ def problems(config: "RunConfig") -> Iterator[str]:
             )
 
 
-def references(config: "RunConfig") -> Iterator[tuple[str, bool, ModelRef]]:
+def frozen_models(config: "RunConfig") -> Iterator[tuple[str, bool, ModelRef]]:
     """Each frozen model: the place that names it, whether it plays there, and its section."""
     for env in config.env:
-        for place, algo in env.credits:
+        for place, algo in env.algorithms:
             ref = getattr(algo, "teacher", None)
             if isinstance(ref, ModelRef):
                 yield f"environment `{env.name}`{place}", algo.type == "sft", ref

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from paceline.config.base import PathKey, Section
-from paceline.config.fields import ROOT, KeyPath, Spot, default_types, dotted, spot_at, value_at
+from paceline.config.fields import ROOT, KeyPath, SchemaNode, default_types, dotted, node_at, value_at
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ConfigDocument:
 
     table: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
-    root: Spot = ROOT
+    root: SchemaNode = ROOT
     """The schema of the whole table: a run file, or one section that is made in Python."""
 
     def merge(self, layer: dict[str, Any], origin: Origin) -> None:
@@ -84,7 +84,7 @@ class ConfigDocument:
                 return self.origins[path[:end]]
         return Origin(COMMAND_LINE)
 
-    def with_types(self) -> dict[str, Any]:
+    def table_with_types(self) -> dict[str, Any]:
         """The table to validate: `[trainer.loss]` without a `type` means the default type."""
         table = copy.deepcopy(self.table)
         for path, named in default_types(self.root):
@@ -93,14 +93,14 @@ class ConfigDocument:
                 value.setdefault("type", named)
         return table
 
-    def resolved(self) -> dict[str, Any]:
+    def resolve(self) -> dict[str, Any]:
         """The table to validate, in which each path that a file wrote is absolute."""
-        return resolve_paths(self.with_types(), lambda path: self.origin(path).folder)
+        return resolve_paths(self.table_with_types(), lambda path: self.origin(path).folder)
 
     def _merge(self, target: dict[str, Any], layer: dict[Any, Any], at: KeyPath, origin: Origin) -> None:
-        spot = spot_at(at, self.table, self.root)
-        if spot is not None and spot.is_choice:
-            old, new = spot.section(target), spot.section({"type": layer.get("type")})
+        node = node_at(at, self.table, self.root)
+        if node is not None and node.is_choice:
+            old, new = node.section(target), node.section({"type": layer.get("type")})
             if old and new and old is not new:
                 # What only the old type knows goes with it. Keys that neither knows stay, to be reported.
                 for key in old.model_fields.keys() - new.model_fields.keys():
@@ -160,23 +160,23 @@ def files_of(table: dict[str, Any], folder: Path) -> dict[str, Path]:
     return named
 
 
-def _visit(spot: Spot | None, value: Any, at: KeyPath, change: Callable[[PathKey, KeyPath, str], str]) -> Any:
+def _visit(node: SchemaNode | None, value: Any, at: KeyPath, change: Callable[[PathKey, KeyPath, str], str]) -> Any:
     """A copy of a value in which `change` was applied to every path."""
-    key = next((note for note in spot.constraints if isinstance(note, PathKey)), None) if spot else None
+    key = next((note for note in node.constraints if isinstance(note, PathKey)), None) if node else None
     if key is not None:  # one path, a list of them, or a table that weighs them: `{"a.jsonl" = 3.0}`
         if isinstance(value, str):
             return change(key, at, value)
         if isinstance(value, list):
-            return [_visit(spot, entry, (*at, i), change) for i, entry in enumerate(value)]
+            return [_visit(node, entry, (*at, i), change) for i, entry in enumerate(value)]
         if isinstance(value, dict):
-            return {_visit(spot, name, (*at, name), change): entry for name, entry in value.items()}
+            return {_visit(node, name, (*at, name), change): entry for name, entry in value.items()}
         return value
     if isinstance(value, dict):
-        section = spot.section(value) if spot else None
-        child = {k: spot.child(k, section) if spot else None for k in value}
+        section = node.section(value) if node else None
+        child = {k: node.child(k, section) if node else None for k in value}
         return {k: _visit(child[k], entry, (*at, k), change) for k, entry in value.items()}
     if isinstance(value, list):
-        return [_visit(spot.child(i, None) if spot else None, v, (*at, i), change) for i, v in enumerate(value)]
+        return [_visit(node.child(i, None) if node else None, v, (*at, i), change) for i, v in enumerate(value)]
     return value
 
 

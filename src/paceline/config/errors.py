@@ -12,16 +12,16 @@ from paceline.config.document import COMMAND_LINE, ConfigDocument, Origin, plain
 from paceline.config.fields import (
     ROOT,
     KeyPath,
-    Spot,
-    advice,
-    code,
+    SchemaNode,
+    correction_hint,
+    describe_expected,
+    describe_given,
     dotted,
-    either,
-    expected,
-    given,
+    in_backticks,
+    join_words,
+    key_paths,
+    node_at,
     path_of,
-    places,
-    spot_at,
     value_at,
 )
 from paceline.errors import PacelineError
@@ -30,7 +30,7 @@ SIBLING_LIKENESS = 0.7
 DISTANT_LIKENESS = 0.8
 """A key far from where it was written has to look more alike before it is worth naming."""
 
-KNOWN_AS = {
+FOREIGN_NAMES = {
     # What users of TRL, verl, OpenRLHF and prime-rl would type.
     "lr": "learning_rate",
     "eps": "adam_epsilon epsilon",
@@ -68,12 +68,12 @@ KNOWN_AS = {
     "env": "environment",
 }
 ALIASES = {
-    alias: [key for key, names in KNOWN_AS.items() if alias in names.split()]
-    for alias in " ".join(KNOWN_AS.values()).split()
+    alias: [key for key, names in FOREIGN_NAMES.items() if alias in names.split()]
+    for alias in " ".join(FOREIGN_NAMES.values()).split()
 }
 
 
-def nearest_keys(unknown: KeyPath, siblings: list[str], root: Spot = ROOT) -> list[KeyPath]:
+def nearest_keys(unknown: KeyPath, siblings: list[str], root: SchemaNode = ROOT) -> list[KeyPath]:
     """The keys `unknown` may have meant, all equally likely; none when nothing comes close.
 
     A known alias first, then a sibling of similar spelling, then the same key elsewhere in the file, then a
@@ -81,25 +81,25 @@ def nearest_keys(unknown: KeyPath, siblings: list[str], root: Spot = ROOT) -> li
     """
     *at, key = unknown
     key = str(key).replace("-", "_")
-    everywhere = [_beside(unknown, path) for path, _ in places(root)]
+    everywhere = [_in_same_element(unknown, path) for path, _ in key_paths(root)]
     if key in ALIASES:
-        return _closest(unknown, [path for alias in ALIASES[key] for path in _ending(everywhere, alias)])
+        return _closest(unknown, [path for alias in ALIASES[key] for path in _ending_with(everywhere, alias)])
     if near := get_close_matches(key, siblings, n=1, cutoff=SIBLING_LIKENESS):
         return [(*at, near[0])]
-    if same := _closest(unknown, _ending(everywhere, key)):
+    if same := _closest(unknown, _ending_with(everywhere, key)):
         return same
     keys = {str(path[-1]) for path in everywhere}
     near = get_close_matches(key, keys, n=1, cutoff=DISTANT_LIKENESS)
-    return _closest(unknown, _ending(everywhere, near[0])) if near else []
+    return _closest(unknown, _ending_with(everywhere, near[0])) if near else []
 
 
-def _beside(unknown: KeyPath, path: KeyPath) -> KeyPath:
-    """The same key of the list element the unknown key stands in: `env.2`, where `places` says `env.0`."""
+def _in_same_element(unknown: KeyPath, path: KeyPath) -> KeyPath:
+    """The same key of the list element the unknown key stands in: `env.2`, where `key_paths` says `env.0`."""
     inside = len(unknown) > 2 and isinstance(unknown[1], int) and path[:2] == (unknown[0], 0)
     return unknown[:2] + path[2:] if inside else path
 
 
-def _ending(paths: list[KeyPath], end: str) -> list[KeyPath]:
+def _ending_with(paths: list[KeyPath], end: str) -> list[KeyPath]:
     keys = tuple(end.split("."))
     return [path for path in paths if path[-len(keys) :] == keys]
 
@@ -130,7 +130,7 @@ class ConfigError(PacelineError, ValueError):
         super().__init__("\n".join(self.problems))
 
 
-def from_flags(kind: type[Options], flags: Mapping[str, object]) -> Options:
+def options_from_flags(kind: type[Options], flags: Mapping[str, object]) -> Options:
     """The options of a command that reads no run file; flags that are None have their defaults."""
     try:
         return kind.model_validate({key: value for key, value in flags.items() if value is not None})
@@ -142,7 +142,7 @@ def from_flags(kind: type[Options], flags: Mapping[str, object]) -> Options:
         raise ConfigError(problems) from None
 
 
-EXPLAINED = ("extra_forbidden", "missing", "union_tag_invalid", "union_tag_not_found", "value_error")
+EXPLAINED_ERRORS = ("extra_forbidden", "missing", "union_tag_invalid", "union_tag_not_found", "value_error")
 """Kinds of pydantic's errors with sentences of their own; all others are about a value that does not fit."""
 
 
@@ -154,7 +154,7 @@ def explain(error: ValidationError, document: ConfigDocument) -> list[str]:
     for detail, path in zip(details, paths, strict=True):
         # Where any of several kinds of value may stand, each says why it is not the one. If one of them looked inside
         # the value, that one was meant, and the others have nothing to add.
-        if detail["type"] in EXPLAINED or not any(path == other[: len(path)] != other for other in paths):
+        if detail["type"] in EXPLAINED_ERRORS or not any(path == other[: len(path)] != other for other in paths):
             sentences += _sentences(path, detail, document)
     # A union of plain values reports one problem per member, and all read alike here.
     return list(dict.fromkeys(sentences))
@@ -165,19 +165,19 @@ def explain_values(
 ) -> list[str]:
     """The same sentences for values that Python gave to a section, or to a call (`source`) that makes one of them."""
     origin = Origin(source or section.__name__)
-    document = ConfigDocument(origins={(): origin}, root=Spot.of(section))
+    document = ConfigDocument(origins={(): origin}, root=SchemaNode.of(section))
     document.merge(plain_value(values), origin)
     return explain(error, document)
 
 
 def _sentences(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) -> list[str]:
-    kind, at, table = detail["type"], path[:-1], document.with_types()
+    kind, at, table = detail["type"], path[:-1], document.table_with_types()
     if kind == "missing" and isinstance(path[-1], int):
         kind, path = "too_short", at  # a tuple; the list as a whole is what is wrong
     place = document.origin(path).place(path)
-    known = spot_at(path, table, document.root)
-    spot = known or Spot.of(object)
-    types = list(spot.sections)
+    known = node_at(path, table, document.root)
+    node = known or SchemaNode.of(object)
+    types = list(node.sections)
     match kind:
         case "value_error":  # a validator's own sentences; a rule over several keys names every source of keys
             flags = any(origin.flag for origin in document.origins.values())
@@ -191,40 +191,42 @@ def _sentences(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) ->
         case "missing":
             blamed = (*at, "type") if (*at, "type") in document.origins else at
             place = document.origin(blamed).place(at)
-            meaning = " ".join(spot.help.split()).partition(". ")[0].rstrip(".") or expected(spot)
+            meaning = " ".join(node.help.split()).partition(". ")[0].rstrip(".") or describe_expected(node)
             return [f"{place}: `{path[-1]}` is missing; it takes {meaning if known else 'a value'}"]
         case "union_tag_not_found":
-            return [f"{place}: `type` is missing: add type = {either(map(given, types))}"]
+            return [f"{place}: `type` is missing: add type = {join_words(map(describe_given, types))}"]
         case "union_tag_invalid":
             path = (*path, "type")
             written = value_at(path, document.table)
             near = get_close_matches(str(written), types, n=1)
-            hint = f"did you mean {given(near[0])}? The" if near else "the"
-            problem = f"there is no type {given(written)}; {hint} types are {either(code(types), 'and')}"
+            hint = f"did you mean {describe_given(near[0])}? The" if near else "the"
+            problem = (
+                f"there is no type {describe_given(written)}; {hint} types are {join_words(in_backticks(types), 'and')}"
+            )
             return [f"{document.origin(path).place(path)}: {problem}"]
     value = value_at(path, document.table)
-    return [f"{place}: expected {expected(spot)}, got {given(value)}{advice(spot, value)}"]
+    return [f"{place}: expected {describe_expected(node)}, got {describe_given(value)}{correction_hint(node, value)}"]
 
 
 def _hint(path: KeyPath, document: ConfigDocument) -> str:
     """What an unknown key may have meant."""
     *at, key = path
-    table = document.with_types()
-    spot = spot_at(tuple(at), table, document.root) or Spot.of(object)
-    section = spot.section(value_at(tuple(at), table))
+    table = document.table_with_types()
+    node = node_at(tuple(at), table, document.root) or SchemaNode.of(object)
+    section = node.section(value_at(tuple(at), table))
     siblings = list(section.model_fields) if section else []
-    if owners := [name for name, kind in spot.sections.items() if key in kind.model_fields]:
-        return f"it belongs to {dotted((*at, 'type'))} = {either(map(given, owners))}"
+    if owners := [name for name, kind in node.sections.items() if key in kind.model_fields]:
+        return f"it belongs to {dotted((*at, 'type'))} = {join_words(map(describe_given, owners))}"
     if likely := nearest_keys(path, siblings, document.root):
         dashes = "--" if document.origin(path).flag else ""
-        return f"did you mean {either(code(dashes + dotted(one) for one in likely))}?"
-    return f"the keys there are {either(code(siblings), 'and')}"
+        return f"did you mean {join_words(in_backticks(dashes + dotted(one) for one in likely))}?"
+    return f"the keys there are {join_words(in_backticks(siblings), 'and')}"
 
 
-def _header(at: KeyPath, table: dict, root: Spot) -> str:
+def _header(at: KeyPath, table: dict, root: SchemaNode) -> str:
     if not at:
         return "at the top level" if root == ROOT else f"in {root.sections[''].__name__}"
     name = f"[[{at[0]}]]" if isinstance(at[-1], int) else f"[{dotted(at)}]"
-    spot = spot_at(at, table, root)
+    node = node_at(at, table, root)
     chosen = value_at((*at, "type"), table)
-    return f"in {name} of type `{chosen}`" if spot and spot.is_choice else f"in {name}"
+    return f"in {name} of type `{chosen}`" if node and node.is_choice else f"in {name}"

@@ -58,5 +58,5 @@ class FailurePolicy:
         return f'"retry", {self.tries} tries' if self.choice == "retry" else f'"{self.choice}"'
 
 
-USUAL = FailurePolicy()
+DEFAULT_POLICY = FailurePolicy()
 """The policy of most kinds of failure."""

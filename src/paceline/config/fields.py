@@ -36,7 +36,7 @@ def type_of(section: type[Section]) -> str:
 
 
 @dataclass(frozen=True)
-class Spot:
+class SchemaNode:
     """The schema of one place: a section, one of several told apart by `type`, a list, a value."""
 
     annotation: Any
@@ -46,7 +46,7 @@ class Spot:
     help: str = ""
 
     @classmethod
-    def of(cls, annotation: Any, constraints: Sequence[Any] = (), **about: Any) -> "Spot":
+    def of(cls, annotation: Any, constraints: Sequence[Any] = (), **about: Any) -> "SchemaNode":
         """Look through `Annotated[...]` and `... | None`, which say nothing about the shape."""
         optional = False
         while True:
@@ -61,7 +61,7 @@ class Spot:
                 return cls(annotation, tuple(constraints), optional, **about)
 
     @classmethod
-    def of_field(cls, field: FieldInfo) -> "Spot":
+    def of_field(cls, field: FieldInfo) -> "SchemaNode":
         default = None if field.is_required() else field.get_default(call_default_factory=True)
         return cls.of(field.annotation, field.metadata, default=default, help=field.description or "")
 
@@ -88,15 +88,15 @@ class Spot:
         return self.annotation in (dict, Any) or get_origin(self.annotation) is dict
 
     @cached_property
-    def options(self) -> "list[Spot]":
+    def options(self) -> "list[SchemaNode]":
         """The kinds of value of which any may stand here; none where there is only one, or where they are sections."""
         plain = is_union(self.annotation) and not self.sections
-        return [Spot.of(option) for option in get_args(self.annotation)] if plain else []
+        return [SchemaNode.of(option) for option in get_args(self.annotation)] if plain else []
 
     @property
-    def element(self) -> "Spot":
+    def element(self) -> "SchemaNode":
         """The schema of a list's elements; of anything else its own."""
-        return Spot.of(get_args(self.annotation)[0]) if self.is_list else self
+        return SchemaNode.of(get_args(self.annotation)[0]) if self.is_list else self
 
     @property
     def tables(self) -> tuple[type[Section], ...]:
@@ -114,29 +114,29 @@ class Spot:
         written = value.get("type", self.default_type()) if isinstance(value, dict) else None
         return self.sections.get(written) if isinstance(written, str) else None
 
-    def child(self, key: str | int, section: type[Section] | None) -> "Spot | None":
+    def child(self, key: str | int, section: type[Section] | None) -> "SchemaNode | None":
         if section is not None:
             field = section.model_fields.get(str(key))
-            return field and Spot.of_field(field)
+            return field and SchemaNode.of_field(field)
         if self.is_list and isinstance(key, int):
-            return Spot.of(get_args(self.annotation)[min(key, len(get_args(self.annotation)) - 1)])
+            return SchemaNode.of(get_args(self.annotation)[min(key, len(get_args(self.annotation)) - 1)])
         if self.is_open:
-            return Spot.of((*get_args(self.annotation), Any, Any)[1])
+            return SchemaNode.of((*get_args(self.annotation), Any, Any)[1])
         return next((child for o in self.options if (child := o.child(key, o.sections.get("")))), None)
 
 
-ROOT = Spot.of(RunConfig)
+ROOT = SchemaNode.of(RunConfig)
 
 
-def spot_at(path: KeyPath, table: Any, root: Spot = ROOT) -> Spot | None:
+def node_at(path: KeyPath, table: Any, root: SchemaNode = ROOT) -> SchemaNode | None:
     """The schema at `path` of this table, or None where nothing may stand."""
-    spot: Spot | None = root
+    node: SchemaNode | None = root
     for key in path:
-        if spot is None:
+        if node is None:
             return None
-        spot = spot.child(key, spot.section(table))
+        node = node.child(key, node.section(table))
         table = value_at((key,), table)
-    return spot
+    return node
 
 
 def value_at(path: KeyPath, table: Any) -> Any:
@@ -151,40 +151,40 @@ def value_at(path: KeyPath, table: Any) -> Any:
     return table
 
 
-def path_of(location: Sequence[str | int], root: Spot = ROOT) -> KeyPath:
+def path_of(location: Sequence[str | int], root: SchemaNode = ROOT) -> KeyPath:
     """The path of a pydantic error location, which also names the union members it went through."""
-    spot: Spot | None = root
+    node: SchemaNode | None = root
     path: KeyPath = ()
     rest = list(location)
-    while rest and spot is not None and (spot.sections or spot.is_list or spot.is_open or spot.options):
-        named = spot.is_choice or bool(spot.options)
-        section = spot.sections.get(str(rest.pop(0)) if named else "")
+    while rest and node is not None and (node.sections or node.is_list or node.is_open or node.options):
+        named = node.is_choice or bool(node.options)
+        section = node.sections.get(str(rest.pop(0)) if named else "")
         if rest:
             path = (*path, rest.pop(0))
-            spot = spot.child(path[-1], section)
+            node = node.child(path[-1], section)
     return path
 
 
 @cache
-def places(root: Spot = ROOT) -> tuple[tuple[KeyPath, Spot], ...]:
+def key_paths(root: SchemaNode = ROOT) -> tuple[tuple[KeyPath, SchemaNode], ...]:
     """Every key of the run file, or of one section, as it is addressed; a list is represented by its element 0."""
-    return tuple(_below(root, ()))
+    return tuple(_paths_below(root, ()))
 
 
 @cache
-def default_types(root: Spot = ROOT) -> tuple[tuple[KeyPath, str], ...]:
+def default_types(root: SchemaNode = ROOT) -> tuple[tuple[KeyPath, str], ...]:
     """The few keys whose section has a type of its own accord, and which."""
-    return tuple((path, named) for path, spot in places(root) if (named := spot.default_type()))
+    return tuple((path, named) for path, node in key_paths(root) if (named := node.default_type()))
 
 
-def _below(spot: Spot, path: KeyPath) -> Iterator[tuple[KeyPath, Spot]]:
-    for section in spot.tables:
+def _paths_below(node: SchemaNode, path: KeyPath) -> Iterator[tuple[KeyPath, SchemaNode]]:
+    for section in node.tables:
         for key, field in section.model_fields.items():
-            child = Spot.of_field(field)
+            child = SchemaNode.of_field(field)
             yield (*path, key), child
-            yield from _below(child, (*path, key))
-    if spot.is_list:
-        yield from _below(spot.element, (*path, 0))
+            yield from _paths_below(child, (*path, key))
+    if node.is_list:
+        yield from _paths_below(node.element, (*path, 0))
 
 
 def dotted(path: KeyPath) -> str:
@@ -192,29 +192,29 @@ def dotted(path: KeyPath) -> str:
     return ".".join(str(key) if _PLAIN.fullmatch(str(key)) else json.dumps(key, ensure_ascii=False) for key in path)
 
 
-ONE = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a table"}
-MANY = {int: "whole numbers", float: "numbers", str: "text"}
+SINGULAR = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a table"}
+PLURAL = {int: "whole numbers", float: "numbers", str: "text"}
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
-def expected(spot: Spot) -> str:
-    kind = spot.annotation
+def describe_expected(node: SchemaNode) -> str:
+    kind = node.annotation
     if get_origin(kind) is Literal:
-        values = [given(value) for value in get_args(kind)]
-        return f"one of {either(values)}" if len(values) > 1 else values[0]
-    if spot.sections:
+        values = [describe_given(value) for value in get_args(kind)]
+        return f"one of {join_words(values)}" if len(values) > 1 else values[0]
+    if node.sections:
         return "a table"
     if is_union(kind):
-        return " or ".join(expected(Spot.of(option)) for option in get_args(kind))
-    if spot.is_list:
-        return _list(spot)
-    noun = ONE.get(get_origin(kind) or kind, "another value")
-    notes = [(words, getattr(note, key, None)) for note in spot.constraints for key, words in BOUNDS.items()]
+        return " or ".join(describe_expected(SchemaNode.of(option)) for option in get_args(kind))
+    if node.is_list:
+        return _list(node)
+    noun = SINGULAR.get(get_origin(kind) or kind, "another value")
+    notes = [(words, getattr(note, key, None)) for note in node.constraints for key, words in BOUNDS.items()]
     bounds = " and ".join(f"{words} {limit}" for words, limit in notes if limit is not None)
     return f"{noun}, {bounds}" if bounds else noun
 
 
-def given(value: Any) -> str:
+def describe_given(value: Any) -> str:
     if isinstance(value, dict):
         return "a table"
     if value is None:
@@ -224,16 +224,16 @@ def given(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def advice(spot: Spot, value: Any) -> str:
+def correction_hint(node: SchemaNode, value: Any) -> str:
     """A hint on what to write instead, where that can be guessed; else empty."""
-    kind = spot.annotation
-    if spot.is_list and isinstance(value, dict):
+    kind = node.annotation
+    if node.is_list and isinstance(value, dict):
         return "; write the header in double brackets, such as [[env]]"
-    if spot.is_list and isinstance(value, str):
-        return f"; write [{given(value)}]"
+    if node.is_list and isinstance(value, str):
+        return f"; write [{describe_given(value)}]"
     if get_origin(kind) is Literal:
         nearest = get_close_matches(str(value), map(str, get_args(kind)), n=1)
-        return f"; did you mean {given(nearest[0])}?" if nearest else ""
+        return f"; did you mean {describe_given(nearest[0])}?" if nearest else ""
     if isinstance(value, float) and not math.isfinite(value):
         return "; it must be finite"
     if kind is int and isinstance(value, float) and value.is_integer():
@@ -244,13 +244,13 @@ def advice(spot: Spot, value: Any) -> str:
     return ""
 
 
-def either(words: Iterable[str], last: str = "or") -> str:
+def join_words(words: Iterable[str], last: str = "or") -> str:
     """`a, b or c`."""
     words = list(words)
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def code(words: Iterable[object]) -> Sequence[str]:
+def in_backticks(words: Iterable[object]) -> Sequence[str]:
     return [f"`{word}`" for word in words]
 
 
@@ -263,13 +263,13 @@ def toml_value(text: str) -> Any:
     return table["value"] if len(table) == 1 else text
 
 
-def _list(spot: Spot) -> str:
-    kinds = get_args(spot.annotation)
-    element = Spot.of(kinds[0])
+def _list(node: SchemaNode) -> str:
+    kinds = get_args(node.annotation)
+    element = SchemaNode.of(kinds[0])
     if get_origin(element.annotation) is Literal:
-        return f"a list with any of {either(given(value) for value in get_args(element.annotation))}"
-    many = "tables" if element.sections else MANY.get(element.annotation, "values")
-    if get_origin(spot.annotation) is tuple:
+        return f"a list with any of {join_words(describe_given(value) for value in get_args(element.annotation))}"
+    many = "tables" if element.sections else PLURAL.get(element.annotation, "values")
+    if get_origin(node.annotation) is tuple:
         return f"a list of {len(kinds)} {many}"
-    least = next((note.min_length for note in spot.constraints if isinstance(note, MinLen)), 0)
+    least = next((note.min_length for note in node.constraints if isinstance(note, MinLen)), 0)
     return f"a list of {many}, at least {least}" if least else f"a list of {many}"

@@ -62,11 +62,11 @@ CARDS = {
 """Figures of the vendors' data sheets (SXM or OAM boards where there are several), dense, in decimal units."""
 
 
-HALVES: frozenset[Dtype] = frozenset(("bfloat16", "float16"))
+HALF_DTYPES: frozenset[Dtype] = frozenset(("bfloat16", "float16"))
 WITHOUT_BFLOAT16 = ("v100", "t4")
 """Cards that have float16 tensor cores alone."""
 DTYPES: dict[str, Dtype] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
-_IN_FILES: dict[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_SAFETENSORS_DTYPES: dict[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LONGEST_HEADER = 100 << 20
 
 
@@ -80,15 +80,15 @@ def stored_dtype(name: str) -> Dtype | None:
         described = json.loads(file.read_text(encoding="utf-8"))
     except (UnknownShape, OSError, ValueError):
         return None
-    return _described(described) or _first_tensor(file.parent)
+    return _config_dtype(described) or _first_tensor_dtype(file.parent)
 
 
-def fitting(stored: Dtype | None, fast: frozenset[Dtype]) -> Dtype:
+def compute_dtype(stored: Dtype | None, fast: frozenset[Dtype]) -> Dtype:
     """The compute type of weights stored so, where these half types are fast."""
     return stored if stored in fast else "float32"
 
 
-def cpu_halves(flags: Path = Path("/proc/cpuinfo")) -> frozenset[Dtype]:
+def cpu_half_dtypes(flags: Path = Path("/proc/cpuinfo")) -> frozenset[Dtype]:
     """bfloat16 where the CPU has instructions for it (AVX512-BF16, AMX, Arm's BF16), as Linux lists them.
 
     float16 is left out: training in it needs its losses scaled, and float32 does as well.
@@ -105,7 +105,7 @@ def _flags(file: Path) -> frozenset[str]:
     return frozenset(next((line.split() for line in lines if line.startswith(("flags", "Features"))), ()))
 
 
-def _described(config: Any) -> Dtype | None:
+def _config_dtype(config: Any) -> Dtype | None:
     if not isinstance(config, dict):
         return None
     tables = [config, config.get("text_config") or {}]
@@ -113,7 +113,7 @@ def _described(config: Any) -> Dtype | None:
     return DTYPES.get(name.removeprefix("torch."))
 
 
-def _first_tensor(folder: Path) -> Dtype | None:
+def _first_tensor_dtype(folder: Path) -> Dtype | None:
     """The type of the first floating-point tensor that a safetensors header lists."""
     for file in sorted(folder.glob("*.safetensors"))[:1]:
         with file.open("rb") as stream:
@@ -122,7 +122,7 @@ def _first_tensor(folder: Path) -> Dtype | None:
                 header = json.loads(stream.read(size)) if size <= _LONGEST_HEADER else {}
             except ValueError:
                 return None
-        found = (_IN_FILES.get(about.get("dtype")) for about in header.values() if isinstance(about, dict))
+        found = (_SAFETENSORS_DTYPES.get(about.get("dtype")) for about in header.values() if isinstance(about, dict))
         return next((dtype for dtype in found if dtype), None)
     return None
 

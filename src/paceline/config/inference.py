@@ -95,7 +95,7 @@ class EngineConfig(Section):
 
     @field_validator("base_url")
     @classmethod
-    def _an_address(cls, url: str | None) -> str | None:
+    def _check_url(cls, url: str | None) -> str | None:
         if url is not None and not url.startswith(("http://", "https://")):
             raise ValueError(f"`{url}` is no address: write where the engine is served, http://HOST:PORT")
         return url
@@ -113,7 +113,7 @@ class EngineConfig(Section):
             raise ValueError(f'backend = "{self.backend}" needs base_url, where it is served,{launch}{both}')
 
 
-def problems(config: "RunConfig") -> Iterator[str]:
+def engine_problems(config: "RunConfig") -> Iterator[str]:
     """Settings that another maker's engine cannot run."""
     engine = config.engine
     if engine.backend == "paceline":

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.config.base import Section
 from paceline.config.errors import ConfigError
-from paceline.config.fields import ROOT, Spot, either, expected
+from paceline.config.fields import ROOT, SchemaNode, describe_expected, join_words
 from paceline.config.load import schema
 
 
@@ -55,8 +55,8 @@ def find_tables(asked: str) -> list[ConfigTable]:
     whole, seen = _listing()
     path = ""
     for part, spots in _descend(asked):  # to where the key is listed: `env.algo.std` is a key of `[algo]`
-        below = next((spot.element.tables for spot in spots if spot.element.tables), ())
-        path = seen.get(below, _joined(path, part)) if part and below else _joined(path, part)
+        below = next((node.element.tables for node in spots if node.element.tables), ())
+        path = seen.get(below, _join_path(path, part)) if part and below else _join_path(path, part)
     if found := [table for table in whole if f"{_address(table)}.".startswith(f"{path}.")]:
         return found
     parent, _, name = path.rpartition(".")
@@ -67,9 +67,9 @@ def find_tables(asked: str) -> list[ConfigTable]:
         if key.name == name and parent in (table.path, _address(table))
     ]
     if not found:
-        known = {_address(table) for table in whole} | {_joined(t.path, key.name) for t in whole for key in t.keys}
+        known = {_address(table) for table in whole} | {_join_path(t.path, key.name) for t in whole for key in t.keys}
         similar = [f"`{near}`" for near in get_close_matches(path, known, n=3)]
-        hint = f"; did you mean {either(similar)}?" if similar else ": `paceline config` lists them all"
+        hint = f"; did you mean {join_words(similar)}?" if similar else ": `paceline config` lists them all"
         raise ConfigError([f"the run file has no key `{asked}`{hint}"])
     return found
 
@@ -81,14 +81,14 @@ def key_schema(asked: str) -> dict[str, Any]:
     find_tables(asked)  # or say that there is no such key
     parent, _, last = asked.replace("-", "_").rpartition(".")
     found = []
-    for section, key in chain.from_iterable(_owners(spot, last) for spot in key_spots(parent)):
+    for section, key in chain.from_iterable(_owners(node, last) for node in key_nodes(parent)):
         whole = section.model_json_schema()
-        found.append(_used(whole["properties"][key], whole.get("$defs", {})) if key else whole)
+        found.append(_with_definitions(whole["properties"][key], whole.get("$defs", {})) if key else whole)
     once = [fragment for place, fragment in enumerate(found) if fragment not in found[:place]]
     return once[0] if len(once) == 1 else {"anyOf": once}
 
 
-def key_spots(asked: str) -> list[Spot]:
+def key_nodes(asked: str) -> list[SchemaNode]:
     """What may stand at a dotted key, in any type of the sections above it; nothing where there is no such key."""
     return [*_descend(asked)][-1][1]
 
@@ -100,24 +100,27 @@ def _listing() -> tuple[tuple[ConfigTable, ...], dict[tuple, str]]:
     return tuple(_tables(ROOT, "", False, seen)), seen
 
 
-def _descend(asked: str) -> Iterator[tuple[str, list[Spot]]]:
+def _descend(asked: str) -> Iterator[tuple[str, list[SchemaNode]]]:
     """The parts of a dotted key, each with what may stand there; the top of the file first."""
     spots = [ROOT]
     yield "", spots
     for part in asked.replace("-", "_").split("."):
         if part and not part.isdecimal():
-            owners = chain.from_iterable(_owners(spot, part) for spot in spots)
-            spots = [Spot.of_field(section.model_fields[key]) if key else Spot.of(section) for section, key in owners]
+            owners = chain.from_iterable(_owners(node, part) for node in spots)
+            spots = [
+                SchemaNode.of_field(section.model_fields[key]) if key else SchemaNode.of(section)
+                for section, key in owners
+            ]
             yield part, spots
 
 
-def _owners(spot: Spot, part: str) -> Iterator[tuple[type[Section], str]]:
+def _owners(node: SchemaNode, part: str) -> Iterator[tuple[type[Section], str]]:
     """The sections here that have such a key, with the key; and the section of such a type, without one."""
-    yield from ((section, part) for section in spot.element.tables if part in section.model_fields)
-    yield from ((s, "") for type_, s in spot.element.sections.items() if type_ and type_.replace("-", "_") == part)
+    yield from ((section, part) for section in node.element.tables if part in section.model_fields)
+    yield from ((s, "") for type_, s in node.element.sections.items() if type_ and type_.replace("-", "_") == part)
 
 
-def _used(fragment: dict[str, Any], defined: dict[str, Any]) -> dict[str, Any]:
+def _with_definitions(fragment: dict[str, Any], defined: dict[str, Any]) -> dict[str, Any]:
     """A part of a schema with the definitions it refers to, and no others."""
     needed: dict[str, Any] = {}
     rest = [fragment]
@@ -130,49 +133,51 @@ def _used(fragment: dict[str, Any], defined: dict[str, Any]) -> dict[str, Any]:
     return fragment | ({"$defs": needed} if needed else {})
 
 
-def _tables(spot: Spot, path: str, listed: bool, seen: dict[tuple, str]) -> Iterator[ConfigTable]:
-    sections = spot.element.tables
+def _tables(node: SchemaNode, path: str, listed: bool, seen: dict[tuple, str]) -> Iterator[ConfigTable]:
+    sections = node.element.tables
     seen[sections] = path
-    shared = [name for name in sections[0].model_fields if _shared(name, sections)]
+    shared = [name for name in sections[0].model_fields if _is_shared(name, sections)]
     keys = [_key(sections[0], name, path, seen) for name in shared]
-    choice = spot.element.is_choice
+    choice = node.element.is_choice
     if choice:
-        types = [f'"{type_}"' for type_ in spot.element.sections]
-        named = spot.element.default_type() or spot.default_type()
+        types = [f'"{type_}"' for type_ in node.element.sections]
+        named = node.element.default_type() or node.default_type()
         default = f'"{named}"' if named else "required"
-        keys.insert(0, ConfigKey("type", f"one of {either(types)}", default, "Which kind; each has keys of its own."))
+        keys.insert(
+            0, ConfigKey("type", f"one of {join_words(types)}", default, "Which kind; each has keys of its own.")
+        )
     meaning = "" if choice else _doc(sections[0])
     yield ConfigTable(path, "", listed, meaning, tuple(keys))
     nested = [(sections[0], name) for name in shared]
     for section in sections if choice else ():
         own = [name for name in section.model_fields if name not in (*shared, "type")]
-        type_ = next(word for word, kind in spot.element.sections.items() if kind is section)
+        type_ = next(word for word, kind in node.element.sections.items() if kind is section)
         yield ConfigTable(path, type_, listed, _doc(section), tuple(_key(section, n, path, seen) for n in own))
         nested += [(section, name) for name in own]
     for section, name in nested:
-        child = Spot.of_field(section.model_fields[name])
+        child = SchemaNode.of_field(section.model_fields[name])
         if child.element.tables and child.element.tables not in seen:
-            yield from _tables(child, _joined(path, name), child.is_list, seen)
+            yield from _tables(child, _join_path(path, name), child.is_list, seen)
 
 
 def _key(section: type[Section], name: str, path: str, seen: dict[tuple, str]) -> ConfigKey:
     field = section.model_fields[name]
-    spot = Spot.of_field(field)
-    below = spot.element.tables
-    meaning = spot.help or (_doc(below[0]) if len(below) == 1 else "")
+    node = SchemaNode.of_field(field)
+    below = node.element.tables
+    meaning = node.help or (_doc(below[0]) if len(below) == 1 else "")
     if below:
-        header = ConfigTable(seen.get(below, _joined(path, name)), "", spot.is_list, "", ()).header
+        header = ConfigTable(seen.get(below, _join_path(path, name)), "", node.is_list, "", ()).header
         meaning = f"{meaning} Keys: `{header}`.".strip()
     if field.is_required():
         default = "required"
-    elif isinstance(spot.default, Section) or (spot.is_list and below):
+    elif isinstance(node.default, Section) or (node.is_list and below):
         default = "its own defaults"
     else:
-        default = "unset" if spot.default is None else _toml(spot.default)
-    return ConfigKey(name, expected(spot), default, " ".join(meaning.split()))
+        default = "unset" if node.default is None else _toml(node.default)
+    return ConfigKey(name, describe_expected(node), default, " ".join(meaning.split()))
 
 
-def _shared(name: str, sections: tuple[type[Section], ...]) -> bool:
+def _is_shared(name: str, sections: tuple[type[Section], ...]) -> bool:
     """Whether all of these have the same key."""
     if name == "type" and len(sections) > 1:
         return False
@@ -194,9 +199,9 @@ def _doc(section: type[Section]) -> str:
     return " ".join((section.__doc__ or "").split())
 
 
-def _joined(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}".strip(".")
 
 
 def _address(table: ConfigTable) -> str:
-    return _joined(table.path, table.type.replace("-", "_"))
+    return _join_path(table.path, table.type.replace("-", "_"))

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from paceline.config.base import Section
 from paceline.config.document import COMMAND_LINE, PYTHON, ConfigDocument, Origin, plain_value, resolve_paths
 from paceline.config.errors import ConfigError, explain
-from paceline.config.fields import ROOT, KeyPath, Spot, either, spot_at, toml_value, value_at
+from paceline.config.fields import ROOT, KeyPath, SchemaNode, join_words, node_at, toml_value, value_at
 from paceline.config.run import ConfigWarning, RunConfig
 
 
@@ -133,7 +133,7 @@ def _missing(path: Path) -> str:
     # By stem, or every short name would look like every other for its `.toml`.
     files = {entry.stem: entry for entry in sorted(path.parent.iterdir()) if entry.suffix == ".toml"}
     similar = [os.path.normpath(files[stem]) for stem in get_close_matches(path.stem, files)]
-    return f"{sentence}; did you mean {either(similar)}?" if similar else sentence
+    return f"{sentence}; did you mean {join_words(similar)}?" if similar else sentence
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ def _apply_flags(arguments: Sequence[str], document: ConfigDocument) -> list[str
         except ConfigError as error:
             problems += error.problems
         else:
-            spot = spot_at(path, document.table)
+            node = node_at(path, document.table)
             # A table of the user's own keys, such as `kwargs`, is given whole; sections merge key by key.
             origin = Origin(COMMAND_LINE, override.flag)
-            document.put(path, _value(override, spot), origin, whole=spot is not None and spot.is_open)
+            document.put(path, _value(override, node), origin, whole=node is not None and node.is_open)
     return problems
 
 
@@ -203,14 +203,14 @@ def _take(arguments: list[str]) -> Override:
     return Override(flag, keys, arguments.pop(0) if follows else None)
 
 
-def _value(override: Override, spot: Spot | None) -> Any:
+def _value(override: Override, node: SchemaNode | None) -> Any:
     if override.negated:
         # `--no-steps` leaves `steps` out, so that a file's `steps` can make room for `--epochs`.
-        return None if spot and spot.optional else False
+        return None if node and node.optional else False
     if override.text is None:
         return True
     value = toml_value(override.text)
-    if spot and spot.annotation is str and not isinstance(value, str):
+    if node and node.annotation is str and not isinstance(value, str):
         return override.text  # `--name 42` is a name
     return value
 
@@ -218,18 +218,18 @@ def _value(override: Override, spot: Spot | None) -> Any:
 def _address(override: Override, document: ConfigDocument) -> KeyPath:
     """The path an override means: kebab-case becomes snake_case, a list element's name its index."""
     path: KeyPath = ()
-    spot: Spot | None = ROOT
+    node: SchemaNode | None = ROOT
     rest = override.keys
     while rest:
-        if spot and spot.is_list:
+        if node and node.is_list:
             if value_at(path, document.table) is None:  # a list that no file wrote starts from its default
-                document.put(path, plain_value(list(spot.default or ())), Origin("default"))
+                document.put(path, plain_value(list(node.default or ())), Origin("default"))
             index, taken = _element(rest, value_at(path, document.table), override)
             path, rest = (*path, index), rest[taken:]
         else:
-            key = rest[0] if spot and spot.is_open else rest[0].replace("-", "_")
+            key = rest[0] if node and node.is_open else rest[0].replace("-", "_")
             path, rest = (*path, key), rest[1:]
-        spot = spot_at(path, document.table)
+        node = node_at(path, document.table)
     return path
 
 
@@ -248,7 +248,7 @@ def _element(keys: tuple[str, ...], entries: Any, override: Override) -> tuple[i
                 return matches[0], taken
     problem = "the list is empty: give it as a whole"
     if entries:
-        there = either((f"{i} (`{name}`)" if name else str(i) for i, name in enumerate(names)), "and")
+        there = join_words((f"{i} (`{name}`)" if name else str(i) for i, name in enumerate(names)), "and")
         problem = f"the list has no element `{keys[0]}`: use an index or a name; there is {there}"
     raise ConfigError([f"{COMMAND_LINE}: {override.flag}: {problem}"])
 
@@ -289,9 +289,9 @@ def load(
     problems = _apply_flags(overrides, document) + _apply_settings(settings or {}, document)
     try:
         try:
-            loaded = _validate(document.resolved())
+            loaded = _validate(document.resolve())
         except ValidationError:
-            _validate(document.with_types())  # where it fails too, the message names paths as they were written
+            _validate(document.table_with_types())  # where it fails too, the message names paths as they were written
             raise
     except ValidationError as error:
         problems += explain(error, document)

@@ -24,7 +24,7 @@ class ModelRef(Section):
 
     @field_validator("base_url")
     @classmethod
-    def _addresses(cls, given: str | list[str] | None) -> str | list[str] | None:
+    def _check_urls(cls, given: str | list[str] | None) -> str | list[str] | None:
         for url in [given] if isinstance(given, str) else given or []:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"`{url}` is no address: write where the model is served, http://HOST:PORT/v1")

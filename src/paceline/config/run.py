@@ -104,7 +104,7 @@ class RecordingConfig(Section):
 
     @field_validator("advertise")
     @classmethod
-    def _host_alone(cls, host: str | None) -> str | None:
+    def _check_host(cls, host: str | None) -> str | None:
         if host is not None and (not host or host.count(":") == 1 or any(mark in host for mark in "/[] ")):
             raise ValueError(f"`{host}` is more than a host: leave out `http://`, the port and the path")
         return host
@@ -201,7 +201,7 @@ class RunConfig(Section):
 
     @field_validator("name")
     @classmethod
-    def _folder_name(cls, name: str) -> str:
+    def _check_name(cls, name: str) -> str:
         if not re.fullmatch(FOLDER_NAME, name):
             raise ValueError(
                 f"`{name}` cannot name the run directory: use letters, digits, `.`, `_` and `-`, "
@@ -216,10 +216,10 @@ class RunConfig(Section):
         if self.steps is None and self.epochs is None:
             self.steps = DEFAULT_STEPS
         for place, env in enumerate(self.env):
-            env.placed(place)
+            env.set_place(place)
             self._resolve_environment(env)
         if self.max_inflight is None:
-            self.max_inflight = (self.staleness + 1) * self.batch_size + self.extra
+            self.max_inflight = (self.staleness + 1) * self.batch_size + self.extra_rollouts
         self.model_fields_set.intersection_update(explicit)
         problems = [*self._problems(), *(problem for env in self.env for problem in self._env_problems(env))]
         if problems:
@@ -229,7 +229,7 @@ class RunConfig(Section):
         return self
 
     @property
-    def extra(self) -> int:
+    def extra_rollouts(self) -> int:
         """Rollouts sampled beyond what a batch needs: whole groups."""
         sizes = [env.group_size for env in self.env if env.group_size]
         places = floor(self.oversample * self.batch_size + 1e-9)  # 0.29 of 100 is 29, whatever the product rounds to
@@ -242,16 +242,16 @@ class RunConfig(Section):
         # A demonstration is the same however often it is read.
         env.group_size = env.group_size or (self.group_size if env.algo.plays else 1)
         # A group of one says nothing only where every actor is compared with its group.
-        relative = all(algo.group_relative for _, algo in env.credits)
+        relative = all(algo.is_group_relative for _, algo in env.algorithms)
         env.min_group_size = env.min_group_size or min(env.group_size, 2 if relative else 1)
         env.model_fields_set.intersection_update(explicit)  # another config made from this one resolves them again
 
     def _problems(self) -> Iterator[str]:
         yield from secrets_in(self.model_dump())
-        yield from backends.problems(self)
+        yield from backends.engine_problems(self)
         if self.backend == "mlx":  # left to the machine, it is looked at when the run starts: a file is checked alike
-            yield from apple.refused(self)
-        yield from cluster.problems(self)
+            yield from apple.unsupported_settings(self)
+        yield from cluster.cluster_problems(self)
         if self.steps is not None and self.epochs is not None:
             yield "give either `steps` or `epochs`, not both"
         for name, count in Counter(env.name for env in self.env).items():
@@ -300,11 +300,11 @@ class RunConfig(Section):
                 f"max_inflight = {self.max_inflight} cannot hold one group of `{env.name}` "
                 f"({env.group_size} rollouts): raise max_inflight or lower group_size"
             )
-        for place, algo in env.credits:
+        for place, algo in env.algorithms:
             # A group of one may teach all the same: an arena's actor may sit in several seats of one episode, and echo
             # predicts what the policy is told.
             may_teach = env.type == "arena" or isinstance(algo, EchoConfig)
-            if env.group_size == 1 and algo.group_relative and not may_teach:
+            if env.group_size == 1 and algo.is_group_relative and not may_teach:
                 batch = 'baseline = "batch" beside it, or ' if isinstance(algo, GroupCreditConfig) else ""
                 yield (
                     f"environment `{env.name}`{place}: {algo.type} compares the tries of one row with one another, and "
@@ -316,7 +316,7 @@ class RunConfig(Section):
                     f"environment `{env.name}`{place}: gae needs a critic that predicts the reward: "
                     "add a section [trainer.critic], which may be empty"
                 )
-            if self.trainer.stream and algo.whole_batch:
+            if self.trainer.stream and algo.needs_whole_batch:
                 yield (
                     f"environment `{env.name}`{place}: its baseline is the whole batch's, and trainer.stream does not "
                     'wait for that: set baseline = "group", or leave stream out'
@@ -344,13 +344,13 @@ class RunConfig(Section):
                 f'weights.path = "{self.weights.path}" has no effect with placement = "{self.placement}", where engine '
                 'and trainer share a process: set placement = "processes", or remove [weights]'
             )
-        yield from apple.idle(self)
-        if self.oversample and not self.extra:
+        yield from apple.ignored_settings(self)
+        if self.oversample and not self.extra_rollouts:
             yield (
                 f"oversample = {self.oversample} has no effect: of a batch of {self.batch_size} that is less than one "
                 f"group of {min(sizes)}; raise oversample or batch_size, or remove it"
             )
-        if self.extra and self.epochs and not self.staleness and self.on_stale == "drop":
+        if self.extra_rollouts and self.epochs and not self.staleness and self.on_stale == "drop":
             yield (
                 f"oversample = {self.oversample} at staleness 0 drops the groups that finish late, and with `epochs` "
                 "their rows do not come again: give `steps` instead, or raise staleness"
@@ -361,8 +361,8 @@ class RunConfig(Section):
                 "so that even the shortest reply costs reward: lower it"
             )
         for env in self.env:
-            for seat, algo in env.credits:
-                if algo.group_relative and env.group_size == 1:
+            for seat, algo in env.algorithms:
+                if algo.is_group_relative and env.group_size == 1:
                     yield (
                         f"environment `{env.name}`{seat}: {algo.type} compares rollouts of one group, and group_size "
                         "is 1: an actor with one rollout an episode gets no advantage; raise group_size"

@@ -15,7 +15,7 @@ _NAME = re.compile(
 """Keys that say what they hold, by how they end."""
 _WORD = re.compile(r"(?:.*_)?(?:bos|eos|pad|sep|cls|unk|mask|stop|start|begin|end|image|audio|video|special)_token")
 """Keys whose token is a word of a vocabulary."""
-_PASSES = re.compile(r"\$?\{?[A-Z][A-Z0-9_]*\}?|(?i:none|null|dummy|not[-_]needed|unused|empty|local|)")
+_PLACEHOLDER = re.compile(r"\$?\{?[A-Z][A-Z0-9_]*\}?|(?i:none|null|dummy|not[-_]needed|unused|empty|local|)")
 """Placeholders where no key is needed, or the name of an environment variable."""
 _OPAQUE = re.compile(r"(?:Bearer )?[\w.~+/=:|-]{8,}", re.IGNORECASE | re.ASCII)
 """The form of an access token; one of a vocabulary is shorter, or has brackets or spaces."""
@@ -32,23 +32,23 @@ _QUERY = re.compile(
 """A key or token may also be that of a table: a short plain word is no secret."""
 
 
-def in_address(address: str) -> str | None:
+def address_secret(address: str) -> str | None:
     """The secret part of an address, in words; it is never quoted itself.
 
-    >>> in_address("http://me:s3cret@host/v1")
+    >>> address_secret("http://me:s3cret@host/v1")
     'a login before the @'
-    >>> in_address("https://host/v1?limit=3&api-key=s3cret")
+    >>> address_secret("https://host/v1?limit=3&api-key=s3cret")
     'a key behind the ?'
-    >>> in_address("postgres://me:s3cret@host/rows")
+    >>> address_secret("postgres://me:s3cret@host/rows")
     'a login before the @'
-    >>> in_address("http://host:8000/v1")
+    >>> address_secret("http://host:8000/v1")
     """
     if _LOGIN.match(address):
         return "a login before the @"
     return "a key behind the ?" if _QUERY.match(address) else None
 
 
-def hidden(text: str, secret: str | None) -> str:
+def redact(text: str, secret: str | None) -> str:
     """A server's answer without the key that was sent to it: some servers repeat it."""
     return text.replace(secret, "***") if secret else text
 
@@ -82,11 +82,11 @@ def _holds_secret(key: str, entry: Any) -> bool:
     texts = [text for text in (entry if isinstance(entry, list | tuple) else [entry]) if isinstance(text, str)]
     if name.endswith("token"):
         texts = [text for text in texts if _OPAQUE.fullmatch(text)]
-    return not all(map(_PASSES.fullmatch, texts))
+    return not all(map(_PLACEHOLDER.fullmatch, texts))
 
 
 def _address(text: str, at: str) -> Iterator[str]:
-    if part := in_address(text):
+    if part := address_secret(text):
         yield (
             f"{at} has {part}, and a run file is kept with the run: leave it out of the address, and name the "
             "environment variable that holds the key (`api_key_env`, or a retrieval's `api_key_variable`)"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.config.document import files_of
 from paceline.config.errors import ConfigError
-from paceline.config.fields import ROOT, code, either
+from paceline.config.fields import ROOT, in_backticks, join_words
 from paceline.config.load import LoadedConfig, example_names, examples_folder, find_run_file, load
 from paceline.config.run import FOLDER_NAME, RunConfig
 
@@ -31,18 +31,20 @@ def write_starter(kind: str, folder: Path, name: str | None = None, force: bool 
     file first."""
     example = KINDS[kind][0] if kind in KINDS else kind
     if example not in example_names():
-        raise ConfigError([f"init knows no kind `{kind}`: choose {either(code(KINDS))}, or any example of the package"])
+        raise ConfigError(
+            [f"init knows no kind `{kind}`: choose {join_words(in_backticks(KINDS))}, or any example of the package"]
+        )
     source = examples_folder() / f"{example}.toml"
     name = name or kind.rpartition("/")[2]
     if not re.fullmatch(FOLDER_NAME, name):
         raise ConfigError([f"--name {name}: it names the run directory: use letters, digits, `.`, `_` and `-`"])
     text = source.read_text(encoding="utf-8")
     named = files_of(tomllib.loads(text), source.parent)
-    contents = {folder / f"{name}.toml": _standing_alone(text, source, name, named).encode()}
+    contents = {folder / f"{name}.toml": _rewrite_paths(text, source, name, named).encode()}
     contents |= {folder / file.name: file.read_bytes() for file in named.values()}
     existing = [path for path in contents if path.exists()]
     if existing and not force:
-        files = either(map(str, existing), "and")
+        files = join_words(map(str, existing), "and")
         raise ConfigError([f"{files} would be replaced: add --force, or write elsewhere with --to FOLDER"])
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in contents.items():
@@ -50,7 +52,7 @@ def write_starter(kind: str, folder: Path, name: str | None = None, force: bool 
     return list(contents)
 
 
-def _standing_alone(text: str, source: Path, name: str, named: dict[str, Path]) -> str:
+def _rewrite_paths(text: str, source: Path, name: str, named: dict[str, Path]) -> str:
     """The run file as it reads in the new place: its own name, its files beside it, commands that name it."""
     text = re.sub(r'^name = "[^"]*"', f'name = "{name}"', text, count=1, flags=re.MULTILINE)
     for words, file in named.items():
@@ -69,7 +71,7 @@ def load_target(target: str, overrides: Sequence[str] = ()) -> LoadedConfig:
     `retrieval --top-k 2 --sampling.temperature 0.7` means `--env.0.type retrieval --env.0.top-k 2 --sampling...`.
     """
     if find_run_file(target) is None and target in environment_types():
-        return load(None, ["--name", target, "--env.0.type", target, *map(_of_environment, overrides)])
+        return load(None, ["--name", target, "--env.0.type", target, *map(_as_env_flag, overrides)])
     if find_run_file(target) is None and not target.endswith(".toml") and not Path(target).exists():
         hint = nearest_target(target) or "`paceline init --list` lists the examples"
         raise ConfigError([f"there is no run file, example or environment type `{target}`; {hint}"])
@@ -92,7 +94,7 @@ def environment_types() -> list[str]:
     return list(env.element.sections) if env else []
 
 
-def _of_environment(argument: str) -> str:
+def _as_env_flag(argument: str) -> str:
     """A flag that is no key of the run file is one of the environment."""
     start, root = split_flag(argument)
     known = not argument.startswith("--") or root in RunConfig.model_fields
@@ -110,22 +112,22 @@ def nearest_target(target: str) -> str:
     names = {name.rpartition("/")[2]: name for name in example_names()}
     known = {**names, **{name: name for name in (*example_names(), *environment_types())}}
     near = list(dict.fromkeys(known[word] for word in get_close_matches(target, known, n=2)))
-    return f"did you mean {either(code(near))}?" if near else ""
+    return f"did you mean {join_words(in_backticks(near))}?" if near else ""
 
 
 ARMS = ("a", "b")
 
 
-def arms_of(path: str | Path, overrides: Sequence[str]) -> dict[str, LoadedConfig]:
+def load_arms(path: str | Path, overrides: Sequence[str]) -> dict[str, LoadedConfig]:
     """The run file for each arm of an A/B run; flags behind `--a.` and `--b.` apply to one arm only."""
-    shared, own = split(overrides)
+    shared, own = split_by_arm(overrides)
     arms = {arm: load_target(str(path), [*shared, *own[arm]]) for arm in ARMS}
     for arm, loaded in arms.items():
         loaded.config.name = f"{loaded.config.name}-{arm}"
     return arms
 
 
-def split(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+def split_by_arm(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """The overrides of both arms, and those of each arm alone, as `load` takes them."""
     shared: list[str] = []
     own: dict[str, list[str]] = {arm: [] for arm in ARMS}

@@ -31,7 +31,7 @@ class Pack(NamedTuple):
 Row = Sequence[Pack]
 """One micro-batch of every rank."""
 _cost = attrgetter("cost")
-ALIKE = 0.02
+COST_SLACK = 0.02
 """Share that rows of like packs may cost above the cheapest found: they stay even where the cost is misjudged."""
 
 
@@ -49,14 +49,14 @@ class Cost:
     attention: float
 
     def __call__(self, lengths: Sequence[int]) -> float:
-        return float(self.each(lengths).sum())
+        return float(self.per_sequence(lengths).sum())
 
-    def each(self, lengths: Sequence[int]) -> NDArray:
+    def per_sequence(self, lengths: Sequence[int]) -> NDArray:
         n = np.asarray(lengths, np.float64)
         return self.linear * n + self.attention * n * n
 
     @classmethod
-    def of(
+    def from_shape(
         cls,
         *,
         hidden: int,
@@ -81,40 +81,40 @@ class Cost:
         return cls(linear=2.0 * (layers * weights + hidden * vocabulary), attention=2.0 * full * attended)
 
 
-def balanced(lengths: Sequence[int], ranks: int, budget: int, cost: Cost) -> list[Bins]:
+def balance_bins(lengths: Sequence[int], ranks: int, budget: int, cost: Cost) -> list[Bins]:
     """For each rank its micro-batches, as indices of samples: equally many on every rank, the costliest row first.
 
     Each holds at most `budget` tokens, or one longer sample alone; they are as few as first-fit-decreasing needs. With
-    fewer samples than places some are empty: a rank runs a blank there. Ties keep their order, so the cut is a pure
-    function of the arguments.
+    fewer samples than micro-batches some are empty: a rank runs a dummy there. Ties keep their order, so the cut is
+    a pure function of the arguments.
 
-    >>> balanced([9, 1, 5, 4, 8, 2], ranks=2, budget=10, cost=Cost(1, 0))
+    >>> balance_bins([9, 1, 5, 4, 8, 2], ranks=2, budget=10, cost=Cost(1, 0))
     [[[0], [3, 5]], [[4, 1], [2]]]
     """
     assert ranks > 0
     assert budget > 0
-    lengths, costs = np.asarray(lengths, int).tolist(), cost.each(lengths)
-    rows = _in_order(_packs(first_fit_decreasing(lengths, budget), costs), ranks)
-    built = _built(lengths, costs, len(rows), ranks, budget)
+    lengths, costs = np.asarray(lengths, int).tolist(), cost.per_sequence(lengths)
+    rows = _rows_by_cost(_packs(first_fit_decreasing(lengths, budget), costs), ranks)
+    built = _fill_rows(lengths, costs, len(rows), ranks, budget)
     if built is not None:
-        cheapest = min(rows, _in_order([pack for row in built for pack in row], ranks), key=_lockstep)
-        rows = built if _lockstep(built) <= (1 + ALIKE) * _lockstep(cheapest) else cheapest
-    return _dealt(rows, ranks)
+        cheapest = min(rows, _rows_by_cost([pack for row in built for pack in row], ranks), key=_rows_cost)
+        rows = built if _rows_cost(built) <= (1 + COST_SLACK) * _rows_cost(cheapest) else cheapest
+    return _assign_ranks(rows, ranks)
 
 
-def lockstep(cut: Sequence[Bins], lengths: Sequence[int], cost: Cost) -> float:
+def lockstep_cost(cut: Sequence[Bins], lengths: Sequence[int], cost: Cost) -> float:
     """Cost of a step when no rank goes ahead: in each row the costliest micro-batch."""
     bins = [members for row in zip(*cut, strict=True) for members in row]
-    return _lockstep(_rows(_packs(bins, cost.each(lengths)), len(cut)))
+    return _rows_cost(_rows(_packs(bins, cost.per_sequence(lengths)), len(cut)))
 
 
 def imbalance(cut: Sequence[Bins], lengths: Sequence[int], cost: Cost) -> float:
     """The share by which a step in lockstep costs more than if all work were spread evenly: 0 at best."""
     ideal = cost(lengths) / len(cut)
-    return lockstep(cut, lengths, cost) / ideal - 1 if ideal else 0.0
+    return lockstep_cost(cut, lengths, cost) / ideal - 1 if ideal else 0.0
 
 
-def _built(lengths: Sequence[int], costs: NDArray, rows: int, ranks: int, budget: int) -> list[Row] | None:
+def _fill_rows(lengths: Sequence[int], costs: NDArray, rows: int, ranks: int, budget: int) -> list[Row] | None:
     """Rows filled together: the longest first, each into the bin that lacks most of what its row should cost. None
     where one does not fit any more.
 
@@ -127,14 +127,14 @@ def _built(lengths: Sequence[int], costs: NDArray, rows: int, ranks: int, budget
     targets = _targets([work[i] for i in first[::ranks]], rows, sum(work) / ranks)
     bins: Bins = [[i] for i in first] + [[] for _ in range(rows * ranks - len(first))]
     begun = ((work[i] - targets[place // ranks], place, budget - lengths[i]) for place, i in enumerate(first))
-    places = BinHeap(lengths[order[-1]] if order else 0, begun)
+    heap = BinHeap(lengths[order[-1]] if order else 0, begun)
     for index in others:
-        taken = places.first(lengths[index])
+        taken = heap.first(lengths[index])
         if taken is None:
             return None
         lacks, place, room = taken
         bins[place].append(index)
-        places.change((lacks + work[index], place, room - lengths[index]))
+        heap.change((lacks + work[index], place, room - lengths[index]))
     return _rows(_packs(bins, costs), ranks)
 
 
@@ -151,7 +151,7 @@ def _targets(longest: Sequence[float], rows: int, share: float) -> list[float]:
     return floors
 
 
-def _in_order(packs: Sequence[Pack], ranks: int) -> list[Row]:
+def _rows_by_cost(packs: Sequence[Pack], ranks: int) -> list[Row]:
     """Rows of packs next to each other in cost: no other rows of these packs are cheaper."""
     empty = [Pack(0.0, []) for _ in range(-len(packs) % ranks)]
     return _rows([*sorted(packs, key=_cost, reverse=True), *empty], ranks)
@@ -161,7 +161,7 @@ def _rows(packs: Sequence[Pack], ranks: int) -> list[Row]:
     return [packs[start : start + ranks] for start in range(0, len(packs), ranks)]
 
 
-def _dealt(rows: Iterable[Row], ranks: int) -> list[Bins]:
+def _assign_ranks(rows: Iterable[Row], ranks: int) -> list[Bins]:
     """The costliest of a row goes to the rank that has least so far: sums are even too, for ranks that do not wait."""
     cut: list[Bins] = [[] for _ in range(ranks)]
     totals = [0.0] * ranks
@@ -173,7 +173,7 @@ def _dealt(rows: Iterable[Row], ranks: int) -> list[Bins]:
     return cut
 
 
-def _lockstep(rows: Iterable[Row]) -> float:
+def _rows_cost(rows: Iterable[Row]) -> float:
     return sum(max(row, key=_cost).cost for row in rows)
 
 
@@ -187,34 +187,34 @@ Cut = list[Bins]
 """For each rank its micro-batches, as indices of samples: equally many on every rank, some of them empty."""
 
 
-def cuts(samples: Sequence[Sample], steps: int, ranks: int, budget: int, cost: Cost) -> list[Cut]:
-    """A cut for each optimizer step, whose samples do not hang on the number of ranks. One rank alone packs by first
+def cut_steps(samples: Sequence[Sample], steps: int, ranks: int, budget: int, cost: Cost) -> list[Cut]:
+    """A cut for each optimizer step, whose samples do not depend on the number of ranks. One rank alone packs by first
     fit, which leaves neighbours together: they may share a prompt. A step without samples has no micro-batches."""
     out = []
     for members in minibatches(samples, steps):
         lengths = [len(samples[i]) for i in members]
-        fitted = balanced(lengths, ranks, budget, cost) if ranks > 1 else [first_fit_decreasing(lengths, budget)]
-        out.append([[[members[i] for i in places] for places in bins] for bins in fitted])
+        fitted = balance_bins(lengths, ranks, budget, cost) if ranks > 1 else [first_fit_decreasing(lengths, budget)]
+        out.append([[[members[i] for i in bin] for bin in bins] for bins in fitted])
     return out
 
 
-def only(some: Sequence[Cut], chosen: Collection[int]) -> Cut:
+def restrict_cuts(some: Sequence[Cut], chosen: Collection[int]) -> Cut:
     """The cuts of several steps as one that leaves out samples that are not chosen. Where no rank has any in its k-th
     micro-batch there is none: they are still equally many on every rank.
 
-    >>> only([[[[0, 1], [2]], [[3], [4]]], [[[5]], [[]]]], {0, 4})
+    >>> restrict_cuts([[[[0, 1], [2]], [[3], [4]]], [[[5]], [[]]]], {0, 4})
     [[[0], []], [[], [4]]]
     """
     rows = (row for cut in some for row in zip(*cut, strict=True))
-    left = [[[i for i in places if i in chosen] for places in row] for row in rows]
+    left = [[[i for i in bin if i in chosen] for bin in row] for row in rows]
     return [[row[rank] for row in left if any(row)] for rank in range(len(some[0]))]
 
 
-def held(bins: Bins) -> list[int]:
+def flatten_bins(bins: Bins) -> list[int]:
     """All samples of some micro-batches, in their order in the batch."""
-    return sorted(i for places in bins for i in places)
+    return sorted(i for bin in bins for i in bin)
 
 
-def everyone(cut: Cut) -> list[int]:
+def all_members(cut: Cut) -> list[int]:
     """All samples of a step, whichever rank has them."""
-    return held([places for bins in cut for places in bins])
+    return flatten_bins([bin for bins in cut for bin in bins])

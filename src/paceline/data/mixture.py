@@ -57,12 +57,12 @@ class Mixture(Rows):
         return part, index - self._ends[part] + len(self.parts[part])
 
 
-def skipped(rows: Sequence[Row]) -> list[BadRows]:
+def skipped_rows(rows: Sequence[Row]) -> list[BadRows]:
     """The rows that were left out where these were opened, by dataset."""
     if isinstance(rows, Mixture):
-        return [bad for part in rows.parts for bad in skipped(part)]
+        return [bad for part in rows.parts for bad in skipped_rows(part)]
     if isinstance(rows, RowSubset):
-        return skipped(rows.rows)
+        return skipped_rows(rows.rows)
     return [rows.bad] if isinstance(rows, StoredRows) and rows.bad else []
 
 
@@ -80,14 +80,14 @@ def open_dataset(
     return open_mixture(source if isinstance(source, Mapping) else dict.fromkeys(source, 1.0), fields, **options)
 
 
-def order_of(rows: Sequence[Row], seed: int, name: str, curriculum: bool = False) -> Cursor:
+def make_cursor(rows: Sequence[Row], seed: int, name: str, curriculum: bool = False) -> Cursor:
     """The order in which an environment's rows are drawn: by weight for a mixture, by accuracy under a curriculum."""
     if isinstance(rows, Mixture):
         return MixtureCursor(rows.sizes, rows.weights, seed, name, curriculum=curriculum)
     return Curriculum(len(rows), seed, name) if curriculum else Cursor(len(rows), seed, name)
 
 
-LENGTH = 13
+NGRAM_WORDS = 13
 EXAMPLES = 5
 
 _WORD = re.compile(r"\w+")
@@ -133,7 +133,7 @@ class Overlap:
     (n + 1) / 2 words that a text is cut into, so a text none of whose blocks is known is clean.
     """
 
-    def __init__(self, rows: Sequence[Row], length: int = LENGTH) -> None:
+    def __init__(self, rows: Sequence[Row], length: int = NGRAM_WORDS) -> None:
         self._length = length
         self._block = (length + 1) // 2
         self._numbers: dict[str, int] = {}
@@ -142,8 +142,8 @@ class Overlap:
         for row in rows:
             for words in texts(row):
                 code = array("i", [self._numbers.setdefault(word, len(self._numbers)) for word in words]).tobytes()
-                self._runs.update(_pieces(code, length))
-                self._blocks.update(_pieces(code, self._block))
+                self._runs.update(_ngrams(code, length))
+                self._blocks.update(_ngrams(code, self._block))
 
     def first(self, said: Sequence[Text]) -> str | None:
         """The first words that are shared; None if none are."""
@@ -155,12 +155,12 @@ class Overlap:
     def _find(self, words: Text) -> int | None:
         """The place at which the first shared run begins."""
         code = array("i", [self._numbers.get(word, -1) for word in words]).tobytes()
-        if self._blocks.isdisjoint(_pieces(code, self._block, step=self._block)):
+        if self._blocks.isdisjoint(_ngrams(code, self._block, step=self._block)):
             return None
-        return next((at for at, run in enumerate(_pieces(code, self._length)) if run in self._runs), None)
+        return next((at for at, run in enumerate(_ngrams(code, self._length)) if run in self._runs), None)
 
 
-def _pieces(code: bytes, length: int, step: int = 1) -> list[bytes]:
+def _ngrams(code: bytes, length: int, step: int = 1) -> list[bytes]:
     """Runs of so many words, four bytes each."""
     return [code[4 * at : 4 * (at + length)] for at in range(0, len(code) // 4 - length + 1, step)]
 
@@ -170,12 +170,12 @@ def texts(row: Row) -> list[Text]:
     if "messages" not in row:
         return [[f"#{token}" for token in row.get("input_token_ids", ())]]
     heard = (message for message in row["messages"] if message.get("role") not in ("system", "developer"))
-    return [normalised(_text(message.get("content"))) for message in heard]
+    return [normalise_text(_text(message.get("content"))) for message in heard]
 
 
-def normalised(text: str) -> Text:
+def normalise_text(text: str) -> Text:
     """
-    >>> normalised("Janet's ducks lay 16 EGGS, per day.")
+    >>> normalise_text("Janet's ducks lay 16 EGGS, per day.")
     ['janet', 's', 'ducks', 'lay', '16', 'eggs', 'per', 'day']
     """
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
@@ -188,7 +188,7 @@ def _text(content: str | list[dict] | None) -> str:
 
 
 def decontaminate(
-    rows: Sequence[Row], held_out: Sequence[Row], length: int = LENGTH
+    rows: Sequence[Row], held_out: Sequence[Row], length: int = NGRAM_WORDS
 ) -> tuple[Sequence[Row], ContaminationReport]:
     """The rows that share no `length` words in a row with the held-out ones, and what happened to the others."""
     overlap, report, kept = Overlap(held_out, length), ContaminationReport(), array("q")

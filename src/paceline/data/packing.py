@@ -31,7 +31,7 @@ class Scales:
     """For what holds an rl token whatever it is worth, such as a KL penalty: as `rl`, but with weight 1."""
 
 
-def fold(
+def token_scales(
     samples: Sequence[Sample],
     normalise: Normalise = "token",
     fixed_length: int = 1,
@@ -66,7 +66,7 @@ def fold(
 COMPONENTS = ("rl", "ce", "ref_kl")
 
 
-def count(samples: Sequence[Sample]) -> NDArray:
+def component_counts(samples: Sequence[Sample]) -> NDArray:
     """Tokens and rollouts of each component: what ranks add up to agree on their normalisers."""
     return _totals(_tokens(samples))
 
@@ -102,7 +102,7 @@ def _stream(sample: Sample, name: str) -> NDArray:
     return np.zeros(len(sample), np.float32) if stream is None else stream
 
 
-Place = tuple[float, int, int]
+OpenBin = tuple[float, int, int]
 """A bin by its key, its number and its room."""
 
 
@@ -163,7 +163,7 @@ def pack(
     """
     bins = first_fit_decreasing([len(s) for s in samples], budget)
     streams = {i: stream for i, stream in enumerate(prox) if stream is not None}
-    return [lay(sorted(members), samples, dict(enumerate(scales)), streams) for members in bins]
+    return [collate(sorted(members), samples, dict(enumerate(scales)), streams) for members in bins]
 
 
 def minibatches(samples: Sequence[Sample], number: int) -> list[list[int]]:
@@ -188,17 +188,17 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
     [[1, 2], [3, 0]]
     """
     bins: list[list[int]] = []
-    places = BinHeap(min(lengths, default=0))
+    heap = BinHeap(min(lengths, default=0))
     for index in longest_first(lengths):
         length = lengths[index]
-        taken = places.first(length)
+        taken = heap.first(length)
         if taken is None:
-            places.add((len(bins), len(bins), budget - length))
+            heap.add((len(bins), len(bins), budget - length))
             bins.append([index])
         else:
             _, place, room = taken
             bins[place].append(index)
-            places.change((place, place, room - length))
+            heap.change((place, place, room - length))
     return bins
 
 
@@ -214,15 +214,15 @@ class BinHeap:
     something is put in. So a placement is a few heap operations, however many bins there are.
     """
 
-    def __init__(self, shortest: int, bins: Iterable[Place] = ()) -> None:
+    def __init__(self, shortest: int, bins: Iterable[OpenBin] = ()) -> None:
         self._shortest = shortest
         self._open = list(bins)
-        self._aside: dict[int, list[Place]] = {}
+        self._aside: dict[int, list[OpenBin]] = {}
         self._rooms: list[int] = []
         self._length = 0
         heapify(self._open)
 
-    def first(self, length: int) -> Place | None:
+    def first(self, length: int) -> OpenBin | None:
         """The first bin that has room for so much."""
         opened, rooms = self._open, self._rooms
         self._length = length
@@ -233,7 +233,7 @@ class BinHeap:
             self._put_aside(heappop(opened))
         return opened[0] if opened else None
 
-    def change(self, to: Place) -> None:
+    def change(self, to: OpenBin) -> None:
         """Update the bin that was found, now that it holds more."""
         if to[2] >= self._length:
             heapreplace(self._open, to)
@@ -241,13 +241,13 @@ class BinHeap:
             heappop(self._open)
             self._put_aside(to)
 
-    def add(self, bin: Place) -> None:
+    def add(self, bin: OpenBin) -> None:
         if bin[2] >= self._length:
             heappush(self._open, bin)
         else:
             self._put_aside(bin)
 
-    def _put_aside(self, bin: Place) -> None:
+    def _put_aside(self, bin: OpenBin) -> None:
         room = bin[2]
         if room in self._aside:
             self._aside[room].append(bin)
@@ -256,7 +256,7 @@ class BinHeap:
             heappush(self._rooms, -room)
 
 
-def lay(
+def collate(
     members: Sequence[int], samples: Sequence[Sample], scales: Mapping[int, Scales], prox: Mapping[int, NDArray]
 ) -> MicroBatch:
     """Some samples of a batch laid end to end, by their indices in it."""

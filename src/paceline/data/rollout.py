@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paceline.data.sample import Sample, Ticket
-from paceline.data.streams import Packed
+from paceline.data.streams import PackedTurn
 
 Message = dict
 
-_UNCHANGING = {str, int, float, bool, type(None)}
+_IMMUTABLE = {str, int, float, bool, type(None)}
 
 
 def is_text(message: Message) -> bool:
@@ -18,21 +18,21 @@ def is_text(message: Message) -> bool:
     return len(message) == 2 and type(message.get("role")) is str and type(message.get("content")) is str
 
 
-def copied(message: Message) -> Message:
+def copy_message(message: Message) -> Message:
     """A copy of a message, which later changes of the original do not reach."""
     if is_text(message):
         return dict(message)
-    return {key: value if type(value) is str else own(value) for key, value in message.items()}
+    return {key: value if type(value) is str else copy_value(value) for key, value in message.items()}
 
 
-def own(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     """A copy all the way down. What is as in JSON takes a way that is shorter than that of any object."""
     kind = type(value)
     if kind is dict:
-        return {key: item if type(item) in _UNCHANGING else own(item) for key, item in value.items()}
+        return {key: item if type(item) in _IMMUTABLE else copy_value(item) for key, item in value.items()}
     if kind is list:
-        return [item if type(item) in _UNCHANGING else own(item) for item in value]
-    return value if kind in _UNCHANGING else copy.deepcopy(value)
+        return [item if type(item) in _IMMUTABLE else copy_value(item) for item in value]
+    return value if kind in _IMMUTABLE else copy.deepcopy(value)
 
 
 class _Packing:
@@ -70,11 +70,11 @@ class Turn(_Packing):
         return self.said or {"role": "assistant", "content": self.text}
 
     @property
-    def packed(self) -> Packed | None:
+    def packed(self) -> PackedTurn | None:
         """Its numbers as bytes, once it is part of a sample; a copy of this turn has none."""
         return getattr(self, "_packed", None)
 
-    def pack(self, packed: Packed) -> None:
+    def pack(self, packed: PackedTurn) -> None:
         """Keep these bytes, which say what the lists say: those must not change from now on."""
         object.__setattr__(self, "_packed", packed)
 

@@ -1,4 +1,4 @@
-"""Reads dataset rows from local files, shapes and checks them, counts bad ones, and computes a digest of all.
+"""Reads, shapes and checks dataset rows of local files, counts bad ones, and computes a digest.
 
 {"question": "2+2?", "gt_answer": 4}  ->  {"messages": [{"role": "user", "content": "2+2?"}], "answer": 4, ...}
 """
@@ -15,11 +15,11 @@ from typing import Any, overload
 
 from paceline.errors import PacelineError
 
-FIRST = 20
+FIRST_ROWS = 20
 """When so many rows from the first on are all bad, the rest is not looked at."""
-LEAST, SHARE = 20, 0.01
+MIN_BAD_ROWS, MAX_BAD_SHARE = 20, 0.01
 """Bad rows are too many from this number on, if they are also more than this share of all; or where they are half."""
-NAMED = 3
+MAX_NAMED_ROWS = 3
 """Bad rows that a sentence names."""
 
 
@@ -44,15 +44,15 @@ class BadRows:
         """Count the next row; raises when none of the first rows is any good."""
         self.indices.add(self.seen)
         self.seen += 1
-        if len(self.first) < NAMED:
+        if len(self.first) < MAX_NAMED_ROWS:
             self.first.append(sentence)
-        if len(self) == self.seen == FIRST:
+        if len(self) == self.seen == FIRST_ROWS:
             self.settle()
 
     def settle(self) -> None:
         """All were looked at: raises if too many are bad."""
         half = bool(self) and 2 * len(self) >= self.seen
-        if half or (len(self) >= LEAST and len(self) > SHARE * self.seen):
+        if half or (len(self) >= MIN_BAD_ROWS and len(self) > MAX_BAD_SHARE * self.seen):
             first, *others = self.first
             others = [f"{len(self)} of the first {self.seen} rows are bad", *others] if self.seen > 1 else []
             raise self._kind("; ".join([first, *others]))
@@ -62,11 +62,11 @@ class BadRows:
         if not self:
             return ""
         rows = "1 row is" if len(self) == 1 else f"{len(self)} rows are"
-        more = "; ..." if len(self) > NAMED else ""
+        more = "; ..." if len(self) > MAX_NAMED_ROWS else ""
         return f"{rows} skipped, of {self.seen}: {'; '.join(self.first)}{more}"
 
 
-def look_through(rows: Sequence[object], look: Callable[[int], object], refused: type[PacelineError]) -> BadRows:
+def find_bad_rows(rows: Sequence[object], look: Callable[[int], object], refused: type[PacelineError]) -> BadRows:
     """The rows at which `look` raises the error `refused`; that error again where they are too many."""
     found = BadRows(refused)
     for number in range(len(rows)):
@@ -82,7 +82,7 @@ def look_through(rows: Sequence[object], look: Callable[[int], object], refused:
 
 Row = dict
 
-Placed = Iterator[tuple[str, Row]]
+PlacedRows = Iterator[tuple[str, Row]]
 """Rows, each with the place to name when it is bad."""
 
 LONGEST_FIELD = 2**31 - 1
@@ -125,7 +125,7 @@ class RowSubset(Rows):
 
 
 @contextmanager
-def reading(source: str) -> Generator[None]:
+def wrap_read_errors(source: str) -> Generator[None]:
     """Raise errors of reading a file as `DataError`, a sentence."""
     try:
         yield
@@ -136,7 +136,7 @@ def reading(source: str) -> Generator[None]:
         raise DataError(f"dataset {source}: cannot be read: {error}") from error
 
 
-def json_rows(path: Path) -> Placed:
+def json_rows(path: Path) -> PlacedRows:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError:
@@ -148,10 +148,10 @@ def json_rows(path: Path) -> Placed:
     if not isinstance(rows, list):
         raise DataError(f"{path}: must hold a list of objects, not {type(rows).__name__}")
     for number, row in enumerate(rows, start=1):
-        yield f"{path}, row {number}", _checked(row, f"{path}, row {number}")
+        yield f"{path}, row {number}", _check_row(row, f"{path}, row {number}")
 
 
-def csv_rows(path: Path) -> Placed:
+def csv_rows(path: Path) -> PlacedRows:
     with path.open(encoding="utf-8-sig", newline="") as lines:  # spreadsheets write a byte order mark
         csv.field_size_limit(LONGEST_FIELD)
         reader = csv.DictReader(lines, strict=True)
@@ -167,14 +167,14 @@ def csv_rows(path: Path) -> Placed:
 def parse_object(text: str, place: str) -> Row:
     """The row a line of JSON holds."""
     try:
-        return _checked(json.loads(text), place)
+        return _check_row(json.loads(text), place)
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: not valid JSON: {error.msg}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets without end
         raise DataError(f"{place}: cannot be read: {error}") from error
 
 
-def _checked(row: object, place: str) -> Row:
+def _check_row(row: object, place: str) -> Row:
     if not isinstance(row, dict):
         raise DataError(f"{place}: a row must be an object, not {type(row).__name__}")
     return row
@@ -258,7 +258,7 @@ def _conversation(value: Any, name: str, role: str) -> list[dict]:
     if isinstance(value, str) and name != "messages":
         return [{"role": role, "content": value}]
     if isinstance(value, str):
-        value = _parsed(value, name)
+        value = _parse_json(value, name)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise BadRow(f"`{name}` must be a list of messages, not {_kind(value)}")
     return [_message(message, f"{name}[{index}]") for index, message in enumerate(value)]
@@ -294,7 +294,7 @@ def part_problem(content: Any) -> str | None:
 
 
 def _token_ids(value: Any) -> list[int]:
-    ids = _parsed(value, "input_token_ids") if isinstance(value, str) else value
+    ids = _parse_json(value, "input_token_ids") if isinstance(value, str) else value
     if not isinstance(ids, Sequence) or isinstance(ids, str) or not ids:
         raise BadRow(f"`input_token_ids` must be a list of whole numbers, not {_kind(ids)}")
     for token in ids:
@@ -303,7 +303,7 @@ def _token_ids(value: Any) -> list[int]:
     return list(ids)
 
 
-def _parsed(text: str, name: str) -> Any:
+def _parse_json(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -354,15 +354,15 @@ def _bytes(row: Any) -> bytes:
     """A row as text that is the same in every process; of an object that is no JSON only its type counts."""
     try:
         try:
-            text = json.dumps(row, sort_keys=True, default=_plain)
+            text = json.dumps(row, sort_keys=True, default=_to_json)
         except TypeError:  # keys of several types have no order
-            text = json.dumps(row, skipkeys=True, default=_plain)
+            text = json.dumps(row, skipkeys=True, default=_to_json)
     except (ValueError, RecursionError):  # a row inside itself
         text = type(row).__name__
     return text.encode("utf-8", "surrogatepass") + b"\n"
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, bytes | bytearray):

@@ -33,7 +33,7 @@ STREAM_DTYPES: Mapping[str, type] = {
 }
 WEIGHT_STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
 FIRST_IS_ZERO = {"loss_mask", *WEIGHT_STREAMS}
-NAMED_TOGETHER = {"loss_mask", "logprobs", "versions", "temperatures"}
+SAMPLING_STREAMS = {"loss_mask", "logprobs", "versions", "temperatures"}
 """Streams that say how a token was sampled, and must agree with one another."""
 
 
@@ -100,7 +100,7 @@ class Sample:
                 )
             if name in FIRST_IS_ZERO and stream[0]:
                 raise ValueError(f"{self.where}: `{name}` trains the first token, which nothing precedes")
-        if not NAMED_TOGETHER.isdisjoint(streams):
+        if not SAMPLING_STREAMS.isdisjoint(streams):
             self._check_sampling()
 
     def _check_sampling(self) -> None:

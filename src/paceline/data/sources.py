@@ -26,14 +26,14 @@ from typing import Any, BinaryIO
 from urllib.parse import parse_qsl
 
 from paceline.data import rows as parsing
-from paceline.data.rows import BadRow, BadRows, DataError, Placed, Row, Rows, RowShape, reading
+from paceline.data.rows import BadRow, BadRows, DataError, PlacedRows, Row, Rows, RowShape, wrap_read_errors
 from paceline.util.importing import FROM_PYTHON
 
 
 class StoredRows(Rows):
     """Rows as they are stored, shaped into ours on the way out. Bad ones are left out, and counted in `bad`."""
 
-    def __init__(self, shape: RowShape, placed: Placed, limit: int | None = None) -> None:
+    def __init__(self, shape: RowShape, placed: PlacedRows, limit: int | None = None) -> None:
         """Check the rows in order, until `limit` of them are good."""
         self._shape = shape
         self.bad = BadRows(DataError)
@@ -61,7 +61,7 @@ class StoredRows(Rows):
         """The row at a number, counted with the bad ones; the caller may change it."""
 
 
-class Listed(StoredRows):
+class ListRows(StoredRows):
     """Rows that are held elsewhere: a list in memory, a dataset of the hub, a generated task."""
 
     def __init__(self, rows: Sequence[Row], places: str | Iterable[str], shape: RowShape, limit: int | None) -> None:
@@ -83,11 +83,11 @@ class JsonLines(StoredRows):
         self._source = source
         self._path = Path(source).absolute()
         self._offsets = array("Q")
-        with reading(source), self._path.open("rb") as lines:
+        with wrap_read_errors(source), self._path.open("rb") as lines:
             self._stamp = _stamp(lines)
             super().__init__(shape, self._parse(lines), limit)
 
-    def _parse(self, lines: BinaryIO) -> Placed:
+    def _parse(self, lines: BinaryIO) -> PlacedRows:
         at = 0
         for number, line in enumerate(lines, start=1):
             if line.removeprefix(codecs.BOM_UTF8).strip():
@@ -97,7 +97,7 @@ class JsonLines(StoredRows):
 
     def _stored(self, number: int) -> Row:
         # Opened anew for each row: no position to share between threads, and nothing to close.
-        with reading(self._source), self._path.open("rb") as lines:
+        with wrap_read_errors(self._source), self._path.open("rb") as lines:
             if _stamp(lines) != self._stamp:
                 raise DataError(f"dataset {self._source}: the file changed while it was in use; start again")
             lines.seek(self._offsets[number])
@@ -116,11 +116,11 @@ def _line(line: bytes, place: str) -> Row:
         raise DataError(f"{place}: not valid UTF-8: {error.reason}") from error
 
 
-def _in_memory(parse: Callable[[Path], Placed]) -> "Opener":
-    def open_file(source: str, shape: RowShape, limit: int | None) -> Listed:
-        with reading(source):
+def _in_memory(parse: Callable[[Path], PlacedRows]) -> "Opener":
+    def open_file(source: str, shape: RowShape, limit: int | None) -> ListRows:
+        with wrap_read_errors(source):
             placed = list(islice(parse(Path(source)), limit))
-        return Listed([row for _, row in placed], [place for place, _ in placed], shape, None)
+        return ListRows([row for _, row in placed], [place for place, _ in placed], shape, None)
 
     return open_file
 
@@ -159,7 +159,7 @@ class ColumnRows(StoredRows):
 
     def _group(self, group: int) -> Table:
         if group not in self._decoded:
-            with _reading(self._source):
+            with _wrap_arrow_errors(self._source):
                 self._decoded[group] = self._decode(group)
             while len(self._decoded) > 1 and sum(table.nbytes for table in self._decoded.values()) > CACHE_BYTES:
                 self._decoded.popitem(last=False)
@@ -175,7 +175,7 @@ def parquet_groups(source: str) -> Groups:
         with arrow.parquet.ParquetFile(path) as file:
             return file.read_row_group(group)
 
-    with _reading(source), arrow.parquet.ParquetFile(source) as file:
+    with _wrap_arrow_errors(source), arrow.parquet.ParquetFile(source) as file:
         return [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)], decode
 
 
@@ -183,7 +183,7 @@ def arrow_groups(source: str) -> Groups:
     """The record batches of an .arrow file, in the file format or the stream format that `datasets` writes. The file is
     mapped, so batches cost no memory unless they are compressed."""
     arrow = _pyarrow(source)
-    with _reading(source):
+    with _wrap_arrow_errors(source):
         mapped = arrow.memory_map(source)
         try:
             file = arrow.ipc.open_file(mapped)
@@ -207,10 +207,10 @@ def _pyarrow(source: str) -> Any:
 
 
 @contextmanager
-def _reading(source: str) -> Generator[None]:
-    """As `reading`, and what pyarrow objects to."""
+def _wrap_arrow_errors(source: str) -> Generator[None]:
+    """As `wrap_read_errors`, and what pyarrow objects to."""
     try:
-        with reading(source):
+        with wrap_read_errors(source):
             yield
     except _pyarrow(source).ArrowException as error:
         raise DataError(f"dataset {source}: cannot be read: {str(error).splitlines()[0]}") from error
@@ -239,7 +239,7 @@ def hub_name(uri: str) -> str | None:
     return uri.partition("@")[2].partition(":")[0]
 
 
-def open_hub(uri: str, shape: RowShape, limit: int | None) -> Listed:
+def open_hub(uri: str, shape: RowShape, limit: int | None) -> ListRows:
     """The rows of one split. `datasets` keeps them on disk and maps them; a folder works like a hub name."""
     split, _, place = uri.partition("@")
     name, _, config = place.partition(":")
@@ -259,7 +259,7 @@ def open_hub(uri: str, shape: RowShape, limit: int | None) -> Listed:
         raise DataError(
             f"dataset {uri}: cannot be loaded: {reason}; without a network, name a local file instead"
         ) from error
-    return Listed(rows, f"dataset {uri}", shape, limit)
+    return ListRows(rows, f"dataset {uri}", shape, limit)
 
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+-]+):(?!//)([^?]*)(?:\?(.*))?")
@@ -355,7 +355,7 @@ def listed_rows(
     for number, row in enumerate(rows if isinstance(rows, list) else islice(rows, 1), start=1):
         if not isinstance(row, Mapping):
             raise DataError(f"{name}, row {number} is {row!r:.80}: give a list of dicts, one for each row")
-    return Listed(rows, name, RowShape(fields or {}, prompted=prompted, refine=refine), None)
+    return ListRows(rows, name, RowShape(fields or {}, prompted=prompted, refine=refine), None)
 
 
 def _open(uri: str, shape: RowShape, limit: int | None, schemes: Mapping[str, Scheme]) -> StoredRows:
@@ -367,7 +367,7 @@ def _open(uri: str, shape: RowShape, limit: int | None, schemes: Mapping[str, Sc
     if "@" in uri:
         return open_hub(uri, shape, limit)
     raise DataError(
-        f"dataset {uri}: not a {', '.join(FORMATS)} file, nor `split@owner/name`; schemes: {_known(schemes)}"
+        f"dataset {uri}: not a {', '.join(FORMATS)} file, nor `split@owner/name`; schemes: {_known_schemes(schemes)}"
     )
 
 
@@ -379,13 +379,13 @@ def _open_address(address: DatasetUri, shape: RowShape, limit: int | None, schem
             'and resume="latest", or name a file of the rows'
         )
     if scheme is None:
-        raise DataError(f"dataset {uri}: there is no scheme `{address.scheme}:`; schemes: {_known(schemes)}")
+        raise DataError(f"dataset {uri}: there is no scheme `{address.scheme}:`; schemes: {_known_schemes(schemes)}")
     if unknown := sorted(address.options.keys() - {"limit", *scheme.options}):
         known = ", ".join(f"`{option}`" for option in ("limit", *scheme.options))
         raise DataError(f"dataset {uri}: there is no option `{unknown[0]}`; `{address.scheme}:` knows {known}")
     limits = [n for n in (limit, address.integer("limit")) if n is not None]
-    return Listed(scheme.open(address), f"dataset {uri}", shape, min(limits, default=None))
+    return ListRows(scheme.open(address), f"dataset {uri}", shape, min(limits, default=None))
 
 
-def _known(schemes: Mapping[str, Scheme]) -> str:
+def _known_schemes(schemes: Mapping[str, Scheme]) -> str:
     return ", ".join(f"`{name}:`" for name in sorted(schemes)) or "none"

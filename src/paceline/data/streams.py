@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 _INT = struct.Struct("i")
 SHORT = 16
-"""Tokens up to which `squeeze` does not look for runs."""
+"""Tokens up to which `compress_stream` does not look for runs."""
 
 Runs = tuple[bytes, bytes]
 """The value of each run, and where it ends; without ends, the one value of all that was said."""
 Spans = Sequence[tuple[int, int]]
 
 
-class Packed(NamedTuple):
+class PackedTurn(NamedTuple):
     """The numbers of a turn, four bytes each, as the assembly of its sample needed them anyway: their lists hold an
     object a number all over the memory, and to read those a second time would cost more than all other writing."""
 
@@ -39,13 +39,13 @@ class Packed(NamedTuple):
     still has what was sampled."""
 
 
-def ids(values: Sequence[int]) -> bytes:
+def pack_ids(values: Sequence[int]) -> bytes:
     """Token ids, four bytes each; raises `OverflowError` where they need more."""
-    return _packed("i", values)
+    return _pack("i", values)
 
 
-def floats(values: Sequence[float]) -> bytes:
-    return _packed("f", values)
+def pack_floats(values: Sequence[float]) -> bytes:
+    return _pack("f", values)
 
 
 def all_equal(versions: Sequence[int]) -> bool:
@@ -53,36 +53,36 @@ def all_equal(versions: Sequence[int]) -> bool:
     return bool(versions) and versions.count(versions[0]) == len(versions)
 
 
-def one_or_each(versions: Sequence[int]) -> int | bytes:
-    """The version of all tokens, or that of each. Raises as `ids` does."""
+def pack_versions(versions: Sequence[int]) -> int | bytes:
+    """The version of all tokens, or that of each. Raises as `pack_ids` does."""
     if all_equal(versions):
         try:
             _INT.pack(versions[0])
             return versions[0]
         except struct.error:
-            return ids(versions)
-    return ids(versions)
+            return pack_ids(versions)
+    return pack_ids(versions)
 
 
-def each(versions: int | bytes, count: int) -> bytes:
+def expand_versions(versions: int | bytes, count: int) -> bytes:
     """The version of each of so many tokens."""
     return versions if isinstance(versions, bytes) else _INT.pack(versions) * count
 
 
-def _packed(kind: str, values: Sequence[float]) -> bytes:
+def _pack(kind: str, values: Sequence[float]) -> bytes:
     try:
         return struct.Struct(f"{len(values)}{kind}").pack(*values)
     except struct.error:  # an array takes twice as long, but tells what is wrong
         return array(kind, values).tobytes()
 
 
-def squeeze(stream: NDArray, spans: Spans = ()) -> bytes | Runs:
+def compress_stream(stream: NDArray, spans: Spans = ()) -> bytes | Runs:
     """Bitwise: two NaNs of different bits are different values, and come back as they were. Credit is mostly one value
     for all that was said and zero elsewhere: that is kept as the value alone."""
     length, data = len(stream), stream.tobytes()
     if spans and stream.itemsize == 4:
         value = data[4 * spans[0][0] : 4 * spans[0][0] + 4]
-        if len(value) == 4 and spread(value, length, spans) == data:
+        if len(value) == 4 and fill_spans(value, length, spans) == data:
             return value, b""
     if length <= SHORT:
         return data
@@ -96,17 +96,17 @@ def squeeze(stream: NDArray, spans: Spans = ()) -> bytes | Runs:
     return stream[ends].tobytes(), (ends + 1).tobytes()
 
 
-def unfold(kept: bytes | Runs, dtype: np.dtype[Any], length: int, spans: Spans) -> NDArray:
+def decompress_stream(kept: bytes | Runs, dtype: np.dtype[Any], length: int, spans: Spans) -> NDArray:
     """The stream again."""
     if isinstance(kept, bytes):
         return np.frombuffer(kept, dtype)
     if not kept[1]:
-        return np.frombuffer(spread(kept[0], length, spans), dtype)
+        return np.frombuffer(fill_spans(kept[0], length, spans), dtype)
     values, ends = np.frombuffer(kept[0], dtype), np.frombuffer(kept[1], "<u4")
     return np.repeat(values, np.diff(ends, prepend=0))
 
 
-def spread(value: bytes, length: int, spans: Spans) -> bytes:
+def fill_spans(value: bytes, length: int, spans: Spans) -> bytes:
     """Four bytes in each place of the spans, and zero elsewhere."""
     if len(spans) == 1:
         start, end = spans[0]

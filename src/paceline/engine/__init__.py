@@ -14,7 +14,7 @@ from paceline.engine.base import (
     Piece,
     TopLogprobs,
 )
-from paceline.util.lazy_import import lazily
+from paceline.util.lazy_import import lazy_getattr
 from paceline.weights.update import noise_key
 
 if TYPE_CHECKING:
@@ -35,4 +35,4 @@ __all__ = [
     "noise_key",
 ]
 
-__getattr__ = lazily(__name__, {"embedded": ("EmbeddedEngine",)})
+__getattr__ = lazy_getattr(__name__, {"embedded": ("EmbeddedEngine",)})

@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
 
 Listener = Callable[[Piece], None]
-"""Hears every piece of one completion, in order, on the engine's thread: it must return at once and never raise."""
+"""Receives every piece of one completion, in order, on the engine's thread; must return at once and never raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Vital signs, for metrics and routing."""
+    """Counters and gauges, for metrics and routing."""
 
     running: int = 0
     waiting: int = 0

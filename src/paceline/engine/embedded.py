@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from paceline.config import inference
 from paceline.engine.base import Grammar
-from paceline.engine.cpu.kv_cache import PlainMemory, SlotCache
+from paceline.engine.cpu.kv_cache import SlotCache, TensorMemory
 from paceline.engine.cpu.runner import EagerRunner
 from paceline.engine.engine import DecodingEngine
 from paceline.engine.pages import PAGE, PageCache, PageMemory
@@ -65,18 +65,18 @@ class EmbeddedEngine(DecodingEngine):
         native = install_native(model, config.products)
 
         def paged(memory: PageMemory, free_bytes: int) -> PageCache:
-            pages = _pages(config, shape, model.dtype, max_context, free_bytes)
+            pages = _page_count(config, shape, model.dtype, max_context, free_bytes)
             return PageCache(shape, config.max_running, pages, max_context, model.dtype, memory, deterministic)
 
         if device.type == "cuda":
-            from paceline.engine.cuda.kv_cache import LentMemory
+            from paceline.engine.cuda.kv_cache import CudaVirtualMemory
             from paceline.engine.cuda.runner import GraphRunner
 
-            cache = paged(LentMemory(device), torch.cuda.mem_get_info(device)[0])
+            cache = paged(CudaVirtualMemory(device), torch.cuda.mem_get_info(device)[0])
             runner = GraphRunner(model, head, cache, shape, config, adapters, deterministic, background, steps)
         else:
             if config.cache == "pages":
-                cache = paged(PlainMemory(device), CPU_PAGES_BYTES)
+                cache = paged(TensorMemory(device), CPU_PAGES_BYTES)
             else:
                 first = max_context if deterministic else min(FIRST_CACHE_LENGTH, max_context)
                 slots = config.max_running
@@ -97,7 +97,7 @@ class EmbeddedEngine(DecodingEngine):
             yield
 
 
-def _pages(
+def _page_count(
     config: inference.EngineConfig, shape: AttentionShape, dtype: torch.dtype, max_context: int, free_bytes: int
 ) -> int:
     """As many pages as the budget holds, but no more than all requests could ever fill."""
@@ -116,7 +116,7 @@ class TorchWeights(WeightApplier):
         self._model, self._head, self._adapters, self._native = model, head, adapters, native
         self._canary = CanaryScorer(model, head)
         self._parameters = dict(model.named_parameters())
-        self.bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._parameters.values())
+        self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._parameters.values())
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -126,7 +126,7 @@ class TorchWeights(WeightApplier):
     def tolerance(self) -> float:
         return dtype_tolerance(self._model.dtype)
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         """Do once what an update does, so that no running request waits for a kernel to be loaded."""
         if self._model.device.type != "cuda":
             return
@@ -140,7 +140,7 @@ class TorchWeights(WeightApplier):
                 for name, layer in self._adapters.layers.items()
                 for half, shape in halves.items()
             }
-            fingerprint(self._adapters.fitted(zeros).items())
+            fingerprint(self._adapters.fit_to_slot(zeros).items())
             self._adapters.load(1, zeros, 1.0)
             fingerprint(self._adapters.tensors(1).items())
             self._adapters.clear(1)
@@ -164,7 +164,7 @@ class TorchWeights(WeightApplier):
             sender_event.record(
                 torch.cuda.current_stream(self._model.device)
             )  # what was left to the GPU comes before use
-            return replace(staged, ready=sender_event)
+            return replace(staged, ready_event=sender_event)
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Nothing is left to be read from a file. A second copy of the weights is never made on the device; on the host
@@ -190,11 +190,11 @@ class TorchWeights(WeightApplier):
         return StagedUpdate(update, {}, check=check)
 
     def apply(self, staged: StagedUpdate) -> str | None:
-        if staged.ready is not None:
-            staged.ready.wait()  # bounded: orders two CUDA streams, the host goes on
+        if staged.ready_event is not None:
+            staged.ready_event.wait()  # bounded: orders two CUDA streams, the host goes on
         return super().apply(staged)
 
-    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+    def _copy_base(self, tensors: Mapping[str, Tensor]) -> None:
         mine: list[Tensor] = [self._parameters[name] for name in tensors]
         torch._foreach_copy_(mine, list(tensors.values()), non_blocking=True)
         self._refresh()
@@ -205,14 +205,14 @@ class TorchWeights(WeightApplier):
 
     def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None:
         assert update.delta is not None
-        self._check_whole()
-        sent = self._prove(update, update.delta)
-        with self._writing(update):
+        self._check_complete()
+        sent = self._predict_fingerprint(update, update.delta)
+        with self._guard_write(update):
             update.delta.write(self._parameters)
             self._refresh()
         return sent if check else None
 
-    def _prove(self, update: WeightUpdate, delta: WeightDelta) -> str:
+    def _predict_fingerprint(self, update: WeightUpdate, delta: WeightDelta) -> str:
         """The fingerprint the weights will have once the delta is written to them. Nothing is changed yet.
 
         The base is proved before: by the fingerprint it was proved with when it came, or else by looking at all of it.
@@ -220,7 +220,7 @@ class TorchWeights(WeightApplier):
         """
         try:
             self._check_base(delta)
-            sent = delta.moved(self._parameters)
+            sent = delta.result_fingerprint(self._parameters)
         except DeltaError as error:
             raise EngineError(str(error)) from error
         if {sent} != {sent, update.expected or sent, delta.result.fingerprint}:

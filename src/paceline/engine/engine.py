@@ -20,7 +20,7 @@ from typing import Any
 
 from paceline.config import inference
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Grammar, Listener
-from paceline.engine.kv_cache import Cache
+from paceline.engine.kv_cache import KVCache
 from paceline.engine.runner import Runner, StepInFlight
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Chunk, DecodeSequence, Guide, SampledToken, TokenStreamer
@@ -33,7 +33,7 @@ CLOSE_SECONDS = 30.0
 WARM_SECONDS = 900.0
 GATHER_SECONDS = 0.001
 """How long an idle engine that wakes up waits for more requests: they come in groups, which then run in full steps."""
-IDLE_LOOK_SECONDS = 0.5
+IDLE_POLL_SECONDS = 0.5
 """How often an idle engine looks whether compiled code is ready."""
 
 
@@ -46,21 +46,21 @@ class DecodingEngine:
     """
 
     def __init__(
-        self, config: inference.EngineConfig, cache: Cache, runner: Runner, weights: WeightApplier, *, max_context: int,
-        vocabulary: int, deterministic: bool, grammars: Callable[[Grammar], Guide] | None,
+        self, config: inference.EngineConfig, cache: KVCache, runner: Runner, weights: WeightApplier, *,
+        max_context: int, vocabulary: int, deterministic: bool, grammars: Callable[[Grammar], Guide] | None,
     ) -> None:  # fmt: skip
         self.max_context = max_context
         self._config, self._cache, self._runner, self._weights = config, cache, runner, weights
         self._vocabulary, self._grammars, self._catalog = vocabulary, grammars, weights.catalog
         self._scheduler = Scheduler(cache, config.prefill_tokens, deterministic, weights.catalog)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._posting = threading.Lock()
-        self._flights: deque[StepInFlight] = deque()
+        self._inbox_lock = threading.Lock()
+        self._steps_in_flight: deque[StepInFlight] = deque()
         self._streamer = TokenStreamer()
         self._thread = threading.Thread(target=self._serve, name="paceline-engine", daemon=True)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
-        self._updates = asyncio.Lock()
+        self._update_lock = asyncio.Lock()
         self._closed = self._paused = self._asleep = False
         self._busy: tuple[float, float | None] = (0.0, None)
         """Seconds of finished busy periods, and the start of the one under way: one tuple, so that other threads never
@@ -86,10 +86,10 @@ class DecodingEngine:
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
         elif not self._ready.is_set():  # it was never started
-            self._free()
+            self._free_memory()
 
     def outlive(self) -> BaseException | None:
-        """Wait for the end of the engine's thread; answers with what it failed of, None if it was closed."""
+        """Wait for the end of the engine's thread; answers with the error that ended it, None if it was closed."""
         self._thread.join()  # unbounded: serving is its job
         return self._failure
 
@@ -100,7 +100,7 @@ class DecodingEngine:
 
     def submit(self, request: GenerateRequest, listener: Listener | None = None) -> "Future[Completion]":
         """Queue a request; cancelling the future takes it out again."""
-        self._check(request)
+        self._check_request(request)
         limit = min(len(request.prompt_ids) + request.max_tokens, self.max_context)
         sequence = DecodeSequence(request, Future(), list(request.prompt_ids), limit, listener)
         if request.grammar is not None:
@@ -116,7 +116,7 @@ class DecodingEngine:
         running = []
         for ids in sequences:
             request = GenerateRequest(prompt_ids=tuple(ids), max_tokens=1, temperature=temperature, model=model)
-            self._check(request, room=0)
+            self._check_request(request, room=0)
             running.append(DecodeSequence(request, Future(), list(ids), len(ids), scores=[]))
         futures = [self._enqueue(sequence) for sequence in running]
         return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))  # bounded: by the pool's deadline
@@ -124,21 +124,21 @@ class DecodingEngine:
     async def load_weights(self, update: WeightUpdate) -> float:
         event = self._weights.sender_event()
         try:
-            async with self._updates:  # bounded: by those before it, and applied in the order in which they came
+            async with self._update_lock:  # bounded: by those before it, and applied in the order in which they came
                 # Read before decoding has to pause, and beside it: the pause is then the copy alone.
                 staged = await asyncio.to_thread(self._weights.read, update, self._config.verify_weights, event)
-                return await self._ask(lambda: self._swap(staged))
+                return await self._run_between_steps(lambda: self._swap(staged))
         except DeltaBaseMismatch:
             if update.delta is None or not update.tensors:
                 raise
         return await self.load_weights(dataclasses.replace(update, delta=None))  # all of it is here too
 
     async def policy(self) -> ServedPolicy:
-        return await self._ask(self._weights.policy)
+        return await self._run_between_steps(self._weights.policy)
 
     async def limits(self) -> EngineLimits:
         return EngineLimits(
-            self.max_context, self._vocabulary, MAX_TOP_LOGPROBS, self._catalog.adapters, self._weights.bytes
+            self.max_context, self._vocabulary, MAX_TOP_LOGPROBS, self._catalog.adapters, self._weights.weight_bytes
         )
 
     async def stats(self) -> EngineStats:
@@ -147,31 +147,31 @@ class DecodingEngine:
         scheduler = self._scheduler
         return EngineStats(
             running=len(scheduler.running),
-            waiting=scheduler.waiting + self._inbox.qsize(),
+            waiting=scheduler.num_waiting + self._inbox.qsize(),
             capacity=self._config.max_running,
             steps=self.steps,
             tokens=self.tokens,
             prompt_tokens=scheduler.prompt_tokens,
             cached_tokens=scheduler.cached_tokens,
-            preempted=scheduler.preempted,
+            preempted=scheduler.num_preempted,
             swaps=self.swaps,
             pause_seconds=self.pause_seconds,
             busy_seconds=self.busy_seconds,
-            cache_used=self._cache.used,
+            cache_used=self._cache.usage,
             asleep=self._asleep,
         )
 
     async def pause(self) -> None:
-        await self._ask(lambda: self._hold(True))
+        await self._run_between_steps(lambda: self._set_paused(True))
 
     async def resume(self) -> None:
-        await self._ask(lambda: self._hold(False))
+        await self._run_between_steps(lambda: self._set_paused(False))
 
     async def sleep(self) -> None:
-        await self._ask(self._fall_asleep)
+        await self._run_between_steps(self._sleep)
 
     async def wake(self) -> None:
-        await self._ask(self._wake_up)
+        await self._run_between_steps(self._wake)
 
     @property
     def busy_seconds(self) -> float:
@@ -180,7 +180,7 @@ class DecodingEngine:
 
     # -- admission, on the caller's thread ----------------------------------------------------------------------------
 
-    def _check(self, request: GenerateRequest, room: int = 1) -> None:
+    def _check_request(self, request: GenerateRequest, room: int = 1) -> None:
         check_request(request, self._catalog, self.max_context - room, self._vocabulary)
         self._weights.check_trusted(request.model)
 
@@ -192,7 +192,7 @@ class DecodingEngine:
     def _enqueue(self, sequence: DecodeSequence) -> "Future[Any]":
         if not self._cache.fits(sequence.limit):
             raise RequestError(f"{sequence.limit} tokens do not fit the engine's KV cache: lower max_tokens")
-        waiting = self._scheduler.waiting + self._inbox.qsize()
+        waiting = self._scheduler.num_waiting + self._inbox.qsize()
         if waiting >= self._config.max_waiting:
             raise Overloaded(f"{waiting} requests are waiting already (engine.max_waiting)")
         self._post(lambda: self._admit(sequence))
@@ -207,14 +207,14 @@ class DecodingEngine:
         self._scheduler.add(sequence)
 
     def _post(self, work: Callable[[], None]) -> None:
-        with self._posting:
+        with self._inbox_lock:
             if self._failure is not None:
                 raise EngineError(f"the engine stopped: {self._failure}") from self._failure
             if self._closed:
                 raise EngineError("the engine is closed")
             self._inbox.put(work)
 
-    async def _ask(self, work: Callable[[], Any]) -> Any:
+    async def _run_between_steps(self, work: Callable[[], Any]) -> Any:
         """Run something on the engine's thread, between two steps."""
         answer: Future = Future()
 
@@ -240,8 +240,8 @@ class DecodingEngine:
     def _serve(self) -> None:
         try:
             with self._context():
-                self._runner.warm()
-                self._weights.warm()
+                self._runner.warm_up()
+                self._weights.warm_up()
                 self._ready.set()
                 while self._drain_inbox():
                     self._step()
@@ -252,9 +252,9 @@ class DecodingEngine:
             self._fail_all(EngineError("the engine was closed"))
         finally:
             self._ready.set()
-            self._free()
+            self._free_memory()
 
-    def _free(self) -> None:
+    def _free_memory(self) -> None:
         """Free what the model's owner would not; a broken device may refuse, and the first cause is already known."""
         with contextlib.suppress(Exception):
             self._runner.close()
@@ -262,8 +262,8 @@ class DecodingEngine:
 
     def _drain_inbox(self) -> bool:
         """Do what was asked since the last step; sleep when there is nothing to decode. False: stop."""
-        idle = not self._flights and (self._paused or self._scheduler.idle)
-        wait: float | None = (IDLE_LOOK_SECONDS if self._runner.is_compiling else None) if idle else 0.0
+        idle = not self._steps_in_flight and (self._paused or self._scheduler.is_idle)
+        wait: float | None = (IDLE_POLL_SECONDS if self._runner.is_compiling else None) if idle else 0.0
         while True:
             try:
                 work = self._inbox.get(timeout=wait) if wait != 0.0 else self._inbox.get_nowait()
@@ -272,29 +272,29 @@ class DecodingEngine:
             if work is None:
                 return False
             work()
-            wait = GATHER_SECONDS if idle and self._scheduler.waiting else 0.0
+            wait = GATHER_SECONDS if idle and self._scheduler.num_waiting else 0.0
 
     def _step(self) -> None:
         """Launch the next step, then land what is due: the device never waits for the host to look."""
-        if self._runner.wants_switch(self.busy_seconds, self.swaps):
+        if self._runner.should_use_compiled(self.busy_seconds, self.swaps):
             self._land(0)
-            self._runner.switch()
+            self._runner.use_compiled()
         chunks = [] if self._paused else self._scheduler.schedule()
         if chunks:
-            if not self._flights:
+            if not self._steps_in_flight:
                 self._busy = (self.busy_seconds, time.perf_counter())
-            self._flights.append(self._runner.launch(chunks))
+            self._steps_in_flight.append(self._runner.launch(chunks))
             self.steps += 1
-        self._land(self._runner.depth if chunks else max(0, len(self._flights) - 1))
+        self._land(self._runner.depth if chunks else max(0, len(self._steps_in_flight) - 1))
 
     def _land(self, leave: int) -> None:
         """Land the oldest steps until `leave` are in flight. With the last of them the clock stops before any request
         is answered, so that a caller does not find the engine still busy with it. While others are in flight it runs
         on, for the device does compute them."""
-        while len(self._flights) > leave:
-            flight = self._flights.popleft()
+        while len(self._steps_in_flight) > leave:
+            flight = self._steps_in_flight.popleft()
             flight.land()
-            if not self._flights:
+            if not self._steps_in_flight:
                 self._busy = (self.busy_seconds, None)
             for chunk in flight.chunks:
                 self._process(chunk)
@@ -302,11 +302,11 @@ class DecodingEngine:
 
     def _process(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
-        if sequence.end.reached:  # the caller gave up, or it ended while this step was in flight
+        if sequence.done_flag.is_set:  # the caller gave up, or it ended while this step was in flight
             self._scheduler.release(sequence)
-            self._streamer.forget(sequence)
-        elif chunk.drawn is not None:
-            self._process_token(sequence, chunk, chunk.drawn)
+            self._streamer.discard(sequence)
+        elif chunk.sampled_token is not None:
+            self._process_token(sequence, chunk, chunk.sampled_token)
         elif chunk.scores is not None:
             self._process_scores(sequence, chunk.scores)
         # Only now: a preempted sequence waits again from here on, with all it has, or is over.
@@ -316,31 +316,31 @@ class DecodingEngine:
         assert sequence.scores is not None
         sequence.scores += scores
         if any(map(math.isnan, scores)):
-            sequence.broken = True
+            sequence.may_hold_nan = True
             self._fail(sequence, "the model's logits are not finite for these tokens")
         elif len(sequence.scores) >= len(sequence.tokens) - 1:
             self._scheduler.release(sequence)
-            _answer(sequence, [0.0, *sequence.scores])
+            _set_result(sequence, [0.0, *sequence.scores])
 
-    def _process_token(self, sequence: DecodeSequence, chunk: Chunk, drawn: SampledToken) -> None:
-        if not math.isfinite(drawn.logprob):
-            sequence.broken = True
+    def _process_token(self, sequence: DecodeSequence, chunk: Chunk, sampled: SampledToken) -> None:
+        if not math.isfinite(sampled.logprob):
+            sequence.may_hold_nan = True
             return self._fail(sequence, f"the model's logits are not finite at version {chunk.version}")
-        if drawn.log_z is not None and not math.isfinite(drawn.log_z):
+        if sampled.log_z is not None and not math.isfinite(sampled.log_z):
             return self._fail(sequence, "the grammar allows no token that the model could say here", RequestError)
         self.tokens += 1
-        finish = sequence.append(drawn, chunk.version)
-        if sequence.guide is not None and sequence.guide.advance(drawn.token):
+        finish = sequence.append(sampled, chunk.version)
+        if sequence.guide is not None and sequence.guide.advance(sampled.token):
             finish = finish or "stop"
         if sequence.listener is not None:
             self._streamer.add(sequence)
         if finish:
             self._scheduler.release(sequence)
             self._streamer.finish(sequence)
-            _answer(sequence, sequence.completion(finish, self._catalog.weights[sequence.request.model]))
+            _set_result(sequence, sequence.completion(finish, self._catalog.weights[sequence.request.model]))
 
     def _fail(self, sequence: DecodeSequence, why: str, kind: type[EngineError] = EngineError) -> None:
-        sequence.end.reached = True
+        sequence.done_flag.is_set = True
         self._scheduler.release(sequence)
         self._streamer.finish(sequence)
         if sequence.future.set_running_or_notify_cancel():
@@ -349,7 +349,7 @@ class DecodingEngine:
     # -- between two steps --------------------------------------------------------------------------------------------
 
     def _swap(self, staged: StagedUpdate) -> float:
-        """What is in flight lands with its own version, what runs goes on with the new one."""
+        """Apply a weight update. Steps in flight land with the old version; running requests go on with the new."""
         self._land(0)
         start = time.perf_counter()
         self._weights.swap(staged, self._scheduler, self._config.on_swap == "recompute", self._fail, self._guide)
@@ -359,18 +359,18 @@ class DecodingEngine:
         self.pause_seconds += pause
         return pause
 
-    def _hold(self, paused: bool) -> None:
+    def _set_paused(self, paused: bool) -> None:
         self._land(0)
         self._paused = paused or self._asleep
 
-    def _fall_asleep(self) -> None:
+    def _sleep(self) -> None:
         if not self._asleep:
-            self._hold(True)
+            self._set_paused(True)
             self._scheduler.preempt(list(self._scheduler.running.values()))
             self._cache.sleep()
             self._asleep = True
 
-    def _wake_up(self) -> None:
+    def _wake(self) -> None:
         if self._asleep:
             self._cache.wake()
             self._asleep = False
@@ -378,7 +378,7 @@ class DecodingEngine:
 
     def _fail_all(self, error: EngineError) -> None:
         """Answer all requests, those included that were still on their way."""
-        with self._posting:  # requests past it are in the inbox; none comes after
+        with self._inbox_lock:  # requests past it are in the inbox; none comes after
             self._closed = True
         self._streamer.flush(now=True)
         while not self._inbox.empty():
@@ -390,7 +390,9 @@ class DecodingEngine:
                 sequence.future.set_exception(error)
 
 
-def _answer(sequence: DecodeSequence, result: Any) -> None:
-    sequence.end.reached = True  # now: where it is being given up just then, the future may tell a moment later
+def _set_result(sequence: DecodeSequence, result: Any) -> None:
+    sequence.done_flag.is_set = (
+        True  # now: the future's callback may run later if the request is cancelled at this moment
+    )
     if sequence.future.set_running_or_notify_cancel():
         sequence.future.set_result(result)

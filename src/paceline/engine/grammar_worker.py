@@ -1,4 +1,6 @@
-"""Compiles grammars in a process of its own, which can be given up: a short pattern may take minutes and gigabytes.
+"""Compiles grammars in a separate process that can be killed.
+
+A short pattern may take minutes and gigabytes.
 
 Run as a file, so that it imports xgrammar and nothing of Paceline. Each line of its input is a JSON object: first the
 tokenizer, then one grammar after another. Each grammar is answered by a line of JSON, which also says by how many bytes
@@ -15,36 +17,36 @@ from typing import Any
 
 
 def main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    replies, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
     import xgrammar
 
     begin = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_DATA, (begin["memory"], begin["memory"]))
     info = xgrammar.TokenizerInfo.deserialize_json(begin["tokenizer"])
     compiler = xgrammar.GrammarCompiler(info, max_threads=begin["threads"], cache_enabled=False)
-    small = peak()
+    baseline = peak_memory()
     for line in sys.stdin:
         signal.alarm(begin["seconds"])  # ends this process, also where the one that asks is gone
-        found = answer(compiler, json.loads(line), begin, small)
-        print(json.dumps({**found, "grown": peak() - small}), file=answers, flush=True)
+        reply = compile_grammar(compiler, json.loads(line), begin, baseline)
+        print(json.dumps({**reply, "grown": peak_memory() - baseline}), file=replies, flush=True)
         signal.alarm(0)
 
 
-def peak() -> int:
+def peak_memory() -> int:
     """The most memory this process has held, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def answer(compiler: Any, asked: dict[str, Any], limits: dict[str, Any], small: int) -> dict[str, Any]:
+def compile_grammar(compiler: Any, request: dict[str, Any], limits: dict[str, Any], baseline: int) -> dict[str, Any]:
     began = time.monotonic()
     try:
-        if asked["kind"] == "regex":
-            compiled = compiler.compile_regex(asked["source"])
+        if request["kind"] == "regex":
+            compiled = compiler.compile_regex(request["source"])
         else:
-            compiled = compiler.compile_json_schema(asked["source"], max_whitespace_cnt=asked["whitespace"])
+            compiled = compiler.compile_json_schema(request["source"], max_whitespace_cnt=request["whitespace"])
     except RuntimeError as error:
         return {"wrong": str(error)}
-    if time.monotonic() - began < limits["quick_seconds"] and peak() - small < limits["quick_bytes"]:
+    if time.monotonic() - began < limits["quick_seconds"] and peak_memory() - baseline < limits["quick_bytes"]:
         return {"quick": True}
     written = compiled.serialize_json()
     return {"compiled": written} if len(written) <= limits["written"] else {"large": len(written)}

@@ -1,6 +1,6 @@
 """The KV cache: what the scheduler asks of it, and the bookkeeping of one slot per running request.
 
-A slot is one row of memory: a decode step reads it in place, without gathering. On CUDA `pages.py` takes its stead.
+A slot is one row of memory: a decode step reads it in place, without gathering. On CUDA `pages.py` is used instead.
 """
 
 import heapq
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from paceline.engine.sequence import DecodeSequence, WeightsKey
 
 
-class Cache(ABC):
+class KVCache(ABC):
     """Holds keys and values. All bookkeeping is in launch order: what a launched step writes counts as there."""
 
-    shares_at_once: bool
+    shares_within_step: bool
     """Whether a prompt can be shared in the very step that computes it."""
 
     def __init__(self, slots: int, max_length: int, deterministic: bool) -> None:
@@ -27,7 +27,7 @@ class Cache(ABC):
 
     @property
     @abstractmethod
-    def used(self) -> float:
+    def usage(self) -> float:
         """Part of the cache in use, 0 to 1."""
 
     def fits(self, length: int) -> bool:
@@ -36,18 +36,18 @@ class Cache(ABC):
 
     @abstractmethod
     def admit(self, sequence: DecodeSequence, running: int) -> bool:
-        """Give it a slot and whatever of its tokens is already there (`computed`); False when there is no room."""
+        """Give it a slot and whatever of its tokens is already there (`num_computed`); False when there is no room."""
 
     @abstractmethod
     def grow(self, sequence: DecodeSequence, length: int) -> bool:
         """Room for `length` tokens of a running sequence; False when the memory is used up."""
 
-    def settle(self) -> None:  # noqa: B027 - pages leave nothing to do
-        """Before a step: carry out what admissions left to do."""
+    def flush_copies(self) -> None:  # noqa: B027 - pages leave nothing to do
+        """Copy the slots that admissions share; called before a step."""
 
     @abstractmethod
-    def advance(self, sequence: DecodeSequence) -> None:
-        """More of its tokens are computed."""
+    def register_prefix(self, sequence: DecodeSequence) -> None:
+        """Make the computed tokens of a sequence available for sharing."""
 
     @abstractmethod
     def release(self, sequence: DecodeSequence) -> None:
@@ -58,24 +58,24 @@ class Cache(ABC):
         """Overwrite what it wrote, before its place is released."""
 
     @abstractmethod
-    def forget(self) -> None:
-        """The weights changed: nothing computed so far is ever shared again."""
+    def reset_prefixes(self) -> None:
+        """Share nothing computed so far: the weights changed."""
 
     def sleep(self) -> None:
         """Give the memory back. Nothing may be running."""
-        self.forget()
-        self._drop()
+        self.reset_prefixes()
+        self._free_memory()
 
     @abstractmethod
     def wake(self) -> None:
         """Take the memory, empty."""
 
     @abstractmethod
-    def _drop(self) -> None:
+    def _free_memory(self) -> None:
         """Give the memory back."""
 
 
-class Slots(Cache):
+class BaseSlotCache(KVCache):
     """Assigns slots, and finds keys and values that another sequence may share. The memory is a subclass's.
 
     The length grows by doubling up to `max_length`, so short conversations never pay for the model's whole context.
@@ -83,13 +83,13 @@ class Slots(Cache):
     rounding.
     """
 
-    shares_at_once = False  # a slot is copied before the step that fills it
+    shares_within_step = False  # a slot is copied before the step that fills it
 
     def __init__(self, slots: int, length: int, max_length: int, deterministic: bool = False) -> None:
         super().__init__(slots, max_length, deterministic)
         self.length = length
         self._free = list(range(slots))
-        self._left: dict[int, tuple[WeightsKey, list[int]]] = {}
+        self._freed_tokens: dict[int, tuple[WeightsKey, list[int]]] = {}
         """Tokens a freed slot still holds, for the next turn of the same conversation."""
         self._prompts: dict[tuple[WeightsKey, tuple[int, ...]], int] = {}
         """Running slots by their prompt, for the other members of a group."""
@@ -99,19 +99,19 @@ class Slots(Cache):
         self.wake()
 
     @abstractmethod
-    def _copy(self, source: int, length: int, targets: Sequence[int]) -> None:
+    def _copy_slot(self, source: int, length: int, targets: Sequence[int]) -> None:
         """The first positions of a slot, to others."""
 
     @abstractmethod
-    def _blank(self, slot: int) -> None:
+    def _zero_slot(self, slot: int) -> None:
         """Zero a slot."""
 
     @abstractmethod
-    def _widen(self, length: int) -> None:
+    def _resize(self, length: int) -> None:
         """Room for `length` positions in every slot; what is there stays."""
 
     @property
-    def used(self) -> float:
+    def usage(self) -> float:
         return 1 - len(self._free) / self.slots
 
     def admit(self, sequence: DecodeSequence, running: int) -> bool:
@@ -119,29 +119,29 @@ class Slots(Cache):
             return False
         assert sequence.weights_key is not None
         tokens = sequence.tokens
-        left, shared = self._continued(sequence)
+        left, shared = self._find_prefix(sequence)
         source = self._prompts.get((sequence.weights_key, tuple(tokens))) if sequence.scores is None else None
         if source is not None and shared < len(tokens) - 1:
             sequence.slot = heapq.heappop(self._free)
-            sequence.computed = len(tokens) - 1
-            self._copies[source, sequence.computed].append(sequence.slot)
+            sequence.num_computed = len(tokens) - 1
+            self._copies[source, sequence.num_computed].append(sequence.slot)
         elif left is not None:
             sequence.slot = left
             self._free.remove(left)
             heapq.heapify(self._free)
-            sequence.computed = shared
+            sequence.num_computed = shared
         else:
             sequence.slot = heapq.heappop(self._free)
-        self._left.pop(sequence.slot, None)
-        self._ensure(len(tokens))
+        self._freed_tokens.pop(sequence.slot, None)
+        self._reserve(len(tokens))
         return True
 
-    def _continued(self, sequence: DecodeSequence) -> tuple[int | None, int]:
+    def _find_prefix(self, sequence: DecodeSequence) -> tuple[int | None, int]:
         """The free slot that holds most of this prompt's beginning, and how many tokens of it."""
         best, most = None, 0
         if self._deterministic or sequence.scores is not None:
             return best, most
-        for slot, (weights_key, tokens) in self._left.items():
+        for slot, (weights_key, tokens) in self._freed_tokens.items():
             shared = min(len(tokens), len(sequence.tokens) - 1)
             if shared > most and weights_key == sequence.weights_key and tokens[:shared] == sequence.tokens[:shared]:
                 best, most = slot, shared
@@ -149,17 +149,17 @@ class Slots(Cache):
 
     def grow(self, sequence: DecodeSequence, length: int) -> bool:
         """Only as far as it has come: a request may ask for the model's whole context and say one word."""
-        self._ensure(length)
+        self._reserve(length)
         return True
 
-    def settle(self) -> None:
+    def flush_copies(self) -> None:
         for (source, length), targets in self._copies.items():
-            self._copy(source, length, targets)
+            self._copy_slot(source, length, targets)
         self._copies.clear()
 
-    def advance(self, sequence: DecodeSequence) -> None:
+    def register_prefix(self, sequence: DecodeSequence) -> None:
         prompt = sequence.request.prompt_ids
-        if sequence.weights_key is None or sequence.slot in self._owners or sequence.computed < len(prompt) - 1:
+        if sequence.weights_key is None or sequence.slot in self._owners or sequence.num_computed < len(prompt) - 1:
             return
         key = (sequence.weights_key, prompt)
         if key not in self._prompts:
@@ -170,21 +170,21 @@ class Slots(Cache):
         slot = sequence.slot
         if key := self._owners.pop(slot, None):
             del self._prompts[key]
-        if sequence.weights_key is not None and sequence.computed > 1:
-            self._left[slot] = (sequence.weights_key, sequence.tokens[: sequence.computed])
+        if sequence.weights_key is not None and sequence.num_computed > 1:
+            self._freed_tokens[slot] = (sequence.weights_key, sequence.tokens[: sequence.num_computed])
         heapq.heappush(self._free, slot)
 
     def scrub(self, sequence: DecodeSequence) -> None:
         sequence.weights_key = None
-        self._blank(sequence.slot)
+        self._zero_slot(sequence.slot)
 
-    def forget(self) -> None:
-        self._left.clear()
+    def reset_prefixes(self) -> None:
+        self._freed_tokens.clear()
         self._prompts.clear()
         self._owners.clear()
 
-    def _ensure(self, length: int) -> None:
+    def _reserve(self, length: int) -> None:
         """Room for `length` positions in every slot."""
         if length > self.length:
             self.length = min(self.max_length, max(length, 2 * self.length))
-            self._widen(self.length)
+            self._resize(self.length)

@@ -1,6 +1,6 @@
-"""The paged KV cache: memory in small pages, shared by reference between requests with a common beginning.
+"""The paged KV cache: small pages, shared by reference between requests with a common prefix.
 
-    free -> held by n sequences -> kept (unused, but still found by its content) -> free
+    free -> held by n sequences -> evictable (unused, but still found by its content) -> free
 
 A page is found by exact content: a node is (parent node, tokens of the page), its root the key of the weights,
 that is the model and version the keys were computed with. So a prefix of older weights can never be found again.
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.engine.kv_cache import Cache
+from paceline.engine.kv_cache import KVCache
 from paceline.engine.sequence import DecodeSequence, WeightsKey
 from paceline.model.support import AttentionShape
 
@@ -25,14 +25,14 @@ SCRATCH_PAGE = 0
 class PageMemory(Protocol):
     """Source of the pages: plain tensors, or memory that can be lent out while its address stays."""
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
     def sleep(self) -> None: ...
 
     def wake(self) -> None: ...
 
 
-class Prefixes:
+class PrefixIndex:
     """Maps beginnings to the pages that hold them, and lists those no sequence uses just now, oldest first."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Prefixes:
         """(parent node or weights_key, tokens) to (node, page)."""
         self._keys: dict[int, tuple[object, tuple[int, ...]]] = {}
         """Page to its key above."""
-        self.kept: OrderedDict[int, None] = OrderedDict()
+        self.evictable: OrderedDict[int, None] = OrderedDict()
         self._nodes = 0
 
     def find(self, weights_key: WeightsKey, tokens: list[int]) -> list[tuple[int, int]]:
@@ -65,35 +65,35 @@ class Prefixes:
         self._keys[page] = (parent, tokens)
         return self._nodes
 
-    def keep(self, page: int) -> bool:
-        """Keep a page findable that no sequence uses any more. False: nothing is known about it."""
+    def mark_evictable(self, page: int) -> bool:
+        """Keep an unused page findable until it is evicted. False: it is not in the index."""
         if page not in self._keys:
             return False
-        self.kept[page] = None
+        self.evictable[page] = None
         return True
 
-    def drop_oldest(self) -> int:
-        page, _ = self.kept.popitem(last=False)
+    def evict_oldest(self) -> int:
+        page, _ = self.evictable.popitem(last=False)
         del self._pages[self._keys.pop(page)]
         return page
 
     def clear(self) -> list[int]:
         """Forget everything; answers with the pages that no sequence uses."""
-        kept = list(self.kept)
+        kept = list(self.evictable)
         self._pages.clear()
         self._keys.clear()
-        self.kept.clear()
+        self.evictable.clear()
         return kept
 
 
-class PageCache(Cache):
+class PageCache(KVCache):
     """Slots name running sequences; a table says which pages hold their tokens.
 
     With `deterministic`, nothing is shared and a sequence gets all its pages at once, so that none is ever preempted:
     what a request computes then depends on the request alone.
     """
 
-    shares_at_once = True  # a step writes all its keys before it reads any
+    shares_within_step = True  # a step writes all its keys before it reads any
 
     def __init__(
         self, shape: AttentionShape, slots: int, pages: int, max_length: int, dtype: torch.dtype, memory: PageMemory,
@@ -101,30 +101,30 @@ class PageCache(Cache):
     ) -> None:  # fmt: skip
         super().__init__(slots, max_length, deterministic)
         self.pages, self._memory = pages, memory
-        self.kv = memory.take((shape.layers, 2, pages + 1, shape.kv_heads, PAGE, shape.head_dim), dtype)
+        self.kv = memory.allocate((shape.layers, 2, pages + 1, shape.kv_heads, PAGE, shape.head_dim), dtype)
         self.columns = -(-max_length // PAGE)
         self.table = np.zeros((slots + 1, self.columns), np.int32)
-        self.changed: dict[tuple[int, int], int] = {}
+        self.table_changes: dict[tuple[int, int], int] = {}
         """(slot, column) to page, since the runner last looked."""
         self._free = deque(range(1, pages + 1))
-        self._holders = [0] * (pages + 1)
-        self._slots = list(range(slots - 1, -1, -1))
-        self._prefixes = Prefixes()
+        self._ref_counts = [0] * (pages + 1)
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._prefixes = PrefixIndex()
 
     @property
     def device(self) -> torch.device:
         return self.kv.device
 
     @property
-    def available(self) -> int:
+    def available_pages(self) -> int:
         """Pages that no sequence holds."""
-        return len(self._free) + len(self._prefixes.kept)
+        return len(self._free) + len(self._prefixes.evictable)
 
     @property
-    def used(self) -> float:
-        return 1 - self.available / self.pages
+    def usage(self) -> float:
+        return 1 - self.available_pages / self.pages
 
-    def _drop(self) -> None:
+    def _free_memory(self) -> None:
         self._memory.sleep()
 
     def wake(self) -> None:
@@ -135,79 +135,79 @@ class PageCache(Cache):
 
     def admit(self, sequence: DecodeSequence, running: int) -> bool:
         """Room for its tokens and, so that those who run can go on for a while, a page for each of them."""
-        if not self._slots:
+        if not self._free_slots:
             return False
         assert sequence.weights_key is not None
         alone = self._deterministic or sequence.scores is not None
         shared = [] if alone else self._prefixes.find(sequence.weights_key, sequence.tokens)
-        unheld = sum(1 for _, page in shared if not self._holders[page])
-        room = self.available - unheld
+        unheld = sum(1 for _, page in shared if not self._ref_counts[page])
+        room = self.available_pages - unheld
         first = sequence.limit if self._deterministic else min(len(sequence.tokens) + 1, sequence.limit)
         needed = -(-first // PAGE) - len(shared)
         if needed + (0 if self._deterministic else running) > room and (running or needed > room):
             return False
-        sequence.slot = self._slots.pop()
+        sequence.slot = self._free_slots.pop()
         for node, page in shared:
-            self._hold(page)
-            self._place(sequence, page)
+            self._acquire(page)
+            self._append_page(sequence, page)
             sequence.nodes.append(node)
-        sequence.computed = len(shared) * PAGE
+        sequence.num_computed = len(shared) * PAGE
         if self._deterministic:
             self.grow(sequence, sequence.limit)
         return True
 
     def grow(self, sequence: DecodeSequence, length: int) -> bool:
         while len(sequence.pages) * PAGE < length:
-            if not self.available:
+            if not self.available_pages:
                 return False
-            page = self._free.popleft() if self._free else self._prefixes.drop_oldest()
-            self._holders[page] = 1
-            self._place(sequence, page)
+            page = self._free.popleft() if self._free else self._prefixes.evict_oldest()
+            self._ref_counts[page] = 1
+            self._append_page(sequence, page)
         return True
 
-    def advance(self, sequence: DecodeSequence) -> None:
+    def register_prefix(self, sequence: DecodeSequence) -> None:
         """Pages that are full, and whose tokens the host has seen, can be shared from now on."""
         if sequence.weights_key is None or self._deterministic:
             return
-        full = min(sequence.computed, len(sequence.tokens)) // PAGE
+        full = min(sequence.num_computed, len(sequence.tokens)) // PAGE
         for column in range(len(sequence.nodes), full):
             parent: object = sequence.nodes[-1] if sequence.nodes else sequence.weights_key
             tokens = tuple(sequence.tokens[column * PAGE : (column + 1) * PAGE])
             sequence.nodes.append(self._prefixes.add(parent, tokens, sequence.pages[column]))
 
     def release(self, sequence: DecodeSequence) -> None:
-        self.advance(sequence)
+        self.register_prefix(sequence)
         # Last pages first, so that the beginning of a conversation is the last to be dropped.
         for page in reversed(sequence.pages):
-            self._holders[page] -= 1
-            if not self._holders[page] and not self._prefixes.keep(page):
+            self._ref_counts[page] -= 1
+            if not self._ref_counts[page] and not self._prefixes.mark_evictable(page):
                 self._free.append(page)
         sequence.pages.clear()
         sequence.nodes.clear()
-        self._slots.append(sequence.slot)
+        self._free_slots.append(sequence.slot)
 
     def scrub(self, sequence: DecodeSequence) -> None:
         sequence.weights_key = None
-        own = [page for page in sequence.pages if self._holders[page] == 1]
+        own = [page for page in sequence.pages if self._ref_counts[page] == 1]
         self.kv[:, :, torch.tensor([SCRATCH_PAGE, *own], device=self.kv.device)] = 0
 
-    def forget(self) -> None:
+    def reset_prefixes(self) -> None:
         self._free.extend(self._prefixes.clear())
 
-    def _hold(self, page: int) -> None:
-        self._prefixes.kept.pop(page, None)
-        self._holders[page] += 1
+    def _acquire(self, page: int) -> None:
+        self._prefixes.evictable.pop(page, None)
+        self._ref_counts[page] += 1
 
-    def _place(self, sequence: DecodeSequence, page: int) -> None:
+    def _append_page(self, sequence: DecodeSequence, page: int) -> None:
         column = len(sequence.pages)
         sequence.pages.append(page)
         self.table[sequence.slot, column] = page
-        self.changed[sequence.slot, column] = page
+        self.table_changes[sequence.slot, column] = page
 
     # -- reading and writing in plain torch, for CPUs and for tests --------------------------------------------------
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        self.changed.clear()  # the table is read right here
+        self.table_changes.clear()  # the table is read right here
         pages = torch.from_numpy(self.table)[slots, positions // PAGE].long()
         self.kv[layer, 0][pages, :, positions % PAGE] = k
         self.kv[layer, 1][pages, :, positions % PAGE] = v
@@ -215,10 +215,10 @@ class PageCache(Cache):
     def read(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
         return self._gather(layer, slice(rows), width)
 
-    def whole(self, layer: int) -> None:
+    def layer_tensors(self, layer: int) -> None:
         """Never: a sequence's pages lie apart."""
 
-    def read_one(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]:
+    def read_slot(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]:
         return self._gather(layer, slice(slot, slot + 1), width)
 
     def _gather(self, layer: int, slots: slice, width: int) -> tuple[Tensor, Tensor]:

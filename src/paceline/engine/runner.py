@@ -31,18 +31,18 @@ class Runner:
         """Held by the engine's thread all its life."""
         return nullcontext()
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         """Build whatever must be there before the first request."""
 
     def sync(self) -> None:
         """Wait until all that was launched is done."""
 
-    def wants_switch(self, busy_seconds: float, swaps: int) -> bool:
+    def should_use_compiled(self, busy_seconds: float, swaps: int) -> bool:
         """Whether faster code is ready, given how long the runner has computed and how often the weights have changed:
         by that it decides whether such code is worth making."""
         return False
 
-    def switch(self) -> None:
+    def use_compiled(self) -> None:
         """Run the faster code from the next step on. Nothing may be in flight."""
 
     def close(self) -> None:

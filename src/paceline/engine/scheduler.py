@@ -1,4 +1,4 @@
-"""Chooses the tokens of the next step: continuous batching, shared prompts, preemption, weight swaps.
+"""Chooses the tokens of the next step: continuous batching, shared prompts, preemption, weight updates.
 
     waiting -> running (prefill -> decode) -> leaving -> finished
        ^                                         |
@@ -13,7 +13,7 @@ order; a sequence that is done leaves only when no launched step can write to it
 import heapq
 from collections.abc import Iterable
 
-from paceline.engine.kv_cache import Cache
+from paceline.engine.kv_cache import KVCache
 from paceline.engine.sequence import Catalog, Chunk, DecodeSequence, WeightsKey
 
 
@@ -21,12 +21,12 @@ class Scheduler:
     """Decides what runs. Plain bookkeeping, no tensors."""
 
     def __init__(
-        self, cache: Cache, prefill_tokens: int, deterministic: bool = False, catalog: Catalog | None = None
+        self, cache: KVCache, prefill_tokens: int, deterministic: bool = False, catalog: Catalog | None = None
     ) -> None:
         self.running: dict[int, DecodeSequence] = {}
         """By slot, in order of admission."""
         self._catalog = catalog or Catalog()
-        self.preempted = 0
+        self.num_preempted = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self._cache = cache
@@ -39,24 +39,24 @@ class Scheduler:
         self._leaving: set[DecodeSequence] = set()
         self._leaders: dict[tuple[WeightsKey, tuple[int, ...]], DecodeSequence] = {}
         """Sequences that compute a prompt which others may soon share."""
-        self._prompting: set[tuple[WeightsKey | None, tuple[int, ...]]] = set()
+        self._step_prompts: set[tuple[WeightsKey | None, tuple[int, ...]]] = set()
         """Prompts that the step being put together computes."""
 
     @property
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         return len(self._waiting)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         return not self.running and not self._waiting and not self._leaving
 
     def add(self, sequence: DecodeSequence) -> None:
         """Queue a request: by its order, then by its turn, then by arrival."""
         sequence.arrival, sequence.turn = self._arrivals, self._turn + sequence.request.turn
         self._arrivals += 1
-        self._queue(sequence)
+        self._push_waiting(sequence)
 
-    def _queue(self, sequence: DecodeSequence) -> None:
+    def _push_waiting(self, sequence: DecodeSequence) -> None:
         heapq.heappush(self._waiting, (sequence.request.order, sequence.turn, sequence.arrival, sequence))
 
     # -- before a step ------------------------------------------------------------------------------------------------
@@ -65,34 +65,34 @@ class Scheduler:
         """The chunks of the next step, counted as launched; empty when there is nothing to do."""
         chunks: list[Chunk] = []
         budget = self._prefill_tokens
-        self._prompting.clear()
+        self._step_prompts.clear()
         for sequence in list(self.running.values()):
             if sequence.slot in self.running:  # not preempted by one before it
-                budget -= self._take(sequence, budget, chunks)
+                budget -= self._schedule_next(sequence, budget, chunks)
         self._admit_waiting(budget, chunks)
-        self._cache.settle()
+        self._cache.flush_copies()
         return chunks
 
     def _admit_waiting(self, budget: int, chunks: list[Chunk]) -> None:
-        held: list[DecodeSequence] = []
+        deferred: list[DecodeSequence] = []
         while self._waiting and budget > 0:
             sequence = self._waiting[0][-1]
             if sequence.future.cancelled():
                 heapq.heappop(self._waiting)
                 continue
             sequence.weights_key = self._catalog.weights_key(sequence.request.model)
-            if self._computing_now(sequence):
-                held.append(heapq.heappop(self._waiting)[-1])
+            if self._is_prompt_computing(sequence):
+                deferred.append(heapq.heappop(self._waiting)[-1])
                 continue
             if not self._cache.admit(sequence, len(self.running)):
                 break
             heapq.heappop(self._waiting)
-            self._begin(sequence)
-            budget -= self._take(sequence, budget, chunks)
-        for sequence in held:
-            self._queue(sequence)
+            self._start_running(sequence)
+            budget -= self._schedule_next(sequence, budget, chunks)
+        for sequence in deferred:
+            self._push_waiting(sequence)
 
-    def _computing_now(self, sequence: DecodeSequence) -> bool:
+    def _is_prompt_computing(self, sequence: DecodeSequence) -> bool:
         """Another sequence is computing the same prompt just now: better wait a step and share it. What is computed in
         this very step must not be copied before it, even where the leader is not the one that computes it."""
         assert sequence.weights_key is not None
@@ -100,28 +100,30 @@ class Scheduler:
         if sequence.scores is not None:
             return False
         own = (sequence.weights_key, tuple(sequence.tokens))
-        if not self._cache.shares_at_once and {prompt, own} & self._prompting:
+        if not self._cache.shares_within_step and {prompt, own} & self._step_prompts:
             return True
         leader = self._leaders.get(prompt)
-        return leader is not None and leader.computed < len(sequence.request.prompt_ids) - 1
+        return leader is not None and leader.num_computed < len(sequence.request.prompt_ids) - 1
 
-    def _begin(self, sequence: DecodeSequence) -> None:
+    def _start_running(self, sequence: DecodeSequence) -> None:
         self._turn = max(self._turn, sequence.turn)
         self.running[sequence.slot] = sequence
-        if sequence.cached is None:
-            sequence.cached = sequence.computed
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
             self.prompt_tokens += len(sequence.tokens)
-            self.cached_tokens += sequence.computed
-        sequence.cached = min(sequence.cached, sequence.computed)  # what it once computed itself was never shared
+            self.cached_tokens += sequence.num_computed
+        sequence.num_cached = min(
+            sequence.num_cached, sequence.num_computed
+        )  # what it once computed itself was never shared
         assert sequence.weights_key is not None
         self._leaders.setdefault((sequence.weights_key, sequence.request.prompt_ids), sequence)
 
-    def _take(self, sequence: DecodeSequence, budget: int, chunks: list[Chunk]) -> int:
+    def _schedule_next(self, sequence: DecodeSequence, budget: int, chunks: list[Chunk]) -> int:
         """Add the sequence's next chunk. Answers what it cost of the prefill budget; decoding is free."""
         length = len(sequence.tokens) + sequence.pending_tokens
         if sequence.pending_tokens and (length >= sequence.limit or sequence.guide is not None):
             return 0  # nothing more to sample, or not before the host has seen the last token
-        pending = length - sequence.computed
+        pending = length - sequence.num_computed
         if pending == 1 and sequence.scores is None:
             self._launch(sequence, 1, True, chunks)
             return 0
@@ -135,25 +137,25 @@ class Scheduler:
         return self._launch(sequence, length, samples and length == pending, chunks)
 
     def _launch(self, sequence: DecodeSequence, length: int, samples: bool, chunks: list[Chunk]) -> int:
-        while not self._cache.grow(sequence, sequence.computed + length):
-            if any(leaving.preempted for leaving in self._leaving):
+        while not self._cache.grow(sequence, sequence.num_computed + length):
+            if any(leaving.is_preempted for leaving in self._leaving):
                 return 0  # pages are on their way back
             victim = next(reversed(self.running.values()))
-            self.preempted += 1
+            self.num_preempted += 1
             self.preempt([victim])  # gives its pages to others; it waits again and recomputes what it had
             if victim is sequence:
                 return 0
         request, catalog = sequence.request, self._catalog
-        start, model, prompt = sequence.computed, request.model, len(request.prompt_ids)
+        start, model, prompt = sequence.num_computed, request.model, len(request.prompt_ids)
         index = len(sequence.tokens) + sequence.pending_tokens - prompt
         chunks.append(Chunk(sequence, start, length, samples, catalog.versions[model], catalog.slots[model], index))
-        sequence.computed += length
+        sequence.num_computed += length
         sequence.pending_steps += 1
         sequence.pending_tokens += samples
         if start < prompt - 1:  # all but its last token are what others share
-            self._prompting.add((sequence.weights_key, request.prompt_ids))
+            self._step_prompts.add((sequence.weights_key, request.prompt_ids))
         if start < prompt:
-            self._cache.advance(sequence)
+            self._cache.register_prefix(sequence)
         return length
 
     # -- after a step -------------------------------------------------------------------------------------------------
@@ -164,63 +166,63 @@ class Scheduler:
         sequence.pending_steps -= 1
         sequence.pending_tokens -= chunk.samples
         if sequence in self._leaving and not sequence.pending_steps:
-            self._leave(sequence)
+            self._finish_leaving(sequence)
 
     def release(self, sequence: DecodeSequence) -> None:
-        """It is done, finished or not: nothing more is scheduled, its place is freed once no step writes there."""
-        sequence.preempted = False
+        """Schedule nothing more of this sequence; its slot is freed once no launched step writes there."""
+        sequence.is_preempted = False
         if self.running.pop(sequence.slot, None) is None and sequence not in self._leaving:
             return
-        self._part(sequence)
+        self._start_leaving(sequence)
 
-    def _part(self, sequence: DecodeSequence) -> None:
+    def _start_leaving(self, sequence: DecodeSequence) -> None:
         if sequence.weights_key is not None:
             prompt = (sequence.weights_key, sequence.request.prompt_ids)
             if self._leaders.get(prompt) is sequence:
                 del self._leaders[prompt]
         self._leaving.add(sequence)
         if not sequence.pending_steps:
-            self._leave(sequence)
+            self._finish_leaving(sequence)
 
-    def _leave(self, sequence: DecodeSequence) -> None:
+    def _finish_leaving(self, sequence: DecodeSequence) -> None:
         self._leaving.discard(sequence)
-        if sequence.broken:
+        if sequence.may_hold_nan:
             self._cache.scrub(sequence)
         self._cache.release(sequence)
-        sequence.slot, sequence.computed = -1, 0
-        if sequence.preempted:
-            sequence.preempted = False
-            sequence.recomputed = sequence.recomputed or sequence.sampled > 0
+        sequence.slot, sequence.num_computed = -1, 0
+        if sequence.is_preempted:
+            sequence.is_preempted = False
+            sequence.recomputed = sequence.recomputed or sequence.num_sampled > 0
             if sequence.scores is not None:
                 sequence.scores.clear()
-            self._queue(sequence)
+            self._push_waiting(sequence)
 
     # -- around weight updates ----------------------------------------------------------------------------------------
 
     def swap(self, model: str | None, recompute: bool) -> None:
-        """One model has new weights, or the base and so all (None). Older prefixes are never shared again; running
-        sequences keep their mixed caches or compute them anew."""
-        touched = _of(model, self.running.values())
+        """Prepare for new weights of one model, or of the base and so of all (None). Older prefixes are never shared
+        again; running sequences keep their mixed caches or recompute them."""
+        touched = _sequences_of(model, self.running.values())
         for sequence in touched:
-            sequence.kept_cache = sequence.kept_cache or (bool(sequence.sampled) and not recompute)
-        # Who has sampled nothing yet starts anew in any case: what names one version alone is then wholly its own.
-        self.preempt(s for s in touched if recompute or not s.sampled)
+            sequence.has_mixed_cache = sequence.has_mixed_cache or (bool(sequence.num_sampled) and not recompute)
+        # Sequences without a sampled token always restart: a completion of one version has a cache of that version.
+        self.preempt(s for s in touched if recompute or not s.num_sampled)
         for sequence in (*touched, *self._leaving):
             sequence.weights_key = None
         self._leaders.clear()
-        self._cache.forget()
+        self._cache.reset_prefixes()
 
     def preempt(self, sequences: Iterable[DecodeSequence]) -> None:
         """Take them out of the cache, to be computed anew once no launched step writes there."""
         for sequence in list(sequences):
             del self.running[sequence.slot]
-            sequence.preempted = True
-            self._part(sequence)
+            sequence.is_preempted = True
+            self._start_leaving(sequence)
 
-    def begun(self, model: str | None) -> list[DecodeSequence]:
+    def sampled_sequences(self, model: str | None) -> list[DecodeSequence]:
         """Sequences that have sampled something from this model, or from any (None), and are not done."""
         alive = (*self.running.values(), *(entry[-1] for entry in self._waiting))
-        return [s for s in _of(model, alive) if s.sampled]
+        return [s for s in _sequences_of(model, alive) if s.num_sampled]
 
     def abort(self, sequences: Iterable[DecodeSequence]) -> None:
         """Take them out, wherever they are."""
@@ -232,7 +234,7 @@ class Scheduler:
 
     def abort_model(self, model: str | None) -> list[DecodeSequence]:
         """Take out all that waits for this model or runs with it, or with any (None)."""
-        out = _of(model, (*(entry[-1] for entry in self._waiting), *self.running.values()))
+        out = _sequences_of(model, (*(entry[-1] for entry in self._waiting), *self.running.values()))
         self.abort(out)
         return out
 
@@ -241,11 +243,11 @@ class Scheduler:
         everything = [*self.running.values(), *self._leaving, *(entry[-1] for entry in self._waiting)]
         self._waiting.clear()
         for sequence in everything:
-            sequence.pending_steps, sequence.broken = 0, False  # a device that failed cannot be asked to clean up
+            sequence.pending_steps, sequence.may_hold_nan = 0, False  # a device that failed cannot be asked to clean up
             self.release(sequence)
         return everything
 
 
-def _of(model: str | None, sequences: Iterable[DecodeSequence]) -> list[DecodeSequence]:
+def _sequences_of(model: str | None, sequences: Iterable[DecodeSequence]) -> list[DecodeSequence]:
     """Those of a model, or all (None)."""
     return [s for s in sequences if model is None or s.request.model == model]

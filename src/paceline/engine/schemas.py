@@ -1,4 +1,4 @@
-"""Prepares regular expressions and JSON schemas for a grammar compiler, and refuses by name what it would misread.
+"""Rewrites regular expressions and JSON schemas for the grammar compiler; refuses what it misreads.
 
 Regular expressions are read as Python does (`re.fullmatch` with `re.ASCII`).
 """
@@ -14,32 +14,32 @@ from urllib.parse import unquote
 
 from paceline.errors import RequestError
 
-_PIECE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|\(\?P<\w+>|\(\?.?|.", re.DOTALL)
-_LETTERS = set("dDwWsSnrtfvxu")
+_TOKEN = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|\(\?P<\w+>|\(\?.?|.", re.DOTALL)
+_ESCAPE_LETTERS = set("dDwWsSnrtfvxu")
 _SPACES = r" \t\n\r\f\v"
 _REPEATS = (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT)
 QUICK_STATES = 256
 MOST_STATES = 4096
 """Of a compiled grammar. Compiling takes time and memory by this number, and repeats within repeats multiply it."""
 MOST_DEPTH = 64
-REPEATS = {
+REPEAT_BOUNDS = {
     "items": ("minItems", "maxItems"),
     "additionalProperties": ("minProperties", "maxProperties"),
     "patternProperties": ("minProperties", "maxProperties"),
     "propertyNames": ("minProperties", "maxProperties"),
 }
 """Schemas inside a schema that repeat, and the keys that say how often."""
-NOTES = {
+ANNOTATIONS = {
     "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$id",
     "$comment", "$anchor", "discriminator", "format",
 }  # fmt: skip
 """Says something about a value but does not constrain it; the formats the compiler knows it does enforce."""
 DEFINITIONS = {"$defs", "definitions"}
-ONE_OF_KIND = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
+EXCLUSIVE_KEYWORDS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 """The compiler looks at the first of these only, and not at what stands beside it."""
-ALONE = {"patternProperties", "propertyNames", "minProperties", "maxProperties"}
+UNNAMED_KEYWORDS = {"patternProperties", "propertyNames", "minProperties", "maxProperties"}
 """Honoured where an object has no named properties."""
-PLAIN = {
+SUPPORTED_KEYWORDS = {
     "type", "properties", "required", "additionalProperties", "unevaluatedProperties", "items", "prefixItems",
     "unevaluatedItems", "minItems", "maxItems", "minLength", "maxLength", "pattern", "minimum", "maximum",
     "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
@@ -52,13 +52,13 @@ def rewrite_pattern(pattern: str) -> str:
     >>> rewrite_pattern(r"^(?P<word>a.\s[.])$")
     '(a[^\\n][ \\t\\n\\r\\f\\v][.])'
     """
-    check_states(states(pattern), "the regular expression")
+    check_states(count_states(pattern), "the regular expression")
     pieces: list[str] = []
     in_class = False
-    for found in _PIECE.finditer(pattern):
+    for found in _TOKEN.finditer(pattern):
         piece, opened = found[0], in_class
         if piece[0] == "\\":
-            pieces.append(_escape(piece, in_class))
+            pieces.append(_rewrite_escape(piece, in_class))
             continue
         if in_class:
             in_class = piece != "]"
@@ -66,20 +66,20 @@ def rewrite_pattern(pattern: str) -> str:
             in_class = True
             if pattern[found.end() :].removeprefix("^").startswith("]"):
                 raise RequestError(r"the regular expression has a set that begins with `]`: write `\]`")
-        pieces.append(piece if opened else _plain(piece, found.start() == 0, found.end() == len(pattern)))
+        pieces.append(piece if opened else _rewrite_token(piece, found.start() == 0, found.end() == len(pattern)))
     return "".join(pieces)
 
 
-def _escape(piece: str, in_class: bool) -> str:
+def _rewrite_escape(piece: str, in_class: bool) -> str:
     letter = piece[1]
-    if letter.isalnum() and letter not in _LETTERS:
+    if letter.isalnum() and letter not in _ESCAPE_LETTERS:
         raise RequestError(f"the regular expression uses `{piece}`, which constrained output does not know")
     if letter == "s":
         return _SPACES if in_class else f"[{_SPACES}]"
     return piece
 
 
-def _plain(piece: str, first: bool, last: bool) -> str:
+def _rewrite_token(piece: str, first: bool, last: bool) -> str:
     if piece == ".":
         return r"[^\n]"
     if piece in ("^", "$"):
@@ -95,14 +95,14 @@ def _plain(piece: str, first: bool, last: bool) -> str:
     return piece
 
 
-def states(pattern: str) -> int:
+def count_states(pattern: str) -> int:
     """How many states a pattern has once its repeats are written out.
 
-    >>> states("a(b|cd){2,10}"), states("a*"), states("((.{0,99}){0,99}){0,99}b")
+    >>> count_states("a(b|cd){2,10}"), count_states("a*"), count_states("((.{0,99}){0,99}){0,99}b")
     (31, 2, 970300)
     """
     try:
-        return _states(parser.parse(pattern, re.ASCII))
+        return _count_states(parser.parse(pattern, re.ASCII))
     except RecursionError as error:
         raise RequestError("the regular expression nests its groups too deeply: use fewer levels") from error
     except (re.error, OverflowError) as error:
@@ -115,7 +115,7 @@ def is_quick_pattern(pattern: str) -> bool:
     >>> [is_quick_pattern(pattern) for pattern in ("a{3}|b*", "(a*b)*", ".{0,2000}")]
     [True, False, False]
     """
-    return states(pattern) <= QUICK_STATES and _depth(parser.parse(pattern, re.ASCII)) < 2
+    return count_states(pattern) <= QUICK_STATES and _repeat_depth(parser.parse(pattern, re.ASCII)) < 2
 
 
 def check_states(count: int, what: str) -> None:
@@ -126,31 +126,31 @@ def check_states(count: int, what: str) -> None:
         )
 
 
-def _depth(parsed: Any) -> int:
+def _repeat_depth(parsed: Any) -> int:
     """Repeats inside one another."""
     depth = 0
-    for code, given in parsed:
+    for code, operand in parsed:
         if code in _REPEATS:
-            depth = max(depth, 1 + _depth(given[2]))
+            depth = max(depth, 1 + _repeat_depth(operand[2]))
         elif code is codes.SUBPATTERN:
-            depth = max(depth, _depth(given[-1]))
+            depth = max(depth, _repeat_depth(operand[-1]))
         elif code is codes.BRANCH:
-            depth = max(depth, *map(_depth, given[1]))
+            depth = max(depth, *map(_repeat_depth, operand[1]))
     return depth
 
 
-def _states(parsed: Any) -> int:
-    return sum(_item(code, given) for code, given in parsed)
+def _count_states(parsed: Any) -> int:
+    return sum(_count_item(code, operand) for code, operand in parsed)
 
 
-def _item(code: Any, given: Any) -> int:
+def _count_item(code: Any, operand: Any) -> int:
     if code in _REPEATS:
-        least, most, repeated = given
-        return _states(repeated) * (most if most != codes.MAXREPEAT else least + 1) + (most == codes.MAXREPEAT)
+        least, most, repeated = operand
+        return _count_states(repeated) * (most if most != codes.MAXREPEAT else least + 1) + (most == codes.MAXREPEAT)
     if code is codes.SUBPATTERN:
-        return _states(given[-1])
+        return _count_states(operand[-1])
     if code is codes.BRANCH:
-        return sum(map(_states, given[1]))
+        return sum(map(_count_states, operand[1]))
     return 1
 
 
@@ -160,27 +160,27 @@ def prepare_schema(source: str) -> str:
         schema = json.loads(source)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the JSON schema is not JSON: {error}") from error
-    made = _schema(schema, "#", MOST_DEPTH)
-    check_states(_size(made), "the JSON schema")
-    _check_references(made, made, "#")
-    return json.dumps(made)
+    prepared = _prepare(schema, "#", MOST_DEPTH)
+    check_states(_schema_states(prepared), "the JSON schema")
+    _check_references(prepared, prepared, "#")
+    return json.dumps(prepared)
 
 
-def _size(schema: Any) -> int:
+def _schema_states(schema: Any) -> int:
     """States of the grammar it becomes: what may repeat counts as often as it may."""
     if isinstance(schema, bool):
         return 1
-    size = 1 + len(schema.get("enum", ())) + (states(schema["pattern"]) if "pattern" in schema else 0)
-    for key, _, part in _parts(schema):
-        bounds = REPEATS.get(key, ())
-        size += _size(part) * max(1, *(schema[bound] for bound in bounds if type(schema.get(bound)) is int), 1)
+    size = 1 + len(schema.get("enum", ())) + (count_states(schema["pattern"]) if "pattern" in schema else 0)
+    for key, _, part in _subschemas(schema):
+        bounds = REPEAT_BOUNDS.get(key, ())
+        size += _schema_states(part) * max(1, *(schema[bound] for bound in bounds if type(schema.get(bound)) is int), 1)
     return size
 
 
 def is_quick_schema(schema: str) -> bool:
     """Whether a prepared schema is sure to be compiled in seconds."""
-    whole = json.loads(schema)
-    return _size(whole) <= QUICK_STATES and all(map(is_quick_pattern, _patterns(whole)))
+    root = json.loads(schema)
+    return _schema_states(root) <= QUICK_STATES and all(map(is_quick_pattern, _patterns(root)))
 
 
 def _patterns(schema: Any) -> Iterator[str]:
@@ -188,24 +188,24 @@ def _patterns(schema: Any) -> Iterator[str]:
         return
     if "pattern" in schema:
         yield schema["pattern"]
-    for _, _, part in _parts(schema):
+    for _, _, part in _subschemas(schema):
         yield from _patterns(part)
 
 
-def _check_references(schema: Any, whole: Any, place: str) -> None:
+def _check_references(schema: Any, root: Any, path: str) -> None:
     """A reference that leads nowhere would leave its place without any rule."""
     if isinstance(schema, bool):
         return
-    if isinstance(reference := schema.get("$ref"), str) and not _leads(reference, whole):
-        raise RequestError(f"JSON schema, {place}: `$ref` names `{reference}`, which is not in the schema")
-    for key, name, part in _parts(schema):
-        _check_references(part, whole, f"{place}/{key}" if name is None else f"{place}/{key}/{name}")
+    if isinstance(reference := schema.get("$ref"), str) and not _resolves(reference, root):
+        raise RequestError(f"JSON schema, {path}: `$ref` names `{reference}`, which is not in the schema")
+    for key, name, part in _subschemas(schema):
+        _check_references(part, root, f"{path}/{key}" if name is None else f"{path}/{key}/{name}")
 
 
-def _leads(reference: str, whole: Any) -> bool:
+def _resolves(reference: str, root: Any) -> bool:
     """Whether a reference such as `#/$defs/item` finds a schema."""
     first, *steps = reference.split("/")
-    found = whole
+    found = root
     for step in steps:
         step = unquote(step).replace("~1", "/").replace("~0", "~")
         if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
@@ -217,33 +217,33 @@ def _leads(reference: str, whole: Any) -> bool:
     return first == "#" and isinstance(found, dict | bool)
 
 
-def _schema(schema: Any, place: str, depth: int) -> Any:
+def _prepare(schema: Any, path: str, depth: int) -> Any:
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):
-        raise RequestError(f"JSON schema, {place}: a schema is an object, not {json.dumps(schema)[:40]}")
+        raise RequestError(f"JSON schema, {path}: a schema is an object, not {json.dumps(schema)[:40]}")
     if not depth:
         raise RequestError(f"the JSON schema is nested deeper than {MOST_DEPTH}")
-    _refuse(schema, place)
+    _check_keywords(schema, path)
     if "pattern" in schema:
-        _check_pattern(schema, place)
-    made = {key: value for key, value in schema.items() if key not in ("minLength", "maxLength", "uniqueItems")}
-    for key, name, part in _parts(schema):
-        within = f"{place}/{key}" if name is None else f"{place}/{key}/{name}"
-        child = _schema(part, within, depth - 1)
+        _check_pattern(schema, path)
+    prepared = {key: value for key, value in schema.items() if key not in ("minLength", "maxLength", "uniqueItems")}
+    for key, name, part in _subschemas(schema):
+        child_path = f"{path}/{key}" if name is None else f"{path}/{key}/{name}"
+        child = _prepare(part, child_path, depth - 1)
         if name is None:
-            made[key] = child
+            prepared[key] = child
         elif isinstance(name, int):
-            made[key] = [*made[key][:name], child, *made[key][name + 1 :]]
+            prepared[key] = [*prepared[key][:name], child, *prepared[key][name + 1 :]]
         else:
-            made[key] = made[key] | {name: child}
+            prepared[key] = prepared[key] | {name: child}
     if "minLength" in schema or "maxLength" in schema:
         # The compiler's own lengths let control characters into strings, which JSON forbids; its patterns do not.
-        made["pattern"] = f"^.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}$"
-    return made
+        prepared["pattern"] = f"^.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}$"
+    return prepared
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, str | int | None, Any]]:
+def _subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, str | int | None, Any]]:
     """The schemas inside a schema: keyword, name or number under it, schema."""
     for key, value in schema.items():
         if key in ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "propertyNames"):
@@ -254,35 +254,35 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, str | int | None, Any]
             yield from ((key, name, part) for name, part in value.items())
 
 
-def _refuse(schema: dict[str, Any], place: str) -> None:
-    keys = {key for key in schema if key not in NOTES and key not in DEFINITIONS}
+def _check_keywords(schema: dict[str, Any], path: str) -> None:
+    keys = {key for key in schema if key not in ANNOTATIONS and key not in DEFINITIONS}
     if schema.get("uniqueItems") is False:
         keys.discard("uniqueItems")
-    unknown = sorted(keys - PLAIN - ALONE - {*ONE_OF_KIND})
+    unknown = sorted(keys - SUPPORTED_KEYWORDS - UNNAMED_KEYWORDS - {*EXCLUSIVE_KEYWORDS})
     if unknown:
-        raise RequestError(f"JSON schema, {place}: constrained output cannot enforce `{unknown[0]}`")
-    leading = next((key for key in ONE_OF_KIND if key in keys), None)
+        raise RequestError(f"JSON schema, {path}: constrained output cannot enforce `{unknown[0]}`")
+    leading = next((key for key in EXCLUSIVE_KEYWORDS if key in keys), None)
     if leading and (beside := sorted(keys - {leading, "type"})):
-        raise RequestError(f"JSON schema, {place}: constrained output takes `{leading}` alone, not with `{beside[0]}`")
+        raise RequestError(f"JSON schema, {path}: constrained output takes `{leading}` alone, not with `{beside[0]}`")
     if len(schema.get("allOf", ())) > 1:
-        raise RequestError(f"JSON schema, {place}: constrained output takes one schema under `allOf`: merge them")
-    if "properties" in keys and (beside := sorted(keys & ALONE)):
-        raise RequestError(f"JSON schema, {place}: constrained output cannot enforce `{beside[0]}` with `properties`")
+        raise RequestError(f"JSON schema, {path}: constrained output takes one schema under `allOf`: merge them")
+    if "properties" in keys and (beside := sorted(keys & UNNAMED_KEYWORDS)):
+        raise RequestError(f"JSON schema, {path}: constrained output cannot enforce `{beside[0]}` with `properties`")
     if "multipleOf" in keys and schema.get("type") != "integer":
-        raise RequestError(f"JSON schema, {place}: constrained output enforces `multipleOf` for integers only")
+        raise RequestError(f"JSON schema, {path}: constrained output enforces `multipleOf` for integers only")
     for key in ("minLength", "maxLength"):
         if key in schema and not (type(schema[key]) is int and schema[key] >= 0):
-            raise RequestError(f"JSON schema, {place}: `{key}` must be a whole number from 0 on")
+            raise RequestError(f"JSON schema, {path}: `{key}` must be a whole number from 0 on")
     if schema.get("minLength", 0) > schema.get("maxLength", math.inf):
-        raise RequestError(f"JSON schema, {place}: `minLength` is larger than `maxLength`")
+        raise RequestError(f"JSON schema, {path}: `minLength` is larger than `maxLength`")
 
 
-def _check_pattern(schema: dict[str, Any], place: str) -> None:
+def _check_pattern(schema: dict[str, Any], path: str) -> None:
     if {"minLength", "maxLength"} & schema.keys():
-        raise RequestError(f"JSON schema, {place}: constrained output takes `pattern` or lengths, not both")
+        raise RequestError(f"JSON schema, {path}: constrained output takes `pattern` or lengths, not both")
     if not isinstance(schema["pattern"], str):
-        raise RequestError(f"JSON schema, {place}: `pattern` must be a string")
+        raise RequestError(f"JSON schema, {path}: `pattern` must be a string")
     try:
         rewrite_pattern(schema["pattern"])
     except RequestError as error:
-        raise RequestError(f"JSON schema, {place}/pattern: {error}") from error
+        raise RequestError(f"JSON schema, {path}/pattern: {error}") from error

@@ -1,4 +1,4 @@
-"""The state of a request in the engine, the models it may name, and the chunks of it that one step computes.
+"""The state of a request in the engine, the models it may name, and its chunks in a step.
 
 `TokenStreamer` batches token callbacks so that streaming never throttles decoding.
 """
@@ -16,7 +16,7 @@ from paceline.weights.update import Array
 class Guide(Protocol):
     """A compiled grammar at one place in one completion."""
 
-    def allowed(self, vocabulary: int) -> Array:
+    def allowed_mask(self, vocabulary: int) -> Array:
         """True for every token that may come next."""
         ...
 
@@ -30,7 +30,7 @@ WeightsKey = tuple[int, int, int]
 POLICY = ""
 BASE = "base"
 """The name of the plain base, beside a policy that is an adapter."""
-BROKEN = -1
+BROKEN_VERSION = -1
 """The version of weights that are no version: an update broke off while they were written."""
 
 
@@ -46,8 +46,8 @@ class Catalog:
     """Version and fingerprint of what each model holds, as far as they were proved: of an adapter, its own tensors.
     Replaced, never changed, so that all completions of the same weights share one."""
 
-    def renew(self, models: Iterable[str], version: int) -> None:
-        """These hold other weights from now on, which are not proved yet."""
+    def set_version(self, models: Iterable[str], version: int) -> None:
+        """Record that these models hold new weights, which are not verified yet."""
         self.versions |= dict.fromkeys(models, version)
         self.weights |= {model: {} for model in models}
         self.base_version = self.versions[BASE]
@@ -62,17 +62,17 @@ class Catalog:
         return {name: version for name, version in self.versions.items() if name not in (POLICY, BASE)}
 
 
-class End:
-    """Whether a request is over: answered, as the engine says, or given up, as the future does. A future knows both,
-    but takes a lock each time it is asked, and this is asked for every token."""
+class DoneFlag:
+    """Whether a request is over: the engine sets it with the answer, the future on cancellation. `future.done()`
+    says the same but takes a lock, and this is read for every token."""
 
-    __slots__ = ("reached",)
+    __slots__ = ("is_set",)
 
     def __init__(self) -> None:
-        self.reached = False
+        self.is_set = False
 
-    def reach(self, future: "Future[Any]") -> None:
-        self.reached = True
+    def set_by(self, future: "Future[Any]") -> None:
+        self.is_set = True
 
 
 @dataclass(eq=False, slots=True)
@@ -96,11 +96,11 @@ class DecodeSequence:
     arrival: int = 0
     turn: int = 0
     slot: int = -1
-    computed: int = 0
+    num_computed: int = 0
     pending_tokens: int = 0
     pending_steps: int = 0
     """Launched steps that touch it and have not landed: its place in the cache cannot be freed before."""
-    cached: int | None = None
+    num_cached: int | None = None
     weights_key: WeightsKey | None = None
     """None once its cache mixes several versions: such keys are never shared."""
     pages: list[int] = field(default_factory=list)
@@ -111,39 +111,39 @@ class DecodeSequence:
     versions: list[int] = field(default_factory=list)
     weights: dict[int, str] | None = None
     """Version and fingerprint of what it was sampled from before the present weights; shared like those."""
-    streamed: int = 0
+    num_streamed: int = 0
     """How many of its sampled tokens its listener has received."""
     recomputed: bool = False
-    kept_cache: bool = False
+    has_mixed_cache: bool = False
     """Weights changed under it while its cache stayed as it was."""
-    preempted: bool = False
-    broken: bool = False
+    is_preempted: bool = False
+    may_hold_nan: bool = False
     """Its keys and values may hold NaN, which no mask hides from the sequence that gets the memory next."""
-    end: End = field(default_factory=End)
+    done_flag: DoneFlag = field(default_factory=DoneFlag)
 
     def __post_init__(self) -> None:
-        self.future.add_done_callback(self.end.reach)
+        self.future.add_done_callback(self.done_flag.set_by)
 
     @property
-    def sampled(self) -> int:
+    def num_sampled(self) -> int:
         return len(self.tokens) + self.pending_tokens - len(self.request.prompt_ids)
 
-    def append(self, drawn: "SampledToken", version: int) -> Finish | None:
+    def append(self, sampled: "SampledToken", version: int) -> Finish | None:
         """Take one sampled token; tells how the sequence ended, if it did."""
-        self.tokens.append(drawn.token)
-        self.logprobs.append(drawn.logprob)
+        self.tokens.append(sampled.token)
+        self.logprobs.append(sampled.logprob)
         self.versions.append(version)
-        if drawn.log_z is not None:
-            self.log_z.append(drawn.log_z)
-        if drawn.top is not None:
-            self.top.append(drawn.top)
-        if drawn.token in self.request.stop_token_ids:
+        if sampled.log_z is not None:
+            self.log_z.append(sampled.log_z)
+        if sampled.top is not None:
+            self.top.append(sampled.top)
+        if sampled.token in self.request.stop_token_ids:
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None
 
     def next_piece(self) -> Piece:
         """The tokens its listener has not received yet; counts them as streamed."""
-        start, self.streamed = self.streamed, len(self.logprobs)
+        start, self.num_streamed = self.num_streamed, len(self.logprobs)
         tokens = self.tokens[len(self.request.prompt_ids) + start :]
         return Piece(tokens, self.logprobs[start:], self.versions[start:], self.top[start:] or None)
 
@@ -152,7 +152,7 @@ class DecodeSequence:
         del self.tokens[len(self.request.prompt_ids) :]
         for stream in (self.logprobs, self.log_z, self.top, self.versions):
             stream.clear()
-        self.weights, self.recomputed, self.kept_cache = None, False, False
+        self.weights, self.recomputed, self.has_mixed_cache = None, False, False
 
     def completion(self, finish: Finish, weights: dict[int, str]) -> Completion:
         """All of it, its last token drawn from these weights."""
@@ -163,8 +163,8 @@ class DecodeSequence:
             finish=finish,
             log_z=self.log_z or None,
             top=self.top or None,
-            recomputed=self.recomputed and not self.kept_cache,
-            cached=self.cached or 0,
+            recomputed=self.recomputed and not self.has_mixed_cache,
+            cached=self.num_cached or 0,
             weights=weights if self.weights is None else self.weights | weights,
         )
 
@@ -193,7 +193,7 @@ class Chunk:
     """Slot of the adapter it runs through; 0 for none."""
     index: int = 0
     """Number of the sampled token in its completion: its place in the noise stream."""
-    drawn: SampledToken | None = None
+    sampled_token: SampledToken | None = None
     scores: list[float] | None = None
 
     @property
@@ -204,14 +204,14 @@ class Chunk:
 
 LISTENER_SECONDS = 0.0002
 """Cost of one call of a listener, from here to a client."""
-LONGEST_SECONDS = 0.1
+MOST_DELAY_SECONDS = 0.1
 
 
 class TokenStreamer:
     """Calls each listener with its new tokens.
 
     A few listeners are called for every token. Many are called again only after as long as calling them all takes, but
-    at most `LONGEST_SECONDS`, with several tokens each time: otherwise the calls, not the decoding, would set the pace.
+    at most `MOST_DELAY_SECONDS`, with several tokens each time: otherwise the calls would throttle decoding.
     A completion's last tokens are streamed before its end.
     """
 
@@ -231,7 +231,7 @@ class TokenStreamer:
             return
         for sequence in self._pending:
             _stream(sequence)
-        self._due = self._clock() + min(len(self._pending) * LISTENER_SECONDS, LONGEST_SECONDS)
+        self._due = self._clock() + min(len(self._pending) * LISTENER_SECONDS, MOST_DELAY_SECONDS)
         self._pending.clear()
 
     def finish(self, sequence: DecodeSequence) -> None:
@@ -240,7 +240,7 @@ class TokenStreamer:
             del self._pending[sequence]
             _stream(sequence)
 
-    def forget(self, sequence: DecodeSequence) -> None:
+    def discard(self, sequence: DecodeSequence) -> None:
         """Its listener no longer waits."""
         self._pending.pop(sequence, None)
 

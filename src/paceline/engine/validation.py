@@ -8,7 +8,7 @@ from paceline.errors import RequestError, UnknownModel
 
 MAX_TOP_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-20
-INT64 = (1 << 63) - 1
+INT64_MAX = (1 << 63) - 1
 
 
 def check_request(request: GenerateRequest, catalog: Catalog, longest_prompt: int, vocabulary: int) -> None:
@@ -26,9 +26,9 @@ def check_request(request: GenerateRequest, catalog: Catalog, longest_prompt: in
         raise RequestError(f"temperature is {request.temperature}: give a number from 0 on")
     if 0 < request.temperature < MIN_TEMPERATURE:
         raise RequestError(f"temperature is {request.temperature}, too small to divide by: give 0 for greedy")
-    if not 0 < request.top_p <= 1 or not 0 <= request.top_k <= INT64:
+    if not 0 < request.top_p <= 1 or not 0 <= request.top_k <= INT64_MAX:
         raise RequestError("top_p must be above 0 and at most 1, top_k 0 or more")
-    if not -INT64 - 1 <= request.noise <= INT64:
+    if not -INT64_MAX - 1 <= request.noise <= INT64_MAX:
         raise RequestError("the noise key must fit 64 bits: make it with noise_key")
     if not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
         raise RequestError(f"top_logprobs is {request.top_logprobs}: at most {MAX_TOP_LOGPROBS} are given")

@@ -1,4 +1,4 @@
-"""Swaps weights between two steps: reads, checks, applies and verifies updates, independent of the tensor library."""
+"""Applies weight updates between two steps: reads, checks, copies and verifies them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from paceline.engine.base import Grammar
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import BASE, BROKEN, POLICY, Catalog, DecodeSequence, Guide
+from paceline.engine.sequence import BASE, BROKEN_VERSION, POLICY, Catalog, DecodeSequence, Guide
 from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch, PartialUpdateError
 from paceline.model.adapter_names import AdapterError, check_scale
 from paceline.weights.update import Adapter, Array, Canary, ServedPolicy, WeightUpdate, fingerprint
 
-Fail = Callable[[DecodeSequence, str, type[EngineError]], None]
+FailRequest = Callable[[DecodeSequence, str, type[EngineError]], None]
 """Ends a request with an error."""
 MakeGuide = Callable[[Grammar], Guide]
 
@@ -23,7 +23,7 @@ class AdapterSlots(Protocol):
 
     slots: int
 
-    def fitted(self, tensors: Mapping[str, Array]) -> dict[str, Array]: ...
+    def fit_to_slot(self, tensors: Mapping[str, Array]) -> dict[str, Array]: ...
 
     def load(self, slot: int, tensors: Mapping[str, Array], scale: float) -> None: ...
 
@@ -40,14 +40,14 @@ class StagedUpdate:
     sent_fingerprint: str | None = None
     """Their fingerprint, unless it is not checked or a delta will lead to it."""
     check: bool = True
-    ready: Any = None
+    ready_event: Any = None
     """When what reading left to the device is done, where that is not at once."""
 
 
 class WeightApplier(ABC):
     """The weights an engine serves, the base and the adapters beside it; keeps the catalog true."""
 
-    bytes: int
+    weight_bytes: int
     """Of all parameters of the base."""
 
     def __init__(self, adapters: AdapterSlots | None, vocabulary: int, version: int) -> None:
@@ -82,7 +82,7 @@ class WeightApplier(ABC):
         """The same tensors, where they can be copied from while decoding waits."""
 
     @abstractmethod
-    def _copy(self, tensors: Mapping[str, Array]) -> None:
+    def _copy_base(self, tensors: Mapping[str, Array]) -> None:
         """Put these in place of the base's own."""
 
     @abstractmethod
@@ -91,7 +91,7 @@ class WeightApplier(ABC):
     @abstractmethod
     def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None: ...
 
-    def warm(self) -> None:  # noqa: B027 - only where the first time takes long
+    def warm_up(self) -> None:  # noqa: B027 - only where the first time takes long
         """Do once what an update does."""
 
     def sender_event(self) -> Any:
@@ -104,7 +104,7 @@ class WeightApplier(ABC):
         """The served version, and its fingerprint as verified; else taken now from the tensors really used."""
         version = self.catalog.versions[POLICY]
         verified = self.catalog.weights[POLICY].get(version)
-        return ServedPolicy(version, verified or fingerprint(self._held(POLICY).items()))
+        return ServedPolicy(version, verified or fingerprint(self._served_tensors(POLICY).items()))
 
     def read(self, update: WeightUpdate, check: bool = True, sender_event: Any = None) -> StagedUpdate:
         """All that can be done while decoding goes on, on any thread: read it, and check that it fits and is whole."""
@@ -133,7 +133,9 @@ class WeightApplier(ABC):
         staged = self._stage(tensors)
         for name, tensor in staged.items():
             if held[name].shape != tensor.shape or held[name].dtype != tensor.dtype:
-                raise EngineError(f"`{name}` is {_form(tensor)} in the update, but {_form(held[name])} in the model")
+                raise EngineError(
+                    f"`{name}` is {_describe(tensor)} in the update, but {_describe(held[name])} in the model"
+                )
         return staged
 
     def _fit_adapter(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
@@ -141,7 +143,7 @@ class WeightApplier(ABC):
         if self._slots is None:
             raise EngineError("this engine has no adapter slots: set engine.adapters to 1 or more")
         try:
-            return self._slots.fitted(tensors)
+            return self._slots.fit_to_slot(tensors)
         except AdapterError as error:
             raise EngineError(str(error)) from error
 
@@ -160,19 +162,19 @@ class WeightApplier(ABC):
                 raise DeltaBaseMismatch(
                     f"an update broke off here, and this one leaves {sorted(left)[:3]} as they are: send all"
                 )
-            with self._writing(update):
-                self._copy(staged.tensors)
-        self.catalog.renew(_touched(update), update.version)
+            with self._guard_write(update):
+                self._copy_base(staged.tensors)
+        self.catalog.set_version(_updated_models(update), update.version)
         return sent_fingerprint
 
     @contextmanager
-    def _writing(self, update: WeightUpdate) -> Generator[None]:
-        """From the first element that is changed to the last."""
+    def _guard_write(self, update: WeightUpdate) -> Generator[None]:
+        """Guard the write of an update: if it fails midway, the weights have no version and serve no request."""
         try:
             yield
         except Exception as error:
-            models = [model for model in _touched(update) if model in self.catalog.versions]
-            self.catalog.renew(models, BROKEN)
+            models = [model for model in _updated_models(update) if model in self.catalog.versions]
+            self.catalog.set_version(models, BROKEN_VERSION)
             if update.adapter is None:
                 self._partial |= set(update.names)
             raise PartialUpdateError(
@@ -182,8 +184,8 @@ class WeightApplier(ABC):
         if update.adapter is None:
             self._partial.clear()
 
-    def _check_whole(self) -> None:
-        """A delta needs something to build on."""
+    def _check_complete(self) -> None:
+        """Refuse a delta after a partial update: its base is gone."""
         if self._partial:
             raise DeltaBaseMismatch(
                 "an update broke off here, so nothing can build on what this engine holds: send all weights"
@@ -201,7 +203,7 @@ class WeightApplier(ABC):
             check_scale(adapter.scale)
         except AdapterError as error:
             raise EngineError(str(error)) from error
-        with self._writing(staged.update):
+        with self._guard_write(staged.update):
             self._slots.load(slot, staged.tensors, adapter.scale)
         if not slots.get(name):
             self._free.pop()
@@ -214,7 +216,7 @@ class WeightApplier(ABC):
         now on names them."""
         name, weights = POLICY if update.adapter is None else update.adapter.name, self.catalog.weights
         mine = self.parameters
-        held = self._held(name) if update.adapter is not None else {key: mine[key] for key in update.names}
+        held = self._served_tensors(name) if update.adapter is not None else {key: mine[key] for key in update.names}
         if fingerprint(held.items()) != sent_fingerprint:
             raise Mismatch(f"the engine does not hold the weights of version {update.version} it was sent")
         if update.canary is not None:
@@ -222,9 +224,9 @@ class WeightApplier(ABC):
         if update.adapter is None and update.names != mine.keys():
             sent_fingerprint = fingerprint(mine.items())
         known = {update.version: sent_fingerprint}
-        weights |= dict.fromkeys(_touched(update), known)
+        weights |= dict.fromkeys(_updated_models(update), known)
         if update.adapter is None and self.catalog.slots[POLICY]:
-            weights[POLICY] = {update.version: fingerprint(self._held(POLICY).items())}
+            weights[POLICY] = {update.version: fingerprint(self._served_tensors(POLICY).items())}
 
     def check_canary(self, canary: Canary, model: str) -> None:
         """The trainer's log probabilities of a short prompt must be found again."""
@@ -236,7 +238,7 @@ class WeightApplier(ABC):
                 f"differ by {gap:.2g} on average (allowed: {allowed:.2g})"
             )
 
-    def _held(self, model: str) -> dict[str, Array]:
+    def _served_tensors(self, model: str) -> dict[str, Array]:
         slot = self.catalog.slots[model]
         if slot and self._slots is not None:
             return self._slots.tensors(slot)
@@ -250,13 +252,15 @@ class WeightApplier(ABC):
             if (error := self._quarantine.get(name)) is not None:
                 raise type(error)(str(error))
 
-    def swap(self, staged: StagedUpdate, scheduler: Scheduler, recompute: bool, fail: Fail, guide: MakeGuide) -> None:
+    def swap(
+        self, staged: StagedUpdate, scheduler: Scheduler, recompute: bool, fail: FailRequest, guide: MakeGuide
+    ) -> None:
         """Apply an update and verify it. Nothing drains: what runs goes on with the new weights."""
         update = staged.update
         name = None if update.adapter is None else update.adapter.name
         before = dict(self.catalog.weights)
 
-        def distrust(error: Exception) -> None:
+        def quarantine(error: Exception) -> None:
             """Sample nothing more from these weights: running, waiting and later requests fail with the reason."""
             kind = PartialUpdateError if isinstance(error, PartialUpdateError) else Mismatch
             self._quarantine[name] = kind(str(error))
@@ -267,7 +271,7 @@ class WeightApplier(ABC):
         try:
             sent_fingerprint = self.apply(staged)
         except PartialUpdateError as error:
-            distrust(error)
+            quarantine(error)
             raise
         self._carry_over(name, before, update.version, sent_fingerprint, scheduler, fail, guide)
         scheduler.swap(name, recompute)
@@ -275,26 +279,26 @@ class WeightApplier(ABC):
             if sent_fingerprint is not None:
                 self.verify(update, sent_fingerprint)
         except Exception as error:  # whatever it was, these weights are not proved
-            distrust(error)
+            quarantine(error)
             raise
         self._quarantine.pop(name, None)
 
     def _carry_over(
         self, name: str | None, before: dict[str, dict[int, str]], version: int, sent_fingerprint: str | None,
-        scheduler: Scheduler, fail: Fail, guide: MakeGuide,
+        scheduler: Scheduler, fail: FailRequest, guide: MakeGuide,
     ) -> None:  # fmt: skip
         """Sequences that go on under new weights keep the names of the old. After a roll-back a version comes again
         with other weights: a completion that already holds tokens of that number begins anew, for one that mixed both
         could not say which is which."""
         carried: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
-        for sequence in scheduler.begun(name):
+        for sequence in scheduler.sampled_sequences(name):
             was = before[sequence.request.model]
             if self.catalog.weights[sequence.request.model] is was:
                 continue  # an adapter beside a new base
             past = (sequence.weights or {}) | {v: of for v, of in was.items() if v == sequence.versions[-1]}
             if version not in sequence.versions or past.get(version) == sent_fingerprint:
                 sequence.weights = carried.setdefault(tuple(past.items()), past)
-            elif sequence.streamed:
+            elif sequence.num_streamed:
                 scheduler.abort([sequence])
                 why = f"version {version} came again with other weights under a stream: ask again"
                 fail(sequence, why, EngineError)
@@ -304,9 +308,9 @@ class WeightApplier(ABC):
                     sequence.guide = guide(sequence.request.grammar)
 
 
-def _touched(update: WeightUpdate) -> tuple[str, ...]:
+def _updated_models(update: WeightUpdate) -> tuple[str, ...]:
     return (POLICY, BASE) if update.adapter is None else (update.adapter.name,)
 
 
-def _form(tensor: Array) -> str:
+def _describe(tensor: Array) -> str:
     return f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}"

@@ -7,16 +7,16 @@ from typing import ClassVar
 
 from paceline.config.env import AlphabetSortConfig as Config
 from paceline.data import Row
-from paceline.envs.answers import tagged
+from paceline.envs.answers import extract_tag
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
 from paceline.envs.words import split_of, words
 from paceline.rollout import Message, Seat
 
-POOL = 4000
+WORD_POOL_SIZE = 4000
 """Made-up words to draw from."""
-SHORT = 4
+MAX_SHORT_LETTERS = 4
 """Letters of a word for a small model, at most."""
-PATIENCE = 1000
+MAX_DRAWS = 1000
 """Draws for one row before there seem to be no lists of this split."""
 
 
@@ -67,7 +67,7 @@ class AlphabetSort(Environment):
     def _draw(self, rng: random.Random, split: Split) -> tuple[list[list[str]], str]:
         """A list of the split. Its split is a hash of the list itself, as for all made-up items (`words.py`)."""
         config = self._config
-        for _ in range(PATIENCE):
+        for _ in range(MAX_DRAWS):
             turns = rng.randint(config.min_turns, config.max_turns)
             sizes = [rng.randint(config.min_names, config.max_names) for _ in range(turns)]
             names = self._items.draw(rng, sum(sizes))
@@ -78,7 +78,7 @@ class AlphabetSort(Environment):
 
     def _ask(self, turns: Sequence[Sequence[str]], by: str) -> Message:
         ask = self._items.first if len(turns) == 1 else self._items.more
-        names = self._items.listed(turns[-1])
+        names = self._items.join(turns[-1])
         return {"role": "user", "content": ask.format(names=names, by=by, mark=self._mark.strip())}
 
 
@@ -97,25 +97,25 @@ class NameList:
     )
 
     def __init__(self, config: Config) -> None:
-        self._words = [word.capitalize() for word in words("train", POOL, seed=0)]
+        self._words = [word.capitalize() for word in words("train", WORD_POOL_SIZE, seed=0)]
 
     def draw(self, rng: random.Random, count: int) -> list[str]:
         """No two share a first or a last name, so there is one right order."""
         parts = rng.sample(self._words, 2 * count)
         return [f"{first} {last}" for first, last in zip(parts[:count], parts[count:], strict=True)]
 
-    def listed(self, names: Sequence[str]) -> str:
+    def join(self, names: Sequence[str]) -> str:
         return "\n".join(names)
 
     def write(self, names: Sequence[str]) -> str:
-        return f"<sorted>\n{self.listed(names)}\n</sorted>"
+        return f"<sorted>\n{self.join(names)}\n</sorted>"
 
     def read(self, text: str) -> list[str]:
-        lines = map(str.strip, (tagged(text, "sorted") or "").splitlines())
+        lines = map(str.strip, (extract_tag(text, "sorted") or "").splitlines())
         return [line for line in lines if line]
 
 
-class Words:
+class WordList:
     """Short made-up words, and as little else as possible."""
 
     mark: ClassVar[str] = "*"
@@ -124,21 +124,21 @@ class Words:
     more: ClassVar[str] = "more: {names}"
 
     def __init__(self, config: Config) -> None:
-        self._words = [word for word in words("train", POOL, seed=0) if len(word) <= SHORT]
+        self._words = [word for word in words("train", WORD_POOL_SIZE, seed=0) if len(word) <= MAX_SHORT_LETTERS]
 
     def draw(self, rng: random.Random, count: int) -> list[str]:
         return rng.sample(self._words, count)
 
-    def listed(self, names: Sequence[str]) -> str:
+    def join(self, names: Sequence[str]) -> str:
         return " ".join(names)
 
-    write = listed
+    write = join
 
     def read(self, text: str) -> list[str]:
         return text.split()
 
 
-class Letters(Words):
+class LetterList(WordList):
     """Single letters, for a model of letters: `sort: cab` wants `abc`."""
 
     mark: ClassVar[str] = ""
@@ -146,13 +146,13 @@ class Letters(Words):
     def __init__(self, config: Config) -> None:
         self._words = list(config.letters)
 
-    def listed(self, names: Sequence[str]) -> str:
+    def join(self, names: Sequence[str]) -> str:
         return "".join(names)
 
-    write = listed
+    write = join
 
     def read(self, text: str) -> list[str]:
         return [letter for letter in text if not letter.isspace()]
 
 
-ITEMS: Mapping[str, type[NameList] | type[Words]] = {"names": NameList, "words": Words, "letters": Letters}
+ITEMS: Mapping[str, type[NameList] | type[WordList]] = {"names": NameList, "words": WordList, "letters": LetterList}

@@ -15,13 +15,13 @@ _NUMBER = re.compile(
 _LATEX_SPACES = re.compile(r"\\[,;:! ]|~")
 
 
-# --- what a reply gives
+# --- answers in a reply
 
 
-def tagged(text: str, tag: str = "answer") -> str | None:
+def extract_tag(text: str, tag: str = "answer") -> str | None:
     """The text in the last complete pair of tags.
 
-    >>> tagged("<answer>1</answer> no: <answer>2</answer>")
+    >>> extract_tag("<answer>1</answer> no: <answer>2</answer>")
     '2'
     """
     end = text.rfind(f"</{tag}>")
@@ -29,10 +29,10 @@ def tagged(text: str, tag: str = "answer") -> str | None:
     return None if start < 0 else text[start + len(tag) + 2 : end]
 
 
-def boxed(text: str) -> str | None:
+def extract_boxed(text: str) -> str | None:
     r"""The text in the last `\boxed{}`, braces inside included.
 
-    >>> boxed(r"so \boxed{\frac{1}{2}}.")
+    >>> extract_boxed(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     """
     _, mark, rest = text.rpartition("\\boxed{")
@@ -47,7 +47,7 @@ def boxed(text: str) -> str | None:
 
 
 def numbers(text: str) -> list[Fraction]:
-    """Every number in a text, whatever it is written like.
+    """Every number in a text, in any notation.
 
     >>> numbers("$1,080.50 for 3 of them, less 5%")
     [Fraction(2161, 2), Fraction(3, 1), Fraction(5, 1)]
@@ -58,7 +58,7 @@ def numbers(text: str) -> list[Fraction]:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The number a text ends with, or last speaks of."""
+    """The last number in a text."""
     found = numbers(text)
     return found[-1] if found else None
 
@@ -73,13 +73,13 @@ def only_number(text: str) -> Fraction | None:
     return found[0] if len(found) == 1 else None
 
 
-def normalised(text: str, ignore_case: bool = False) -> str:
+def normalise_spaces(text: str, ignore_case: bool = False) -> str:
     """The text with each run of white space as one blank, and none at the ends."""
     text = " ".join(text.split())
     return text.casefold() if ignore_case else text
 
 
-# --- what a row wants
+# --- answers that a row accepts
 
 
 def conversation(row: Row, system: str = "") -> list[Message]:
@@ -88,7 +88,7 @@ def conversation(row: Row, system: str = "") -> list[Message]:
     return row["messages"] if own or not system else [{"role": "system", "content": system}, *row["messages"]]
 
 
-def wanted(row: Row) -> list[str]:
+def accepted_answers(row: Row) -> list[str]:
     """The answers a row accepts."""
     answer = row.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
@@ -101,4 +101,4 @@ def wanted(row: Row) -> list[str]:
 
 def question_and_answers(row: Row, system: str) -> Row:
     """A row whose answer is text to compare with."""
-    return row | {"messages": conversation(row, system), "answer": wanted(row)}
+    return row | {"messages": conversation(row, system), "answer": accepted_answers(row)}

@@ -1,4 +1,4 @@
-"""The environment contract: give examples, play episodes. An environment never sees a token unless it asks for one."""
+"""Defines environments: they list examples and play episodes, in messages rather than tokens."""
 
 import random
 from abc import ABC, abstractmethod
@@ -45,8 +45,8 @@ class Outcome:
 
     def __post_init__(self) -> None:
         for seat, reward in self.rewards.items():
-            if problem := not_a_reward(reward):
-                raise EnvError(f"the reward of seat `{seat}` is {shown(reward)}: {problem}")
+            if problem := reward_problem(reward):
+                raise EnvError(f"the reward of seat `{seat}` is {short_repr(reward)}: {problem}")
 
 
 class Environment(ABC):
@@ -98,14 +98,14 @@ class SingleTurn(Environment):
         return self.score(example, reply)
 
 
-def number(value: Any, where: str) -> float:
-    """A reward a user's code returned, as a float."""
-    if problem := not_a_reward(value):
-        raise EnvError(f"{where} returned {shown(value)}: {problem}")
+def parse_reward(value: Any, where: str) -> float:
+    """Convert a reward that user code returned to a float."""
+    if problem := reward_problem(value):
+        raise EnvError(f"{where} returned {short_repr(value)}: {problem}")
     return float(value)
 
 
-def not_a_reward(value: Any) -> str:
+def reward_problem(value: Any) -> str:
     """Why a value cannot be a reward; empty if it can."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         return "return a number, a bool, or None to drop the episode"
@@ -118,8 +118,8 @@ def not_a_reward(value: Any) -> str:
     return ""
 
 
-def shown(value: Any) -> str:
-    """A value of user code as it is quoted in an error: short, whatever it is."""
+def short_repr(value: Any) -> str:
+    """A short `repr` of a value of user code, for error messages."""
     try:
         text = repr(value)
     except Exception as error:  # also an integer of more digits than Python prints
@@ -127,17 +127,17 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-_LIMIT: ContextVar[int | None] = ContextVar("rows of each dataset", default=None)
+_ROW_LIMIT: ContextVar[int | None] = ContextVar("rows of each dataset", default=None)
 
 
 @contextmanager
-def first_rows(count: int) -> Generator[None]:
-    """Inside, environments open only the first rows of their datasets: enough to see that their fields are right."""
-    token = _LIMIT.set(count)
+def limit_rows(count: int) -> Generator[None]:
+    """Limit environments to the first rows of their datasets, which is enough to check their fields."""
+    token = _ROW_LIMIT.set(count)
     try:
         yield
     finally:
-        _LIMIT.reset(token)
+        _ROW_LIMIT.reset(token)
 
 
 DatasetSection = DatasetEnvConfig | CustomEnvConfig | RetrievalConfig
@@ -159,7 +159,9 @@ def dataset_rows(
     source = config.dataset if split == "train" else config.eval_dataset
     if source is None:
         return []
-    return open_dataset(source, config.fields, limit=_LIMIT.get(), require=require, prompted=prompted, refine=refine)
+    return open_dataset(
+        source, config.fields, limit=_ROW_LIMIT.get(), require=require, prompted=prompted, refine=refine
+    )
 
 
 C = TypeVar("C", bound=DatasetSection)
@@ -189,11 +191,11 @@ class DatasetEnvironment(Environment, Generic[C]):
         return row
 
 
-HELD_OUT = 1 << 30
+EVAL_SEED_OFFSET = 1 << 30
 """Distance between the seeds of training and held-out rows: row i is made from seed + i, so neighbours share rows."""
 
 
 def row_seeds(config: ReasoningGymConfig | TextArenaConfig, split: Split) -> range:
     """The seed of each generated row of a split."""
-    first, size = (0, config.size) if split == "train" else (HELD_OUT, config.eval_size)
+    first, size = (0, config.size) if split == "train" else (EVAL_SEED_OFFSET, config.eval_size)
     return range(config.seed + first, config.seed + first + size)

@@ -12,9 +12,9 @@ from typing import Any
 
 from paceline.config.env import CalculatorConfig as Config
 from paceline.data import Row
-from paceline.envs.answers import boxed, last_number
+from paceline.envs.answers import extract_boxed, last_number
 from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
-from paceline.envs.reverse_text import in_place
+from paceline.envs.reverse_text import position_accuracy
 from paceline.envs.words import split_of
 from paceline.rollout import Message, Reply, Seat
 
@@ -24,8 +24,8 @@ MAX_CHARACTERS = 200
 MAX_DEPTH = 30
 MAX_BITS = 256
 """Of an integer, and so of the work in one step."""
-PATIENCE = 1000
-_PLAIN = re.compile(r"[0-9+\-*/%(). ]*")
+MAX_DRAWS = 1000
+_ALLOWED_TEXT = re.compile(r"[0-9+\-*/%(). ]*")
 
 
 class BadExpression(ValueError):
@@ -45,7 +45,7 @@ def calculate(expression: str) -> Number:
     """
     if len(expression) > MAX_CHARACTERS:
         raise BadExpression(f"longer than {MAX_CHARACTERS} characters")
-    if not _PLAIN.fullmatch(expression.strip()):
+    if not _ALLOWED_TEXT.fullmatch(expression.strip()):
         raise BadExpression("only numbers, + - * / // % ** and brackets are known")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
@@ -58,7 +58,7 @@ def calculate(expression: str) -> Number:
         raise BadExpression("not a whole expression") from None
 
 
-def written(value: Number) -> str:
+def format_number(value: Number) -> str:
     """A number as people write it: 84/2 is 42, not 42.0."""
     if isinstance(value, float) and not value.is_integer():
         return f"{value:.12g}"
@@ -70,16 +70,16 @@ def _value(node: ast.expr, depth: int) -> Number:
         raise BadExpression("nested too deeply")
     match node:
         case ast.Constant(value=int() | float() as value):
-            return _bounded(value)
+            return _check_bounds(value)
         case ast.UnaryOp(op=ast.UAdd() | ast.USub() as sign, operand=operand):
             value = _value(operand, depth - 1)
             return -value if isinstance(sign, ast.USub) else value
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _bounded(_OPERATORS[type(op)](_value(left, depth - 1), _value(right, depth - 1)))
+            return _check_bounds(_OPERATORS[type(op)](_value(left, depth - 1), _value(right, depth - 1)))
     raise BadExpression("only numbers, + - * / // % ** and brackets are known")
 
 
-def _bounded(value: Number) -> Number:
+def _check_bounds(value: Number) -> Number:
     if (isinstance(value, int) and value.bit_length() > MAX_BITS) or not math.isfinite(value):
         raise BadExpression("too large")
     return value
@@ -122,7 +122,7 @@ class Calculator(Environment):
         rng = random.Random(f"calculator {split}")
         rows = [self._draw(rng, split) for _ in range(count)]
         return [
-            {"messages": [self._style.ask(text)], "expression": text, "answer": written(calculate(text))}
+            {"messages": [self._style.ask(text)], "expression": text, "answer": format_number(calculate(text))}
             for text in rows
         ]
 
@@ -135,24 +135,26 @@ class Calculator(Environment):
             asked = self._style.calls(reply, example["expression"])
             if not asked or reply.truncated or not turns_left:
                 break
-            results = [work_out(expression) for expression, _ in asked]
+            results = [run_calculator(expression) for expression, _ in asked]
             calls += len(results)
             errors += sum(not is_number for _, is_number in results)
             texts = [text for text, _ in results]
             shown = shown or example["answer"] in texts
             messages.extend(self._style.answer(asked, texts))
         said = "" if asked else reply.content.strip()
-        inside = boxed(said)
+        inside = extract_boxed(said)
         correct = last_number(said if inside is None else inside) == Fraction(example["answer"])
         # A wrong answer earns nothing, unless the run file says otherwise. Calls count by what they showed (paid for
         # any call, a policy learns to have 5 worked out), digits only if they could be copied (else it guesses).
-        consolation = self._config.call_reward + self._config.partial_credit * in_place(said, example["answer"])
+        consolation = self._config.call_reward + self._config.partial_credit * position_accuracy(
+            said, example["answer"]
+        )
         reward = 1.0 if correct else shown * consolation
         return Outcome.solo(reward, correct=float(correct), calls=float(calls), tool_errors=float(errors))
 
     def _draw(self, rng: random.Random, split: Split) -> str:
         config = self._config
-        for _ in range(PATIENCE):
+        for _ in range(MAX_DRAWS):
             terms = rng.randint(config.min_terms, config.max_terms)
             text = str(rng.randint(config.min_operand, config.max_operand))
             for _ in range(terms - 1):
@@ -168,12 +170,12 @@ Call = tuple[str | None, str]
 """The expression the policy wants worked out, None if it did not say which; and the call's id."""
 
 
-def work_out(expression: str | None) -> tuple[str, bool]:
+def run_calculator(expression: str | None) -> tuple[str, bool]:
     """The calculator's answer, and whether it is a number. An error is an answer too: the policy can learn from it."""
     try:
         if expression is None:
             raise BadExpression("call it with an `expression`, as text")
-        return written(calculate(expression)), True
+        return format_number(calculate(expression)), True
     except BadExpression as error:
         return f"error: {error}", False
 

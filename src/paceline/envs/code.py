@@ -13,7 +13,7 @@ from paceline.envs.workers import WorkerFailed, Workers, failure_metrics
 from paceline.rollout import Seat
 
 GRADER = f"{Path(__file__).with_name('sandbox') / 'grader.py'}:grade"
-GRACE = 15.0
+GRADER_GRACE_SECONDS = 15.0
 """Seconds beyond its own deadline the grader may take, to start cells and to end them."""
 _PYTHON_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _PLAIN_BLOCK = re.compile(r"```[ \t]*\r?\n(.*?)```", re.DOTALL)
@@ -44,9 +44,9 @@ class Code(DatasetEnvironment[Config]):
         """The outcome of a reply."""
         c = self._config
         limits = {"seconds": c.time_limit, **c.model_dump(include={"memory_mb", "file_mb", "processes"})}
-        args = [solution_in(text), list(tests), entry_point, c.reward == "all", c.sandbox, limits]
+        args = [extract_code(text), list(tests), entry_point, c.reward == "all", c.sandbox, limits]
         try:
-            graded = await self._workers.call(GRADER, args, c.time_limit + GRACE)
+            graded = await self._workers.call(GRADER, args, c.time_limit + GRADER_GRACE_SECONDS)
         except WorkerFailed as failed:
             return Outcome.solo(0.0, solved=0.0, passed=0.0, **failure_metrics(failed))
         if "no_jail" in graded:
@@ -74,10 +74,10 @@ class Code(DatasetEnvironment[Config]):
         return row | {"messages": conversation(row, self._config.system), "tests": tests}
 
 
-def solution_in(text: str) -> str:
+def extract_code(text: str) -> str:
     r"""The program in a reply: its last block marked as Python, else its last block without a mark, else all of it.
 
-    >>> solution_in("First ```python\nx = 1\n``` and better:\n```python\nx = 2\n```")
+    >>> extract_code("First ```python\nx = 1\n``` and better:\n```python\nx = 2\n```")
     'x = 2\n'
     """
     for blocks in (_PYTHON_BLOCK.findall(text), _PLAIN_BLOCK.findall(text)):

@@ -1,4 +1,4 @@
-"""A user's own environment, by import path: a class, or a function that plays one row."""
+"""Loads a user's environment by import path: a class, or a function that plays one row."""
 
 import inspect
 import math
@@ -9,21 +9,21 @@ from typing import Any, get_args
 from paceline.config.env import CustomEnvConfig as Config
 from paceline.data import Row
 from paceline.engine import Finish
-from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Environment, Outcome, Split, number
+from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Environment, Outcome, Split, parse_reward
 from paceline.rollout import Rollout, Seat, Turn
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
 
-MOST_VERSIONS = 2**31 - 1
-LARGEST = 3e38
+MAX_VERSION = 2**31 - 1
+MAX_FLOAT = 3e38
 """The largest values that fit the streams' types."""
-SAMPLED = ("logprobs", "versions", "log_z")
+TOKEN_STREAMS = ("logprobs", "versions", "log_z")
 """Streams with an entry for each sampled token."""
 
 
-def take_over(rollout: Rollout, seat: Seat, where: str) -> Outcome | None:
-    """The outcome of a hand-made rollout, whose turns stand for whatever the seat has recorded. Whose turn it was and
-    for which ticket, the run knows better than the rollout."""
+def accept_rollout(rollout: Rollout, seat: Seat, where: str) -> Outcome | None:
+    """The outcome of a rollout that user code built. Its turns replace those that the seat recorded; its actor and
+    ticket are ignored, since the run sets them."""
     if rollout.dropped:
         return None
     if rollout.error is not None:
@@ -33,11 +33,11 @@ def take_over(rollout: Rollout, seat: Seat, where: str) -> Outcome | None:
     if not rollout.turns:
         raise EnvError(f"{where} returned a Rollout without turns: return None to drop the episode")
     most = seat.vocabulary - 1
-    seat.turns[:] = [_checked(turn, f"{where}: turn {at}", most) for at, turn in enumerate(rollout.turns, start=1)]
-    return Outcome({POLICY: number(rollout.reward, where)}, rollout.metrics)
+    seat.turns[:] = [_check_turn(turn, f"{where}: turn {at}", most) for at, turn in enumerate(rollout.turns, start=1)]
+    return Outcome({POLICY: parse_reward(rollout.reward, where)}, rollout.metrics)
 
 
-def _checked(turn: Any, where: str, last_token: int) -> Turn:
+def _check_turn(turn: Any, where: str, last_token: int) -> Turn:
     """The turn with plain lists of one length."""
     if not isinstance(turn, Turn):
         raise EnvError(f"{where} of the Rollout is of type {type(turn).__name__}: make it a paceline.rollout.Turn")
@@ -45,12 +45,12 @@ def _checked(turn: Any, where: str, last_token: int) -> Turn:
         if getattr(turn, name) is None:
             raise EnvError(f"{where}: `{name}` is missing: every turn needs it")
     streams = {name: f"{where}: `{name}`" for name in ("prompt_ids", "completion_ids")}
-    ids = {name: _whole(getattr(turn, name), place, last_token) for name, place in streams.items()}
+    ids = {name: _check_integers(getattr(turn, name), place, last_token) for name, place in streams.items()}
     for name, tokens in ids.items():
         if not tokens:
             raise EnvError(f"{where}: `{name}` is empty: a turn needs a prompt, and something the policy said")
     sampled = len(ids["completion_ids"])
-    for name in SAMPLED:
+    for name in TOKEN_STREAMS:
         stream = getattr(turn, name)
         if stream is not None and len(stream) != sampled:
             raise EnvError(
@@ -64,22 +64,22 @@ def _checked(turn: Any, where: str, last_token: int) -> Turn:
     return replace(
         turn,
         **ids,
-        versions=_whole(turn.versions, f"{where}: `versions`", MOST_VERSIONS),
-        logprobs=_finite(turn.logprobs, f"{where}: `logprobs`"),
-        log_z=None if turn.log_z is None else _finite(turn.log_z, f"{where}: `log_z`"),
+        versions=_check_integers(turn.versions, f"{where}: `versions`", MAX_VERSION),
+        logprobs=_check_floats(turn.logprobs, f"{where}: `logprobs`"),
+        log_z=None if turn.log_z is None else _check_floats(turn.log_z, f"{where}: `log_z`"),
     )
 
 
-def _whole(values: Sequence[Any], where: str, most: int) -> list[int]:
+def _check_integers(values: Sequence[Any], where: str, most: int) -> list[int]:
     for value in values:
         if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= int(value) <= most:
             raise EnvError(f"{where} holds {value!r}: it must hold whole numbers from 0 to {most}")
     return [int(value) for value in values]
 
 
-def _finite(values: Sequence[Any], where: str) -> list[float]:
+def _check_floats(values: Sequence[Any], where: str) -> list[float]:
     for value in values:
-        if not hasattr(value, "__float__") or not abs(value) < LARGEST:
+        if not hasattr(value, "__float__") or not abs(value) < MAX_FLOAT:
             raise EnvError(f"{where} holds {value!r}: it must hold finite numbers")
     return [float(value) for value in values]
 
@@ -109,8 +109,8 @@ class FunctionEnvironment(DatasetEnvironment[Config]):
         if answer is None or isinstance(answer, Outcome):
             return answer
         if isinstance(answer, Rollout):
-            return take_over(answer, seats[POLICY], self._config.import_path)
-        return Outcome.solo(number(answer, self._config.import_path))
+            return accept_rollout(answer, seats[POLICY], self._config.import_path)
+        return Outcome.solo(parse_reward(answer, self._config.import_path))
 
 
 def custom_environment(config: Config) -> Environment:

@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.config.env import ModuleEnvConfig as Config
 from paceline.data import Row
-from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, number
+from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, parse_reward
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Message, Seat
 from paceline.util.importing import import_object
@@ -22,14 +22,16 @@ class ModuleEnvironment(DatasetEnvironment[Config]):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._functions = {"reward_fn": _function(config, import_object(f"{config.module}:reward_fn"), "reward_fn")}
+        self._functions = {
+            "reward_fn": _check_function(config, import_object(f"{config.module}:reward_fn"), "reward_fn")
+        }
         module = sys.modules[import_object(f"{config.module}:__name__")]
         for name in ("interact", "cleanup"):
             if hasattr(module, name):
-                self._functions[name] = _function(config, getattr(module, name), name)
+                self._functions[name] = _check_function(config, getattr(module, name), name)
         if config.max_turns > 1 and "interact" not in self._functions:
             raise EnvError(f"{config.module}: max_turns = {config.max_turns} needs a function `interact(messages)`")
-        self._tools = _tools(getattr(module, "tools", None), f"{config.module}: `tools`")
+        self._tools = _check_tools(getattr(module, "tools", None), f"{config.module}: `tools`")
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         messages: list[Message] = example["messages"]
@@ -42,7 +44,7 @@ class ModuleEnvironment(DatasetEnvironment[Config]):
                 await self._call("cleanup", messages)
         if reward is None:
             return None
-        return Outcome.solo(number(reward, f"{self._config.module}: reward_fn"), turns=float(turns))
+        return Outcome.solo(parse_reward(reward, f"{self._config.module}: reward_fn"), turns=float(turns))
 
     async def _converse(self, messages: list[Message], seat: Seat) -> int:
         """Talk until `interact` has nothing more to say; returns the number of replies."""
@@ -68,13 +70,13 @@ class ModuleEnvironment(DatasetEnvironment[Config]):
         """A user's function, whose every error says where it comes from."""
         where = f"{self._config.module}: {name}"
         try:
-            advice = self._config.to_raise("call_timeout")
+            advice = self._config.raise_hint("call_timeout")
             return await run_user_code(self._functions[name], *args, timeout=self._config.call_timeout, advice=advice)
         except Exception as error:
             raise EnvError(f"{where} raised {type(error).__name__}: {error}") from error
 
 
-def _function(config: Config, found: Any, name: str) -> Callable[..., Any]:
+def _check_function(config: Config, found: Any, name: str) -> Callable[..., Any]:
     if not callable(found):
         raise EnvError(f"{config.module}: `{name}` is of type {type(found).__name__}: it must be a function")
     return found
@@ -88,7 +90,7 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def _tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
+def _check_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
     for tool in tools if isinstance(tools, list | tuple) else [tools]:

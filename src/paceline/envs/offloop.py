@@ -4,8 +4,8 @@ Async functions are awaited. Sync ones run in threads, so that a tool which slee
 
 A thread cannot be killed. A call that ran past its deadline, or whose episode was cancelled, is *abandoned*: the caller
 goes on at once, whatever the call still returns is thrown away, its place goes to another thread, and its own thread
-ends with it. Threads are daemons, so a call that never returns does not keep the process alive either. Once `STUCK` of
-them hang, further calls are refused: some tool is broken, and each of its threads holds memory.
+ends with it. Threads are daemons, so a call that never returns does not keep the process alive either. Once
+`MAX_ABANDONED` of them hang, further calls are refused: some tool is broken, and each of its threads holds memory.
 
 What no thread can stop is `os._exit`, a crash in native code, or native code that keeps the interpreter's lock. Code
 that may do such things belongs in a process of its own.
@@ -23,9 +23,9 @@ from typing import Any
 from paceline.envs.base import EnvError
 from paceline.util.user_code import is_ctrl_c
 
-THREADS = 512
+MAX_THREADS = 512
 """Sync calls that run at once; more wait in line. A thread is made when no other is free."""
-STUCK = 2048
+MAX_ABANDONED = 2048
 """Abandoned calls still running before further ones are refused."""
 IDLE_SECONDS = 10.0
 """A thread without work ends after this long."""
@@ -41,39 +41,41 @@ async def run_user_code(
     """
     try:
         async with asyncio.timeout(timeout) as deadline:
-            return await _result(function, args)
+            return await _run(function, args)
     except TimeoutError as error:
         if not deadline.expired():
             raise  # the function's own
-        raise TimeoutError(f"`{name_of(function)}` took longer than {timeout:g} s{advice and f': {advice}'}") from error
+        raise TimeoutError(
+            f"`{function_name(function)}` took longer than {timeout:g} s{advice and f': {advice}'}"
+        ) from error
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def function_name(function: Callable[..., Any]) -> str:
     """The function's name, as its author wrote it."""
     if isinstance(function, partial):
-        return name_of(function.func)
+        return function_name(function.func)
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
-async def _result(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+async def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
         if inspect.iscoroutinefunction(function):
             return await function(*args)
-        value = await _THREADS.run(function, args)
+        value = await _POOL.run(function, args)
         # A lambda or an object around an async function cannot be told from a sync one before it was called.
         return await value if inspect.isawaitable(value) else value  # bounded: by `run_user_code`
     except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop, where a task of its own raises it
         if is_ctrl_c(error):
             raise
-        raise _contained(function, error) from error
+        raise _as_env_error(function, error) from error
 
 
-def _contained(function: Callable[..., Any], error: BaseException) -> EnvError:
-    """An error in the place of one that is no `Exception`."""
+def _as_env_error(function: Callable[..., Any], error: BaseException) -> EnvError:
+    """An `EnvError` in place of an error that is not an `Exception`."""
     ends = isinstance(error, SystemExit | KeyboardInterrupt)
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
     what = f"tried to end the process ({said})" if ends else f"raised {said}"
-    contained = EnvError(f"`{name_of(function)}` {what}: return, or raise an ordinary error")
+    contained = EnvError(f"`{function_name(function)}` {what}: return, or raise an ordinary error")
     contained.__cause__ = error
     return contained
 
@@ -86,7 +88,7 @@ class _Call:
         self._context = contextvars.copy_context()
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
-        self.over = self.abandoned = False
+        self.finished = self.abandoned = False
 
     def run(self) -> tuple[Any, BaseException | None]:
         try:
@@ -94,7 +96,7 @@ class _Call:
         except Exception as error:  # handed to the caller that awaits it
             return None, error
         except BaseException as error:  # would end this thread, or pass for a cancellation over there
-            return None, _contained(self._function, error)
+            return None, _as_env_error(self._function, error)
 
     def deliver(self, result: tuple[Any, BaseException | None]) -> None:
         """From the thread to the loop. A pair, because a future refuses to hold a StopIteration."""
@@ -104,14 +106,14 @@ class _Call:
             assert self._loop.is_closed()  # the run ended first, no caller waits any more
 
 
-class Threads:
+class UserCodeThreadPool:
     """A thread pool that, unlike `ThreadPoolExecutor`, replaces abandoned threads and lets the process end."""
 
-    def __init__(self, limit: int = THREADS, stuck: int = STUCK) -> None:
-        self._limit, self._most_stuck = limit, stuck
+    def __init__(self, limit: int = MAX_THREADS, max_abandoned: int = MAX_ABANDONED) -> None:
+        self._limit, self._max_abandoned = limit, max_abandoned
         self._waiting: deque[_Call] = deque()
         self._changed = threading.Condition()
-        self._threads = self._idle = self._stuck = 0
+        self._threads = self._idle = self._abandoned = 0
 
     async def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         call = _Call(function, args)
@@ -127,9 +129,9 @@ class Threads:
 
     def _enqueue(self, call: _Call) -> None:
         with self._changed:
-            if self._stuck >= self._most_stuck:
+            if self._abandoned >= self._max_abandoned:
                 raise EnvError(
-                    f"{self._stuck} calls of user code never came back: give the tools time limits of their own"
+                    f"{self._abandoned} calls of user code never came back: give the tools time limits of their own"
                 )
             self._waiting.append(call)
             self._start_thread()
@@ -140,7 +142,7 @@ class Threads:
             self._changed.notify()
             return
         try:
-            threading.Thread(target=self._work, name="paceline user code", daemon=True).start()
+            threading.Thread(target=self._run_calls, name="paceline user code", daemon=True).start()
             self._threads += 1
         except (
             RuntimeError
@@ -149,17 +151,17 @@ class Threads:
                 lost = EnvError(f"no thread can be started for user code: {error}")
                 self._waiting.popleft().deliver((None, lost))
 
-    def _work(self) -> None:
-        while (call := self._next()) is not None:
+    def _run_calls(self) -> None:
+        while (call := self._next_call()) is not None:
             result = call.run()
             with self._changed:
-                call.over = True
-                self._stuck -= call.abandoned
+                call.finished = True
+                self._abandoned -= call.abandoned
             if call.abandoned:
                 return  # its place was given away
             call.deliver(result)
 
-    def _next(self) -> _Call | None:
+    def _next_call(self) -> _Call | None:
         with self._changed:
             self._idle += 1
             found = self._changed.wait_for(lambda: self._waiting, IDLE_SECONDS)
@@ -173,12 +175,12 @@ class Threads:
         with self._changed:
             if call in self._waiting:
                 self._waiting.remove(call)
-            elif not call.over:
+            elif not call.finished:
                 call.abandoned = True
-                self._stuck += 1
+                self._abandoned += 1
                 self._threads -= 1
                 if self._waiting:
                     self._start_thread()
 
 
-_THREADS = Threads()
+_POOL = UserCodeThreadPool()

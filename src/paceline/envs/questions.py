@@ -10,16 +10,16 @@ from typing import Any
 from paceline.config.env import EqualityConfig, GSM8KConfig, MathConfig, TokenInConfig
 from paceline.data import BadRow, Row
 from paceline.envs.answers import (
-    boxed,
+    accepted_answers,
     conversation,
+    extract_boxed,
+    extract_tag,
     last_number,
-    normalised,
+    normalise_spaces,
     only_number,
     question_and_answers,
-    tagged,
-    wanted,
 )
-from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, SingleTurn, number
+from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, SingleTurn, parse_reward
 from paceline.envs.offloop import run_user_code
 from paceline.envs.workers import WorkerFailed, Workers, failure_metrics
 from paceline.rollout import Reply, Seat
@@ -30,20 +30,20 @@ class Equality(DatasetEnvironment[EqualityConfig], SingleTurn):
     """The last `<answer>...</answer>` of a reply must equal one of the row's answers."""
 
     def score(self, example: Row, reply: Reply) -> Outcome:
-        given = tagged(reply.text)
+        given = extract_tag(reply.text)
         if given is None:
             return Outcome.solo(0.0, correct=0.0, format=0.0)
-        correct = self._plain(given) in map(self._plain, example["answer"])
+        correct = self._normalise(given) in map(self._normalise, example["answer"])
         return Outcome.solo(1.0 if correct else self._config.format_reward, correct=float(correct), format=1.0)
 
     def _row(self, row: Row) -> Row:
         return question_and_answers(row, self._config.system)
 
-    def _plain(self, text: str) -> str:
-        return normalised(text, self._config.ignore_case)
+    def _normalise(self, text: str) -> str:
+        return normalise_spaces(text, self._config.ignore_case)
 
 
-MARK = "####"
+ANSWER_MARK = "####"
 """The mark that the dataset writes before the final answer."""
 
 
@@ -73,9 +73,9 @@ class GSM8K(DatasetEnvironment[GSM8KConfig]):
 
     def _row(self, row: Row) -> Row:
         """With the final answer of the dataset's worked solution."""
-        _, mark, answer = wanted(row)[0].rpartition(MARK)
+        _, mark, answer = accepted_answers(row)[0].rpartition(ANSWER_MARK)
         if not mark or only_number(answer) is None:
-            raise BadRow(f"`answer` must end in `{MARK} 18`, with the row's own number")
+            raise BadRow(f"`answer` must end in `{ANSWER_MARK} 18`, with the row's own number")
         return row | {"messages": conversation(row, self._config.system), "answer": answer.strip()}
 
 
@@ -85,13 +85,13 @@ def final_number(text: str) -> Fraction | None:
     >>> final_number("3 * 6 = 18\n#### $18.00") == final_number(r"\boxed{18}") == 18
     True
     """
-    if (inside := boxed(text)) is not None:
+    if (inside := extract_boxed(text)) is not None:
         return only_number(inside)
-    _, mark, rest = text.rpartition(MARK)
+    _, mark, rest = text.rpartition(ANSWER_MARK)
     return only_number(rest.strip().partition("\n")[0]) if mark else None
 
 
-CHECK = f"{Path(__file__).with_name('math_check.py')}:check"
+CHECK_FUNCTION = f"{Path(__file__).with_name('math_check.py')}:check"
 
 
 class Math(DatasetEnvironment[MathConfig]):
@@ -101,7 +101,7 @@ class Math(DatasetEnvironment[MathConfig]):
     `correct`, `parsed` (there was something to compare), `check_failed` and under it the share of each kind of failure.
     """
 
-    def __init__(self, config: MathConfig, check: str = CHECK) -> None:
+    def __init__(self, config: MathConfig, check: str = CHECK_FUNCTION) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise EnvError(f'environment `{config.name}` needs math-verify: pip install "paceline[tasks]"')
         super().__init__(config)
@@ -114,7 +114,7 @@ class Math(DatasetEnvironment[MathConfig]):
 
     async def grade(self, text: str, answers: Sequence[str]) -> Outcome:
         """The outcome of a reply. Only one box counts: a reply that boxes every candidate has not answered."""
-        box = boxed(text)
+        box = extract_boxed(text)
         said = text if box is None else f"\\boxed{{{box}}}"
         try:
             found = await self._workers.call(self._check, [said, list(answers)], self._config.check_timeout)
@@ -153,11 +153,11 @@ class TokenIn(DatasetEnvironment[TokenInConfig]):
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         reply = await seats[POLICY].complete(example["input_token_ids"])
         if self._scorer is None:
-            correct = normalised(reply.text) in map(normalised, example["answer"])
+            correct = normalise_spaces(reply.text) in map(normalise_spaces, example["answer"])
             return Outcome.solo(float(correct), correct=float(correct))
-        return await self._judged(example, reply.text)
+        return await self._run_scorer(example, reply.text)
 
-    async def _judged(self, example: Row, text: str) -> Outcome | None:
+    async def _run_scorer(self, example: Row, text: str) -> Outcome | None:
         """The outcome by the user's scorer. A sync one runs off the event loop: it may take its time."""
         hook = self._config.scorer
         assert hook is not None
@@ -165,7 +165,7 @@ class TokenIn(DatasetEnvironment[TokenInConfig]):
         judged = await run_user_code(partial(self._scorer, **hook.kwargs), example, text)
         if judged is None or isinstance(judged, Outcome):
             return judged
-        return Outcome.solo(number(judged, hook.import_path))
+        return Outcome.solo(parse_reward(judged, hook.import_path))
 
     def _row(self, row: Row) -> Row:
-        return row if self._scorer is not None else row | {"answer": wanted(row)}
+        return row if self._scorer is not None else row | {"answer": accepted_answers(row)}

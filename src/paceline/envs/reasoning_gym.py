@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.config.env import ReasoningGymConfig as Config
 from paceline.data import DatasetUri, Row
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, number, row_seeds
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, parse_reward, row_seeds
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Message, Seat
 
@@ -34,7 +34,7 @@ class ReasoningGym(Environment):
         seeds = row_seeds(self._config, split)
         return [
             self._row(task, entry)
-            for task, count in shares(self._config.weights, len(seeds)).items()
+            for task, count in split_by_weight(self._config.weights, len(seeds)).items()
             for entry in (self._dataset(task, count, seeds.start) if count else ())
         ]
 
@@ -44,11 +44,11 @@ class ReasoningGym(Environment):
         metrics = {"answered": float(given is not None), "unscorable": 0.0}
         try:
             score = self._scorers[task].score_answer
-            advice = self._config.to_raise("score_timeout")
+            advice = self._config.raise_hint("score_timeout")
             said = await run_user_code(
                 score, given, example["entry"], timeout=self._config.score_timeout, advice=advice
             )
-            reward = number(said, f"reasoning-gym task `{task}`")
+            reward = parse_reward(said, f"reasoning-gym task `{task}`")
         except UNSCORABLE:
             # Some rules trip over answers that are no answers. To drop those episodes would spare the policy its worst.
             reward, metrics["unscorable"] = 0.0, 1.0
@@ -87,10 +87,10 @@ def reasoning_gym_rows(address: DatasetUri) -> list[Row]:
     return [{"messages": row["messages"], "answer": row["answer"]} for row in rows]
 
 
-def shares(weights: Mapping[str, float], size: int) -> dict[str, int]:
-    """`size` cut by weight into whole numbers, the largest remainders first.
+def split_by_weight(weights: Mapping[str, float], size: int) -> dict[str, int]:
+    """Split `size` by weight into whole numbers, by the largest remainders.
 
-    >>> shares({"gcd": 1.0, "chain_sum": 2.0}, 10)
+    >>> split_by_weight({"gcd": 1.0, "chain_sum": 2.0}, 10)
     {'gcd': 3, 'chain_sum': 7}
     """
     total = sum(weights.values())

@@ -10,7 +10,7 @@ from typing import Literal
 from paceline.config.env import RetrievalConfig as Config
 from paceline.data import BadRow, Row, open_rows
 from paceline.envs.base import POLICY, DatasetEnvironment, Outcome, Split
-from paceline.envs.search.client import Found, LocalSearch, SearchClient
+from paceline.envs.search.client import LocalSearch, ResultDict, SearchClient
 from paceline.envs.search.index import QUESTIONS, open_index
 from paceline.rollout import Message, Seat
 
@@ -21,7 +21,7 @@ you know the answer, write only it between <answer> and </answer>.
 
 Question: {question}"""
 HINT = "Write <search>some words</search> to look something up, or <answer>your answer</answer>."
-NOTHING = "Nothing was found."
+NO_RESULTS = "Nothing was found."
 
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -43,7 +43,7 @@ class Retrieval(DatasetEnvironment[Config]):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        advice = config.to_raise("search_timeout")
+        advice = config.raise_hint("search_timeout")
         self._searcher = (
             LocalSearch(open_index(config.corpus), config.top_k)
             if config.url is None
@@ -70,7 +70,7 @@ class Retrieval(DatasetEnvironment[Config]):
                 break
             if move is not None and move.text:
                 searches += 1
-                found = shown(await self._searcher.search(move.text), self._config.max_result_chars)
+                found = format_results(await self._searcher.search(move.text), self._config.max_result_chars)
                 messages += [reply.message, {"role": self._config.results_role, "content": found}]
             else:
                 messages += [reply.message, {"role": "user", "content": HINT}]
@@ -86,7 +86,7 @@ class Retrieval(DatasetEnvironment[Config]):
         return row | {"messages": _opening(row), "answer": [str(one) for one in accepted]}
 
     def _outcome(self, answer: str, accepted: list[str], searches: int, formed: bool) -> Outcome:
-        correct = max(float(normalised(answer) == normalised(one)) for one in accepted)
+        correct = max(float(normalise_answer(answer) == normalise_answer(one)) for one in accepted)
         metrics = {"correct": correct, "searches": float(searches), "format": float(formed)}
         if self._config.score == "exact":
             return Outcome.solo(correct, **metrics)
@@ -109,22 +109,22 @@ def read_move(text: str) -> Move | None:
     return Move(kind, found[2].strip(), formed)
 
 
-def shown(found: Sequence[Found], most: int) -> str:
+def format_results(found: Sequence[ResultDict], most: int) -> str:
     """Results as the model reads them."""
     lines = [f"[{number}] {_entry(result, most)}" for number, result in enumerate(found, start=1)]
-    return "\n".join(["<information>", *(lines or [NOTHING]), "</information>"])
+    return "\n".join(["<information>", *(lines or [NO_RESULTS]), "</information>"])
 
 
-def _entry(result: Found, most: int) -> str:
+def _entry(result: ResultDict, most: int) -> str:
     text = " ".join(result["text"].split())
     text = text if len(text) <= most else f"{text[:most].rstrip()} ..."
     return f"{result['title']}: {text}" if result.get("title") else text
 
 
-def normalised(answer: str) -> str:
+def normalise_answer(answer: str) -> str:
     """Without case, punctuation, articles and spare white space, as SQuAD compares answers.
 
-    >>> normalised(" The Sea of  Brand. ")
+    >>> normalise_answer(" The Sea of  Brand. ")
     'sea of brand'
     """
     plain = " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
@@ -133,7 +133,7 @@ def normalised(answer: str) -> str:
 
 def f1(given: str, wanted: str) -> float:
     """Harmonic mean of precision and recall over words."""
-    ours, theirs = normalised(given).split(), normalised(wanted).split()
+    ours, theirs = normalise_answer(given).split(), normalise_answer(wanted).split()
     if not ours or not theirs:
         return float(ours == theirs)
     common = (Counter(ours) & Counter(theirs)).total()

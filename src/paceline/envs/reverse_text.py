@@ -44,11 +44,11 @@ class ReverseText(SingleTurn):
 
     def grade(self, given: str, wanted: str) -> Outcome:
         exact = given == wanted
-        partial = self._config.partial_credit * in_place(given, wanted)
+        partial = self._config.partial_credit * position_accuracy(given, wanted)
         return Outcome.solo(1.0 if exact else partial, exact=float(exact))
 
 
-def in_place(given: str, wanted: str) -> float:
+def position_accuracy(given: str, wanted: str) -> float:
     """Share of letters that stand where they should."""
     hits = sum(a == b for a, b in zip(given, wanted, strict=False))
     return hits / max(len(given), len(wanted), 1)

@@ -12,8 +12,8 @@ from typing import Any
 from paceline.config.env.base import RewardEnvConfig as Config
 from paceline.data import BadRow, Row
 from paceline.envs.answers import conversation
-from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, Split, number
-from paceline.envs.offloop import name_of, run_user_code
+from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, Split, parse_reward
+from paceline.envs.offloop import function_name, run_user_code
 from paceline.rollout import Reply, Seat
 from paceline.util.importing import import_object
 
@@ -49,7 +49,7 @@ class RewardFunction:
             raise EnvError(f"reward `{self.name}` takes no argument: its first one is the completion's text")
 
     @property
-    def batched(self) -> bool:
+    def is_batched(self) -> bool:
         """Whether it is written for TRL, where one call scores many completions."""
         return "completions" in self._parameters()
 
@@ -75,32 +75,32 @@ class RewardFunction:
 
     async def __call__(self, row: Row, reply: Reply) -> float | None:
         """Its value for one completion, not yet multiplied by the weight; None where it has no opinion."""
-        if self.batched:
-            return await self._one_of_batch(row, reply)
+        if self.is_batched:
+            return await self._call_batched(row, reply)
         known = {PROMPT: row["messages"], **row, **self.kwargs}
         target = self._target()
-        arguments = self._chosen({name: value for name, value in known.items() if name != target})
+        arguments = self._accepted_arguments({name: value for name, value in known.items() if name != target})
         parameter = self._parameters().get(target)
         if parameter is not None and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             call = partial(self.function, reply.text, **arguments)
         else:
             call = partial(self.function, **{target: reply.text}, **arguments)
         value = await run_user_code(call)
-        return None if value is None else number(value, f"the reward `{self.name}`")
+        return None if value is None else parse_reward(value, f"the reward `{self.name}`")
 
-    async def _one_of_batch(self, row: Row, reply: Reply) -> float | None:
+    async def _call_batched(self, row: Row, reply: Reply) -> float | None:
         """As TRL calls it: a prompt of messages has a completion of messages, a text one of text."""
         prompt = row.get(PROMPT, row["messages"])
         completion = reply.text if isinstance(prompt, str) else [reply.message]
         columns = {name: [value] for name, value in row.items() if name != PROMPT}
         known = {"prompts": [prompt], "completions": [completion], **columns, **self.kwargs}
-        values = await run_user_code(partial(self.function, **self._chosen(known)))
+        values = await run_user_code(partial(self.function, **self._accepted_arguments(known)))
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != 1:
             raise EnvError(
                 f"the reward `{self.name}` returned {values!r} for a list of 1 completion: return a list of 1 number, "
                 "or name the parameter `completion` to score one at a time"
             )
-        return None if values[0] is None else number(values[0], f"the reward `{self.name}`")
+        return None if values[0] is None else parse_reward(values[0], f"the reward `{self.name}`")
 
     def _target(self) -> str:
         """The parameter that gets the completion."""
@@ -108,9 +108,9 @@ class RewardFunction:
         first = next(iter(parameters.values()))
         if COMPLETION in parameters or first.kind is first.VAR_KEYWORD:
             return COMPLETION
-        return "completions" if self.batched else first.name
+        return "completions" if self.is_batched else first.name
 
-    def _chosen(self, known: Mapping[str, Any]) -> dict[str, Any]:
+    def _accepted_arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the known values that the function takes."""
         parameters = self._parameters()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -143,7 +143,9 @@ class RewardEnvironment(DatasetEnvironment[Config]):
         parts = [(reward, value) for reward, value in zip(self._rewards, values, strict=True) if value is not None]
         if not parts:
             return None
-        weighed = [number(reward.weight * value, f"the reward `{reward.name}`, weighted,") for reward, value in parts]
+        weighed = [
+            parse_reward(reward.weight * value, f"the reward `{reward.name}`, weighted,") for reward, value in parts
+        ]
         total = math.fsum(weighed)
         several = len(self._rewards) > 1
         return Outcome({POLICY: total}, {reward.name: value for reward, value in parts} if several else {})
@@ -182,4 +184,4 @@ def reward_functions(
 
 
 def _name(function: Callable[..., Any]) -> str:
-    return name_of(function).rpartition(".")[2]
+    return function_name(function).rpartition(".")[2]

@@ -15,29 +15,29 @@ from paceline.envs.offloop import run_user_code
 from paceline.rollout import Message, Seat
 from paceline.util.importing import import_object
 
-_LUCK = threading.Lock()
+_RNG_LOCK = threading.Lock()
 _MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
 _LISTS_MOVES = re.compile(r"available|valid|legal|possible|options", re.IGNORECASE)
 
 
 class Game:
-    """A game under way. Games draw from Python's global generator, so each is given its own state of it: how one goes
-    on does not depend on which others are played at the same time."""
+    """A game in progress. Games draw from Python's global generator, so each has its own state of it and does not
+    depend on the other games that run at the same time."""
 
     def __init__(self, name: str, args: Mapping[str, Any], players: int, seed: int) -> None:
         textarena = _package()
         if name not in textarena.envs.registration.ENV_REGISTRY:
             raise EnvError(f"textarena has no game `{name}`: `textarena.envs.registration.ENV_REGISTRY` lists them")
-        self._luck = random.Random(seed).getstate()
-        self._said = textarena.ObservationType.PLAYER_ACTION
+        self._rng_state = random.Random(seed).getstate()
+        self._action_type = textarena.ObservationType.PLAYER_ACTION
         self.over = False
-        with self._own_luck():
+        with self._own_rng():
             self._env = textarena.make(name, **args)
             self._env.reset(num_players=players, seed=seed)
-        self._core = _unwrapped(self._env)
+        self._core = _unwrap(self._env)
 
     def look(self) -> tuple[int, str]:
-        """Whose turn it is, and what the game showed them since their last one.
+        """The player whose turn it is, and what the game showed them since their last turn.
 
         Read below the package's wrappers, which would repeat the whole game each time: a conversation that only grows
         keeps its tokens.
@@ -47,12 +47,12 @@ class Game:
         lines = [
             text if who not in range(self._core.state.num_players) else f"[{names.get(who, f'Player {who}')}] {text}"
             for who, text, kind in seen
-            if not (who == player and kind is self._said)
+            if not (who == player and kind is self._action_type)
         ]
         return player, "\n".join(lines).strip() or "It is your turn."
 
     def move(self, action: str) -> None:
-        with self._own_luck():
+        with self._own_rng():
             self.over, _ = self._env.step(action)
 
     @property
@@ -72,35 +72,35 @@ class Game:
         return getattr(trial._core.state, "error_count", 0) <= mistakes and not trial.lost_by_rule(player)
 
     @contextmanager
-    def _own_luck(self) -> Generator[None]:
-        with _LUCK:
+    def _own_rng(self) -> Generator[None]:
+        with _RNG_LOCK:
             outside = random.getstate()
-            random.setstate(self._luck)
+            random.setstate(self._rng_state)
             try:
                 yield
             finally:
-                self._luck = random.getstate()
+                self._rng_state = random.getstate()
                 random.setstate(outside)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Game":
         twin = copy.copy(self)
         twin._env = copy.deepcopy(self._env, memo)
-        twin._core = _unwrapped(twin._env)
+        twin._core = _unwrap(twin._env)
         return twin
 
 
-def _unwrapped(env: Any) -> Any:
+def _unwrap(env: Any) -> Any:
     while isinstance(env, _package().Wrapper):
         env = env.env
     return env
 
 
-def random_move(game: Game, told: list[str], luck: random.Random) -> str:
+def random_move(game: Game, observations: list[str], rng: random.Random) -> str:
     """Any legal move among those the game named in brackets, like `[4]`: where it last listed them, or anywhere."""
-    lists = [line for line in told[-1].splitlines() if _LISTS_MOVES.search(line)]
-    for text in ("\n".join(lists), "\n".join(told)):
+    lists = [line for line in observations[-1].splitlines() if _LISTS_MOVES.search(line)]
+    for text in ("\n".join(lists), "\n".join(observations)):
         moves = sorted(set(_MOVE.findall(text)))
-        luck.shuffle(moves)
+        rng.shuffle(moves)
         if (legal := next(filter(game.allows, moves), None)) is not None:
             return legal
     raise EnvError(
@@ -117,7 +117,7 @@ def _package() -> Any:
     return textarena
 
 
-MOST_PLAYERS = 16
+MAX_PLAYERS = 16
 STEP_SECONDS = 60.0
 
 
@@ -130,8 +130,8 @@ class TextArena(Environment):
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._players = config.players or self._fewest()
-        self._open(config.seed)  # a game that cannot be played is an error now, not in the first episode
+        self._players = config.players or self._min_players()
+        self._new_game(config.seed)  # a game that cannot be played is an error now, not in the first episode
         self._opponent: Callable[..., Any] | None = None
         if config.opponent == "self":
             self.actors = tuple(f"player_{i}" for i in range(self._players)) if self._players > 1 else (POLICY,)
@@ -146,23 +146,23 @@ class TextArena(Environment):
         return [{"seed": seed, "seat": place % self._players} for place, seed in enumerate(seeds)]
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
-        game = await run_user_code(self._open, example["seed"], timeout=STEP_SECONDS)
+        game = await run_user_code(self._new_game, example["seed"], timeout=STEP_SECONDS)
         against_itself = self._config.opponent == "self"
         mine = dict(enumerate(self.actors)) if against_itself else {example["seat"]: POLICY}
-        luck = random.Random(example["seed"])
+        rng = random.Random(example["seed"])
         system = self._config.system_prompt
         opening: list[Message] = [{"role": "system", "content": system}] if system else []
-        told = {player: list(opening) for player in range(self._players)}
+        conversations = {player: list(opening) for player in range(self._players)}
         turns = 0
         while not game.over and turns < self._config.max_turns:
             player, text = game.look()
-            told[player].append({"role": "user", "content": text})
+            conversations[player].append({"role": "user", "content": text})
             if player in mine:
-                reply = await seats[mine[player]].chat(told[player])
-                told[player].append(reply.message)
+                reply = await seats[mine[player]].chat(conversations[player])
+                conversations[player].append(reply.message)
                 move = reply.content
             else:
-                move = await self._choose(game, told[player], luck)
+                move = await self._choose(game, conversations[player], rng)
             await run_user_code(game.move, move, timeout=STEP_SECONDS)
             turns += 1
         return self._outcome(game, mine, turns)
@@ -178,26 +178,26 @@ class TextArena(Environment):
             metrics["won"] = float(all(reward > 0 for reward in rewards.values()))
         return Outcome(rewards, metrics)
 
-    async def _choose(self, game: Game, told: Sequence[Message], luck: random.Random) -> str:
+    async def _choose(self, game: Game, conversation: Sequence[Message], rng: random.Random) -> str:
         """An opponent's move."""
-        texts = [message["content"] for message in told]
+        texts = [message["content"] for message in conversation]
         if self._opponent is None:
-            return await run_user_code(random_move, game, texts, luck, timeout=STEP_SECONDS)
-        move = await run_user_code(self._opponent, texts[-1], luck, timeout=STEP_SECONDS)
+            return await run_user_code(random_move, game, texts, rng, timeout=STEP_SECONDS)
+        move = await run_user_code(self._opponent, texts[-1], rng, timeout=STEP_SECONDS)
         if not isinstance(move, str):
             raise EnvError(f"{self._config.opponent} returned {move!r}: return the move as a string")
         return move
 
-    def _fewest(self) -> int:
-        for players in range(1, MOST_PLAYERS + 1):
+    def _min_players(self) -> int:
+        for players in range(1, MAX_PLAYERS + 1):
             try:
-                self._open(self._config.seed, players)
+                self._new_game(self._config.seed, players)
             except AssertionError:  # how its games refuse a number of players
                 continue
             return players
-        raise EnvError(f"textarena game `{self._config.game}` takes no number of players up to {MOST_PLAYERS}")
+        raise EnvError(f"textarena game `{self._config.game}` takes no number of players up to {MAX_PLAYERS}")
 
-    def _open(self, seed: int, players: int | None = None) -> Game:
+    def _new_game(self, seed: int, players: int | None = None) -> Game:
         config = self._config
         try:
             return Game(config.game, config.args, players or self._players, seed)

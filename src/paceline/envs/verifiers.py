@@ -33,7 +33,7 @@ HARNESS = "paceline_chat"
 CONNECT_SECONDS = 30.0
 
 
-class Refused(Exception):
+class EndpointRefused(Exception):
     """The model's endpoint answered with an error."""
 
 
@@ -75,7 +75,7 @@ def register(vf: Any) -> str:
                 chat = _ChatLoop(client, endpoint, ctx.model, tool_interception_url, secret)
                 try:
                     await chat.run(opening, specs)
-                except Refused as refusal:
+                except EndpointRefused as refusal:
                     # Whether a refusal is an error or how a task's own limit ends the episode, the package knows.
                     return vf.ProgramResult(exit_code=1, stdout="", stderr=str(refusal))
             return vf.ProgramResult(exit_code=0, stdout="", stderr="")
@@ -113,7 +113,7 @@ class _ChatLoop:
         if answer.status_code == 400 and "context" in answer.text and any(m["role"] == "assistant" for m in messages):
             return None
         if answer.is_error:
-            raise Refused(f"{answer.status_code}: {answer.text[-2000:]}")
+            raise EndpointRefused(f"{answer.status_code}: {answer.text[-2000:]}")
         message = answer.json()["choices"][0]["message"]
         return {key: value for key, value in message.items() if value is not None or key == "content"}
 
@@ -128,23 +128,23 @@ class _ChatLoop:
             arguments, problem = written, f"error: invalid JSON in tool arguments ({error}); resend with valid JSON"
         else:
             problem = None if isinstance(arguments, dict) else "error: tool arguments must be a JSON object"
-        if self._gate and (denied := await self._denied(call, name, arguments)) is not None:
+        if self._gate and (denied := await self._denial(call, name, arguments)) is not None:
             return denied
         if problem is None and name not in dispatch:
             problem = f"error: unknown tool {name!r}"
         content = problem or await call_mcp(servers, dispatch, name, arguments)
         return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 
-    async def _denied(self, call: dict[str, Any], name: str, arguments: Any) -> dict[str, Any] | None:
+    async def _denial(self, call: dict[str, Any], name: str, arguments: Any) -> dict[str, Any] | None:
         """The task's word instead of the tool's, if it forbids the call."""
         assert self._gate is not None
         asked = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
         answer = await self._client.post(self._gate, json=asked)
         if answer.is_error:
-            raise Refused(f"{answer.status_code}: {answer.text[-2000:]}")
+            raise EndpointRefused(f"{answer.status_code}: {answer.text[-2000:]}")
         decision = answer.json()
         if decision["action"] == "stop":
-            raise Refused(decision["reason"])
+            raise EndpointRefused(decision["reason"])
         return decision["message"] if decision["action"] == "deny" else None
 
 
@@ -160,7 +160,7 @@ class Verifiers(Environment):
         self._config = config
         self._vf = _package()
         self._chat = register(self._vf)
-        self._id = _importable(Path(config.id)) if config.id.endswith(".py") else config.id
+        self._id = _make_importable(Path(config.id)) if config.id.endswith(".py") else config.id
         self._env = self._build(config.args)
         roles = [name for name, spec in _roles(self._env.config) if spec.model is None and spec.client is None]
         if not roles:
@@ -228,11 +228,11 @@ class Verifiers(Environment):
         """Hold what all episodes share (tool servers, say) for as long as the event loop runs."""
         if self._serving is None or self._serving.done():
             ready = asyncio.get_running_loop().create_future()
-            self._serving = asyncio.create_task(self._hold(ready), name=f"serving {self._config.id}")
+            self._serving = asyncio.create_task(self._keep_serving(ready), name=f"serving {self._config.id}")
             self._ready = ready
         await asyncio.shield(self._ready)  # bounded: by the episode's timeout
 
-    async def _hold(self, ready: asyncio.Future[None]) -> None:
+    async def _keep_serving(self, ready: asyncio.Future[None]) -> None:
         try:
             async with self._env.serving():
                 ready.set_result(None)
@@ -316,7 +316,7 @@ def _episode_error(episode: Any) -> str:
     return f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed without saying why"
 
 
-def _importable(file: Path) -> str:
+def _make_importable(file: Path) -> str:
     """The name that `verifiers` imports a file by. Its folder is added to the import path, of this process and of those
     that serve the environment's tools, behind everything that is there."""
     if not file.is_file():

@@ -35,22 +35,22 @@ def main() -> None:
     ):  # the reading thread sees the pipe close, unless native code holds the interpreter's lock
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=read, args=(requests, lines), daemon=True).start()
+    threading.Thread(target=read_requests, args=(requests, lines), daemon=True).start()
     while True:
         line = lines.get()  # unbounded: a worker without work waits for some; without a parent it is killed
-        for answer in work(json.loads(line), settings["bytes"]):
+        for answer in handle_request(json.loads(line), settings["bytes"]):
             answers.write(answer + b"\n")
             answers.flush()
 
 
-def read(requests: BinaryIO, lines: "queue.SimpleQueue[bytes]") -> None:
-    """Hands requests on. When the parent is gone, so is everything here."""
+def read_requests(requests: BinaryIO, lines: "queue.SimpleQueue[bytes]") -> None:
+    """Queue the requests. When the parent is gone, kill this process group."""
     for line in requests:
         lines.put(line)
     os.killpg(0, signal.SIGKILL)
 
 
-def work(request: dict[str, Any], most: int) -> Any:
+def handle_request(request: dict[str, Any], most: int) -> Any:
     """The lines that answer a request. Running out of memory ends the process, as do `sys.exit` and `os._exit`."""
     from paceline.util.importing import import_object  # the parent's path is known only now
 

@@ -1,9 +1,9 @@
 """Calls functions that may hang, crash or flood in worker processes that can be killed.
 
 A call names its function by import path and takes plain JSON values. Workers start when they are needed and are used
-again; one that overruns its deadline, dies or talks nonsense is killed with whatever it started, and the next call gets
-a new one. A call whose process died is made once more, so a function should leave nothing behind but its answer. What
-it prints goes nowhere.
+again; one that overruns its deadline, dies or sends invalid output is killed with its child processes, and the next
+call gets a new one. A call whose process died is made once more, so a function should leave nothing behind but its
+answer. Its output is discarded.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import PacelineError
-from paceline.util.deadlines import within
+from paceline.util.deadlines import wait_within
 
-MAIN = Path(__file__).with_name("worker_main.py")
+WORKER_SCRIPT = Path(__file__).with_name("worker_main.py")
 """Run as a file: as a module it would import all of `paceline.envs`, torch included, into every worker."""
 ATTEMPTS = 2
 """Processes a call may see die. Something else may have killed the first; a second death is the call's own doing."""
-GONE_SECONDS = 30.0
-"""A killed process is gone at once, unless it hangs in the kernel."""
+KILL_SECONDS = 30.0
+"""Limit for a killed process to end; it ends at once unless it hangs in the kernel."""
 LOAD_SECONDS = 120.0
 """A worker may take this long to start and import a function, before the call's own time begins."""
 
@@ -54,18 +54,18 @@ class WorkerLimits:
     answer_bytes: int
 
 
-Elsewhere = Callable[[str, Sequence[Any], float, WorkerLimits], Awaitable[Any]]
-_elsewhere: list[Elsewhere] = []
+RemoteCall = Callable[[str, Sequence[Any], float, WorkerLimits], Awaitable[Any]]
+_remote_calls: list[RemoteCall] = []
 
 
 @contextmanager
-def elsewhere(call: Elsewhere) -> Generator[None]:
-    """Inside, `call` makes the calls instead: on other machines."""
-    _elsewhere.append(call)
+def run_remotely(call: RemoteCall) -> Generator[None]:
+    """Within this context all calls go through `call`, which runs them on other machines."""
+    _remote_calls.append(call)
     try:
         yield
     finally:
-        _elsewhere.remove(call)
+        _remote_calls.remove(call)
 
 
 class Workers:
@@ -78,8 +78,8 @@ class Workers:
     async def call(self, function: str, args: Sequence[Any], timeout: float) -> Any:
         """The result of `function(*args)`, as JSON gives it back. `function` is an import path; its time counts from
         when a worker has it loaded. Raises `WorkerFailed`."""
-        if _elsewhere:
-            return await _elsewhere[-1](function, args, timeout, self._limits)
+        if _remote_calls:
+            return await _remote_calls[-1](function, args, timeout, self._limits)
         request = json.dumps({"function": function, "args": list(args)}).encode() + b"\n"
         pool = self._pool()
         for _ in range(ATTEMPTS - 1):
@@ -110,7 +110,7 @@ class _Pool:
         self._places = asyncio.Semaphore(limits.count)  # first come, first served
         self._idle: list[_Worker] = []
         self._alive: set[_Worker] = set()
-        self._keeper = asyncio.create_task(self._keep(), name="paceline workers")
+        self._lifetime = asyncio.create_task(self._close_with_loop(), name="paceline workers")
 
     async def call(self, request: bytes, timeout: float) -> Any:
         async with self._places:  # bounded: each call before it has a deadline
@@ -132,7 +132,7 @@ class _Pool:
 
     @property
     def closed(self) -> bool:
-        return self._keeper.done() or self._keeper.cancelling() > 0
+        return self._lifetime.done() or self._lifetime.cancelling() > 0
 
     async def _start(self) -> "_Worker":
         worker = await _Worker.start(self._limits)
@@ -143,8 +143,8 @@ class _Pool:
         self._alive.discard(worker)
         await worker.kill()
 
-    async def _keep(self) -> None:
-        """Lives as long as the loop: when a loop ends its tasks are cancelled, and then the workers go."""
+    async def _close_with_loop(self) -> None:
+        """Wait until the event loop cancels this task at its end, then kill the workers."""
         try:
             await asyncio.get_running_loop().create_future()  # unbounded: until `close` or the end of the loop
         finally:
@@ -152,9 +152,9 @@ class _Pool:
             await asyncio.gather(*map(self._discard, list(self._alive)))
 
     async def close(self) -> None:
-        self._keeper.cancel()
+        self._lifetime.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await self._keeper  # bounded: it is cancelled
+            await self._lifetime  # bounded: it is cancelled
 
 
 class _Worker:
@@ -163,14 +163,14 @@ class _Worker:
     def __init__(self, process: asyncio.subprocess.Process, limits: WorkerLimits) -> None:
         self._process = process
         self._limits = limits
-        self._fresh = True
+        self._needs_settings = True
 
     @classmethod
     async def start(cls, limits: WorkerLimits) -> "_Worker":
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
-            str(MAIN),
+            str(WORKER_SCRIPT),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -180,37 +180,37 @@ class _Worker:
         return cls(process, limits)
 
     async def call(self, request: bytes, timeout: float) -> dict[str, Any]:
-        if self._fresh:
+        if self._needs_settings:
             settings = {"path": sys.path, "memory_mb": self._limits.memory_mb, "bytes": self._limits.answer_bytes}
             request = json.dumps(settings).encode() + b"\n" + request
-            self._fresh = False
-        loaded = await self._within(LOAD_SECONDS, self._ask(request), "loading ")
-        return loaded if "raised" in loaded else await self._within(timeout, self._answer())
+            self._needs_settings = False
+        loaded = await self._with_timeout(LOAD_SECONDS, self._send(request), "loading ")
+        return loaded if "raised" in loaded else await self._with_timeout(timeout, self._read_answer())
 
-    async def _within(self, seconds: float, answer: Any, doing: str = "") -> dict[str, Any]:
+    async def _with_timeout(self, seconds: float, answer: Any, doing: str = "") -> dict[str, Any]:
         try:
             async with asyncio.timeout(seconds):
                 return await answer
         except TimeoutError:
             raise WorkerFailed("timed_out", f"{doing}timed out after {seconds:g} s") from None
 
-    async def _ask(self, request: bytes) -> dict[str, Any]:
+    async def _send(self, request: bytes) -> dict[str, Any]:
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(ConnectionError):  # it died: the answer, or its absence, says how
             stdin.write(request)
-            await stdin.drain()  # bounded: by `_within`
-        return await self._answer()
+            await stdin.drain()  # bounded: by `_with_timeout`
+        return await self._read_answer()
 
-    async def _answer(self) -> dict[str, Any]:
+    async def _read_answer(self) -> dict[str, Any]:
         stdout = self._process.stdout
         assert stdout is not None
         try:
-            line = await stdout.readline()  # bounded: by `_within`
+            line = await stdout.readline()  # bounded: by `_with_timeout`
         except ValueError:  # longer than the stream's limit
             raise _too_large(self._limits) from None
         if not line.endswith(b"\n"):
-            code = await self._process.wait()  # bounded: by `_within`; its pipe is closed already
+            code = await self._process.wait()  # bounded: by `_with_timeout`; its pipe is closed already
             how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
             raise WorkerFailed("exited", how)
         try:
@@ -225,7 +225,7 @@ class _Worker:
         """The whole group, and wait until it is gone. Shielded: a cancelled caller must not leave a zombie."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already; macOS says it the second way
             os.killpg(self._process.pid, signal.SIGKILL)
-        await within(GONE_SECONDS, "the end of a worker that was killed", asyncio.shield(self._process.wait()))
+        await wait_within(KILL_SECONDS, "the end of a worker that was killed", asyncio.shield(self._process.wait()))
         # A process it started may have left the group and hold the pipes open; asyncio has no public way to let go.
         self._process._transport.close()  # ty: ignore[missing-attribute]
         await asyncio.sleep(0)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from paceline.model.cpu import quick_handover, set_cpu_threads, small_products
 from paceline.model.source import ModelError, resolve
 from paceline.model.tokenizer import end_tokens, load_tokenizer
-from paceline.util.lazy_import import lazily
+from paceline.util.lazy_import import lazy_getattr
 from paceline.weights.update import Adapter, Canary, ServedPolicy, WeightUpdate, fingerprint
 
 if TYPE_CHECKING:
     from paceline.model.attention import ATTENTION, PLAN, PackedPlan, UnsupportedModel
     from paceline.model.head import LMHead, token_logprobs
-    from paceline.model.loading import attach_lora, engine_twin, load_model, trainable, twin
+    from paceline.model.loading import attach_lora, clone_for_engine, clone_model, load_model, trainable_parameters
 
 __all__ = [
     "ATTENTION",
@@ -28,8 +28,9 @@ __all__ = [
     "UnsupportedModel",
     "WeightUpdate",
     "attach_lora",
+    "clone_for_engine",
+    "clone_model",
     "end_tokens",
-    "engine_twin",
     "fingerprint",
     "load_model",
     "load_tokenizer",
@@ -38,15 +39,14 @@ __all__ = [
     "set_cpu_threads",
     "small_products",
     "token_logprobs",
-    "trainable",
-    "twin",
+    "trainable_parameters",
 ]
 
-__getattr__ = lazily(
+__getattr__ = lazy_getattr(
     __name__,
     {
         "attention": ("ATTENTION", "PLAN", "PackedPlan", "UnsupportedModel"),
         "head": ("LMHead", "token_logprobs"),
-        "loading": ("attach_lora", "engine_twin", "load_model", "trainable", "twin"),
+        "loading": ("attach_lora", "clone_for_engine", "load_model", "trainable_parameters", "clone_model"),
     },
 )

@@ -16,10 +16,10 @@ class AdapterError(PacelineError):
     """An adapter that does not fit the model or its slots; nothing was changed."""
 
 
-def canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
     """One name for a LoRA tensor, whichever library wrote it.
 
-    >>> canonical("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight")
+    >>> canonical_name("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight")
     'model.layers.0.self_attn.q_proj.lora_A.weight'
     """
     name = _PREFIX.sub("", name)
@@ -40,7 +40,7 @@ def pair_halves(
     adapted, with the widths of their input and output; `rank` is the highest their slots hold."""
     halves: dict[str, dict[str, Array]] = {}
     for given, tensor in tensors.items():
-        found = LORA.match(canonical(given))
+        found = LORA.match(canonical_name(given))
         if found is None:
             raise AdapterError(f"adapter tensor `{given}` is no LoRA matrix of a linear layer: {_EXPECTED}")
         name, half = found["module"], found["half"]

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from paceline.model.adapter_names import AdapterError, check_scale, pair_halves
-from paceline.weights.manifest import problems, several
+from paceline.weights.manifest import find_problems, join_first
 
 
 class AdapterRoutes(nn.Module):
@@ -126,7 +126,7 @@ class Adapters:
             held[f"{name}.lora_B.weight"] = b[:, :rank]
         return held
 
-    def fitted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def fit_to_slot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as a slot would hold them: canonical names, the model's type. What a sender's fingerprint must be
         compared on when the adapter comes from a file; refuses what `load` refuses."""
         pairs = self._fit(tensors)
@@ -224,8 +224,8 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
 
 def read_adapter(folder: Path) -> tuple[dict[str, Tensor], float]:
     """The adapter's tensors under the names of the file, and its scale: what `Adapters.load` takes."""
-    if found := problems(folder):
-        raise AdapterError(f"adapter folder `{folder}` is damaged: {several(found)}; export it again")
+    if found := find_problems(folder):
+        raise AdapterError(f"adapter folder `{folder}` is damaged: {join_first(found)}; export it again")
     try:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "adapter_model.safetensors")

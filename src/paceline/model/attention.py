@@ -121,8 +121,8 @@ class _Bucket:
         self.rows = len(members)
         inside = [torch.arange(lengths[i]) for i in members]
         self.tokens = torch.cat([starts[i] + span for i, span in zip(members, inside, strict=True)]).to(device)
-        self._places = torch.cat([row * self.width + span for row, span in enumerate(inside)]).to(device)
-        self._full = len(self._places) == self.rows * self.width
+        self._indices = torch.cat([row * self.width + span for row, span in enumerate(inside)]).to(device)
+        self._full = len(self._indices) == self.rows * self.width
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         mask = None
@@ -130,9 +130,9 @@ class _Bucket:
             positions = torch.arange(self.width, device=q.device)
             mask = window_mask(positions, positions, window)
         out = sdpa(self._pad(q), self._pad(k), self._pad(v), scale, mask).reshape(-1, *q.shape[1:])
-        return out if self._full else out.index_select(0, self._places)
+        return out if self._full else out.index_select(0, self._indices)
 
     def _pad(self, x: Tensor) -> Tensor:
         if not self._full:
-            x = x.new_zeros(self.rows * self.width, *x.shape[1:]).index_copy(0, self._places, x)
+            x = x.new_zeros(self.rows * self.width, *x.shape[1:]).index_copy(0, self._indices, x)
         return x.view(self.rows, self.width, *x.shape[1:])

@@ -23,7 +23,7 @@ import torch._dynamo
 import torch._functorch.config
 from torch import nn
 
-from paceline.util.gc_tuning import freeze_more
+from paceline.util.gc_tuning import freeze_new_objects
 from paceline.util.process_exit import WITH_PARENT
 
 SWITCH_SECONDS = 10.0
@@ -107,14 +107,14 @@ class BackgroundCompile:
             return
         threading.Thread(target=self._follow, args=(self._process,), name="paceline-compile", daemon=True).start()
 
-    def switched(self) -> None:
+    def mark_switched(self) -> None:
         """The part runs compiled code from now on."""
         if self._state != "used":
             self._state = "used"
-            freeze_more()
+            freeze_new_objects()
             log.warning("the %s runs compiled code from here on", self.part)
 
-    def remember(self) -> None:
+    def write_marker(self) -> None:
         """Leave a mark for later runs: this code is on disk now."""
         self._marker.parent.mkdir(parents=True, exist_ok=True)
         self._marker.touch()
@@ -147,7 +147,7 @@ class BackgroundCompile:
         if self._state != "compiling":
             return  # closed meanwhile
         if code == 0:
-            self.remember()
+            self.write_marker()
             self._state = "ready"
         else:
             self._fail(errors[-1] if errors else f"exit code {code}")
@@ -182,13 +182,13 @@ KEPT = 0.9
 """Share of its activations a compiled layer keeps. At 0.9 it drops what one pointwise pass brings back: a third."""
 
 
-def compile_blocks(decoder: nn.Module, again: bool = False) -> None:
+def compile_blocks(decoder: nn.Module, retain_graph: bool = False) -> None:
     """Compile one layer, for any number of tokens, and let all layers run that code.
 
     The layers differ only in their weights and their number, which is not baked in. The whole model in one piece would
     be a few percent faster and take a minute at every start.
 
-    `again`: one forward pass may have several backward passes, so none may write over its inputs.
+    `retain_graph`: one forward pass may have several backward passes, so none may write over its inputs.
     """
     compile_cache()
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # float32 is meant where it is used
@@ -200,7 +200,7 @@ def compile_blocks(decoder: nn.Module, again: bool = False) -> None:
     torch._dynamo.config.specialize_float = True  # ty: ignore[invalid-assignment]
     torch._dynamo.config.recompile_limit = 64  # ty: ignore[invalid-assignment]
     torch._functorch.config.activation_memory_budget = KEPT
-    if again:
+    if retain_graph:
         torch._functorch.config.donated_buffer = False  # ty: ignore[invalid-assignment]
     for child in decoder.children():
         for block in child if isinstance(child, nn.ModuleList) else [child]:

@@ -1,15 +1,15 @@
 """The compute type that `model.dtype = "auto"` stands for on a device of this machine."""
 
-from paceline.config.hardware import HALVES, cpu_halves, fitting, stored_dtype
+from paceline.config.hardware import HALF_DTYPES, compute_dtype, cpu_half_dtypes, stored_dtype
 from paceline.config.model import Dtype, ModelConfig
 from paceline.model.source import ModelError, resolve
 
 
-def compute_dtype(model: ModelConfig, device: str) -> Dtype:
+def resolve_dtype(model: ModelConfig, device: str) -> Dtype:
     """The run file's type; under `auto` the checkpoint's own where `device` computes it fast, else float32."""
     if model.dtype != "auto":
         return model.dtype
-    return fitting(checkpoint_dtype(model.name), _fast(device))
+    return compute_dtype(checkpoint_dtype(model.name), _fast_dtypes(device))
 
 
 def checkpoint_dtype(name: str) -> Dtype | None:
@@ -34,7 +34,7 @@ def checkpoint_dtype(name: str) -> Dtype | None:
 def export_dtype(name: str | None, computed: str) -> str:
     """The type an export is written in: the checkpoint's own, unless the run computed in a narrower one."""
     stored = checkpoint_dtype(name) if name else None
-    return computed if stored is None or (computed in HALVES and stored not in HALVES) else stored
+    return computed if stored is None or (computed in HALF_DTYPES and stored not in HALF_DTYPES) else stored
 
 
 def dtype_name(dtype: object) -> str:
@@ -42,9 +42,9 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def _fast(device: str) -> frozenset[Dtype]:
+def _fast_dtypes(device: str) -> frozenset[Dtype]:
     if device.startswith("cuda"):
         import torch
 
-        return HALVES if torch.cuda.get_device_capability(device)[0] >= 8 else frozenset(("float16",))
-    return HALVES if device == "mlx-gpu" else frozenset() if device == "mlx-cpu" else cpu_halves()
+        return HALF_DTYPES if torch.cuda.get_device_capability(device)[0] >= 8 else frozenset(("float16",))
+    return HALF_DTYPES if device == "mlx-gpu" else frozenset() if device == "mlx-cpu" else cpu_half_dtypes()

@@ -20,9 +20,11 @@ ELEMENTS = {"cuda": 1 << 29, "cpu": 1 << 25}
 """Most logits held at once: 1 GiB in bfloat16 on a GPU, 128 MiB in float32 elsewhere."""
 
 
-def scored(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+def logprobs_and_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor
+) -> tuple[Tensor, Tensor]:
     """Log probability and entropy of each row, both differentiable."""
-    logprobs, entropies = _Scored.apply(hidden, weight, targets, temperatures)
+    logprobs, entropies = _LogprobsAndEntropy.apply(hidden, weight, targets, temperatures)
     return logprobs, entropies
 
 
@@ -54,7 +56,7 @@ def differentiate_(
     return logits.copy_(grad / temperatures[:, None])
 
 
-class _Scored(torch.autograd.Function):
+class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor):  # noqa: ANN001, ANN205
         rows = max(1, ELEMENTS[hidden.device.type] // weight.shape[0])
@@ -121,7 +123,7 @@ class LMHead:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
-    def native(self, hidden: Tensor) -> Tensor:
+    def native_logits(self, hidden: Tensor) -> Tensor:
         """The same logits, in the layer's own type where nothing is applied to them: half the bytes to read."""
         plain = not self._fp32 and self._multiply == self._divide and not self._softcap
         return self._layer(hidden) if plain else self(hidden)
@@ -153,7 +155,7 @@ def token_logprobs(
     """
     matrix = None if torch.is_inference_mode_enabled() else head.matrix
     if hidden.device.type == "cuda" and matrix is not None and len(targets):
-        logprobs, entropies = scored(hidden, matrix, targets, temperatures)
+        logprobs, entropies = logprobs_and_entropy(hidden, matrix, targets, temperatures)
         return logprobs, entropies if entropy else None
     rows = max(1, LOGIT_ELEMENTS // head.vocabulary)
     wanted = (entropy, entropy_grad)
@@ -196,10 +198,10 @@ def make_canary(
 
 def sequence_logprobs(model: PreTrainedModel, head: LMHead, token_ids: Sequence[int]) -> list[float]:
     """Log probability of each token given those before it, at temperature 1; 0.0 for the first."""
-    return [0.0, *_Pass(model, head, token_ids)().tolist()]
+    return [0.0, *_CanaryPass(model, head, token_ids)().tolist()]
 
 
-class _Pass:
+class _CanaryPass:
     """One forward pass over always the same tokens, its inputs laid out beforehand."""
 
     def __init__(self, model: PreTrainedModel, head: LMHead, token_ids: Sequence[int]) -> None:
@@ -223,7 +225,7 @@ class CanaryScorer:
         self._model, self._head = model, head
         self._known: tuple[object, ...] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._pass: _Pass | None = None
+        self._pass: _CanaryPass | None = None
         """Its inputs are read at every launch."""
         self._logprobs = torch.empty(0)
 
@@ -233,9 +235,9 @@ class CanaryScorer:
                 return sequence_logprobs(self._model, self._head, token_ids)
             # A plan of another kind than the compiled one: compiling for a single short pass would hold up other work.
             with torch.compiler.set_stance("force_eager"):
-                return self._launched(token_ids)
+                return self._launch(token_ids)
 
-    def _launched(self, token_ids: tuple[int, ...]) -> list[float]:
+    def _launch(self, token_ids: tuple[int, ...]) -> list[float]:
         held = (*self._model.parameters(), *self._model.buffers())
         known = (token_ids, *(tensor.data_ptr() for tensor in held))
         if known != self._known:  # the first time, and where weights that slept woke elsewhere
@@ -248,7 +250,7 @@ class CanaryScorer:
 
     def _capture(self, token_ids: tuple[int, ...]) -> None:
         aside, graph = torch.cuda.Stream(self._model.device), torch.cuda.CUDAGraph()
-        self._pass = run = _Pass(self._model, self._head, token_ids)
+        self._pass = run = _CanaryPass(self._model, self._head, token_ids)
         run()  # whatever a kernel does the first time it does here
         aside.wait_stream(torch.cuda.current_stream(self._model.device))
         self._graph = None

@@ -22,10 +22,10 @@ from transformers.utils import logging as transformers_logging
 from paceline.config.model import ModelConfig
 from paceline.model.attention import ATTENTION
 from paceline.model.cpu import warn_of_slow
-from paceline.model.dtypes import compute_dtype
-from paceline.model.source import ModelError, base_name, check_source, resolve, unloadable
+from paceline.model.dtypes import resolve_dtype
+from paceline.model.source import ModelError, base_name, check_source, resolve, unloadable_message
 from paceline.model.support import build, check_supported, refusals_name, without_dropout
-from paceline.weights.manifest import several
+from paceline.weights.manifest import join_first
 
 # Its bars for loading and saving would tear the live screen; phases are shown there instead.
 transformers_logging.disable_progress_bar()
@@ -57,7 +57,7 @@ def _read(config: ModelConfig, source: str, device: str) -> PreTrainedModel:
         load = partial(
             AutoModelForCausalLM.from_pretrained,
             source,
-            dtype=getattr(torch, compute_dtype(config, device)),
+            dtype=getattr(torch, resolve_dtype(config, device)),
             attn_implementation=ATTENTION,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
@@ -66,7 +66,7 @@ def _read(config: ModelConfig, source: str, device: str) -> PreTrainedModel:
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise ModelError(unloadable("model", config.name, error)) from error
+        raise ModelError(unloadable_message("model", config.name, error)) from error
 
 
 def attach_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> PreTrainedModel:
@@ -90,7 +90,7 @@ def attach_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> PreTr
     return model
 
 
-def twin(model: PreTrainedModel) -> PreTrainedModel:
+def clone_model(model: PreTrainedModel) -> PreTrainedModel:
     """A second module tree for the engine: own config, own trainable tensors, the frozen ones shared."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     clone = copy.deepcopy(model, shared)
@@ -99,17 +99,17 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     return clone.eval()
 
 
-def engine_twin(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+def clone_for_engine(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """The engine's model, made before `attach_lora`: plain, without peft.
 
     Under LoRA the whole base is frozen and so shared with the trainer; the adapters reach the engine in its slots.
     """
     if config.lora is not None:
         model.requires_grad_(False)
-    return twin(model)
+    return clone_model(model)
 
 
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable parameters by name: what a weight update carries."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -146,12 +146,12 @@ def tensor_problems(info: dict[str, Any], name: str) -> Generator[str]:
         told = [
             f"{key} is {_shape(there)} in the files and {_shape(asked)} by config.json" for key, there, asked in shapes
         ]
-        yield f"model `{name}`: {several(told)}: one of the two belongs to another model: download both again"
+        yield f"model `{name}`: {join_first(told)}: one of the two belongs to another model: download both again"
     if missing := sorted(info["missing_keys"]):
-        yield f"model `{name}`: its weight files lack {several(missing)}: download the model again"
+        yield f"model `{name}`: its weight files lack {join_first(missing)}: download the model again"
     if surplus := sorted(key for key in info["unexpected_keys"] if not HARMLESS.search(key)):
         yield (
-            f"model `{name}`: its weight files hold {several(surplus)}, which its config.json gives no place: "
+            f"model `{name}`: its weight files hold {join_first(surplus)}, which its config.json gives no place: "
             "use the config.json that belongs to the weights, or write a folder without them: "
             f"AutoModelForCausalLM.from_pretrained('{name}').save_pretrained(FOLDER)"
         )
@@ -163,7 +163,7 @@ def header_problems(folder: Path, name: str) -> list[str]:
     try:
         info = _loading_info(partial(load, use_safetensors=True))[1]
     except (OSError, SafetensorError) as error:
-        return [unloadable("model", name, error)]
+        return [unloadable_message("model", name, error)]
     except (ValueError, ImportError, RuntimeError, KeyError):  # not without memory: `train` checks it then
         return []
     return list(tensor_problems(info, name))
@@ -180,7 +180,7 @@ def check_finite(model: nn.Module, name: str) -> None:
         return
     if bad := [key for key, tensor in named.items() if not bool(torch.isfinite(tensor).all())]:
         verb = "holds" if len(bad) == 1 else "hold"
-        raise ModelError(f"model `{name}`: {several(bad)} {verb} NaN or infinity: download the model again")
+        raise ModelError(f"model `{name}`: {join_first(bad)} {verb} NaN or infinity: download the model again")
 
 
 def _loading_info(load: Callable[..., Any]) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.config.model import QUICKSTART
 from paceline.errors import PacelineError
-from paceline.weights.manifest import MANIFEST, problems, several
+from paceline.weights.manifest import MANIFEST, find_problems, join_first
 
 
 class ModelError(PacelineError):
@@ -63,7 +63,7 @@ def first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def unloadable(what: str, name: str, error: Exception) -> str:
+def unloadable_message(what: str, name: str, error: Exception) -> str:
     """The sentence for what transformers could not load."""
     local = name.startswith("paceline:") or Path(name).expanduser().is_dir()
     where = "" if local else " (there is no such folder, so it was looked up on the hub)"
@@ -116,17 +116,17 @@ def config_problems(
     config: Mapping[str, Any], name: str, *, trust_remote_code: bool = False, mlx: bool = False
 ) -> Iterator[str]:
     """Reasons against training the model that config.json alone shows."""
-    if not mlx and (problem := _quantised(config, name)):
+    if not mlx and (problem := _quantisation_problem(config, name)):
         yield problem
     if not isinstance(config.get("model_type"), str):
         yield f"model `{name}`: its config.json has no `model_type`, so it is no Hugging Face language model"
-    elif problem := _other_kind(config, name, trust_remote_code):
+    elif problem := _kind_problem(config, name, trust_remote_code):
         yield problem
 
 
 def tokenizer_problem(folder: Path) -> str | None:
     """What to do about a folder without a tokenizer's vocabulary."""
-    if any(_present(folder, *VOCABULARIES)) or _names_code(folder / "tokenizer_config.json"):
+    if any(_matching_files(folder, *VOCABULARIES)) or _names_code(folder / "tokenizer_config.json"):
         return None  # code may keep its vocabulary anywhere
     files = "tokenizer.json, tokenizer.model or vocab.json"
     return (
@@ -147,7 +147,7 @@ def folder_problem(folder: Path) -> str | None:
             f"go on from this one, merge it first: PeftModel.from_pretrained(BASE, '{folder}').merge_and_unload()"
             ".save_pretrained(FOLDER)"
         )
-    if files := list(_present(folder, "*.gguf")):
+    if files := list(_matching_files(folder, "*.gguf")):
         return gguf_problem(files[0])
     exported = folder / "export"
     if (exported / "config.json").is_file():
@@ -155,7 +155,7 @@ def folder_problem(folder: Path) -> str | None:
     return f"model `{folder}`: there is no config.json in it, so it is no Hugging Face model folder{_holds(folder)}"
 
 
-def _quantised(config: Mapping[str, Any], name: str) -> str | None:
+def _quantisation_problem(config: Mapping[str, Any], name: str) -> str | None:
     """Packed weights have no gradient."""
     original = "use the checkpoint it was made from, in float32, bfloat16 or float16"
     settings = config.get("quantization_config")
@@ -167,7 +167,7 @@ def _quantised(config: Mapping[str, Any], name: str) -> str | None:
     return f"model `{name}`: its weights are quantised ({method}), and quantised weights cannot be trained: {original}"
 
 
-def _other_kind(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> str | None:
+def _kind_problem(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> str | None:
     """Model types that are no causal language models, by what they are instead."""
     if importlib.util.find_spec("torch") is None:  # without it transformers cannot say which model types are what
         return None
@@ -210,7 +210,7 @@ def _called(config: Mapping[str, Any], kind: str) -> str:
 
 def weight_problems(folder: Path, mlx: bool) -> Iterator[str]:
     """Missing, partial or damaged weight files."""
-    parts, index = sorted(_present(folder, "model*.safetensors")), folder / f"{WEIGHTS}.index.json"
+    parts, index = sorted(_matching_files(folder, "model*.safetensors")), folder / f"{WEIGHTS}.index.json"
     if not (folder / WEIGHTS).is_file():
         if index.is_file():
             try:
@@ -220,7 +220,7 @@ def weight_problems(folder: Path, mlx: bool) -> Iterator[str]:
                 return
             if missing := [file for file in named if not (folder / file).is_file()]:
                 verb = "is" if len(missing) == 1 else "are"
-                yield f"{index} names {several(missing, LISTED)}, which {verb} not there: download the model again"
+                yield f"{index} names {join_first(missing, LISTED)}, which {verb} not there: download the model again"
             parts = sorted({*parts, *(folder / file for file in named if file not in missing)})
         elif not parts or not mlx:  # mlx-lm reads every part it finds, without an index
             yield _none_found(folder, parts)
@@ -235,9 +235,9 @@ def _none_found(folder: Path, parts: list[Path]) -> str:
         return (
             f"{folder}/model.safetensors.index.json, which says what is in {parts[0].name} and the others, is missing"
         )
-    if files := list(_present(folder, "*.gguf")):
+    if files := list(_matching_files(folder, "*.gguf")):
         return gguf_problem(files[0])
-    if files := list(_present(folder, *PICKLES)):
+    if files := list(_matching_files(folder, *PICKLES)):
         return (
             f"model `{folder}`: its weights are in {files[0].name}, a pickle, which can run code when it is read: if "
             f"you trust where it comes from, convert it once: AutoModelForCausalLM.from_pretrained('{folder}')"
@@ -248,9 +248,9 @@ def _none_found(folder: Path, parts: list[Path]) -> str:
 
 def export_problems(folder: Path) -> Iterator[str]:
     """Files of an export of Paceline's that are not as they were written, by their digests."""
-    if found := problems(folder):
+    if found := find_problems(folder):
         yield (
-            f"model `{folder}` is damaged: {several(found)}; export it again, or remove {folder / MANIFEST} if you "
+            f"model `{folder}` is damaged: {join_first(found)}; export it again, or remove {folder / MANIFEST} if you "
             "changed the files yourself"
         )
 
@@ -307,10 +307,10 @@ def _names_code(file: Path) -> bool:
     return file.is_file() and "auto_map" in _json(file)
 
 
-def _present(folder: Path, *patterns: str) -> Iterator[Path]:
+def _matching_files(folder: Path, *patterns: str) -> Iterator[Path]:
     return (file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
 
 
 def _holds(folder: Path) -> str:
     names = sorted(entry.name for entry in folder.iterdir())
-    return f" (it holds {several(names, LISTED)})" if names else " (it is empty)"
+    return f" (it holds {join_first(names, LISTED)})" if names else " (it is empty)"

@@ -171,7 +171,7 @@ def _named_reasons(model: PreTrainedModel) -> Iterator[str]:
         yield "it adds position biases to attention scores (ALiBi)"
     if any(isinstance(getattr(module, "sinks", None), Tensor) for module in model.modules()):
         yield "it uses attention sinks"
-    counted = any(_several(getattr(config, name, 0)) for name in EXPERTS)
+    counted = any(_has_several(getattr(config, name, 0)) for name in EXPERTS)
     if counted or any(name.endswith(".experts") for name, _ in model.named_modules()):
         yield "it is a mixture of experts"
     other = [name for name in dict.fromkeys(has("layer_types", "layers_block_type") or ()) if name not in PLAIN_LAYERS]
@@ -183,7 +183,7 @@ def _named_reasons(model: PreTrainedModel) -> Iterator[str]:
         yield "its attention looks ahead"
 
 
-def _several(experts: object) -> bool:
+def _has_several(experts: object) -> bool:
     """A count above one, or one count per layer."""
     return experts > 1 if isinstance(experts, int) else isinstance(experts, list | tuple)
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from paceline.config.model import ModelConfig
-from paceline.model.source import ModelError, read_config, resolve, tokenizer_problem, unloadable
+from paceline.model.source import ModelError, read_config, resolve, tokenizer_problem, unloadable_message
 
 
 def find_tokenizer(config: ModelConfig) -> str:
@@ -25,7 +25,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise ModelError(unloadable("tokenizer", source, error)) from error
+        raise ModelError(unloadable_message("tokenizer", source, error)) from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     if not tokenizer.encode("text", add_special_tokens=False):
         # transformers makes an empty tokenizer of a family's class where the vocabulary's file is missing.

@@ -1,4 +1,4 @@
-"""Packed attention on CUDA: FlashAttention over sequences laid end to end, without padding and without masks.
+"""Packed attention on CUDA: FlashAttention over concatenated sequences, without padding or masks.
 
 The call is opaque to the compiler, so that one compiled layer serves every cut into sequences.
 """
@@ -38,7 +38,7 @@ def _varlen(
     """Attention, and the log of each row's normaliser, which the backward pass needs."""
     most = int(longest)
     out, normaliser, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, most, most, 0.0, True, False, scale=scale, **_sides(window)
+        q, k, v, starts, starts, most, most, 0.0, True, False, scale=scale, **_window_sizes(window)
     )
     return out, normaliser
 
@@ -57,7 +57,7 @@ def _varlen_backward(
     noise = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that is not there
     grads = torch.ops.aten._flash_attention_backward(
         grad.contiguous(), q, k, v, out, normaliser, starts, starts, most, most, 0.0, True,
-        noise, noise.new_empty(0), scale=scale, **_sides(window),
+        noise, noise.new_empty(0), scale=scale, **_window_sizes(window),
     )  # fmt: skip
     return grads[0], grads[1], grads[2]
 
@@ -67,20 +67,20 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _sides(window: int) -> dict[str, int]:
+def _window_sizes(window: int) -> dict[str, int]:
     """A window of w sees w tokens, itself included."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
-def _keep(ctx, inputs, output) -> None:  # noqa: ANN001 - torch's own contract
+def _save_for_backward(ctx, inputs, output) -> None:  # noqa: ANN001 - torch's own contract
     q, k, v, starts, longest, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(q, k, v, *output, starts, longest)
 
 
-def _grads(ctx, grad: Tensor, _: Tensor):  # noqa: ANN001, ANN202 - torch's own contract
+def _backward(ctx, grad: Tensor, _: Tensor):  # noqa: ANN001, ANN202 - torch's own contract
     q, k, v, out, normaliser, starts, longest = ctx.saved_tensors
     grads = _varlen_backward(grad, q, k, v, out, normaliser, starts, longest, ctx.scale, ctx.window)
     return *grads, None, None, None, None
 
 
-_varlen.register_autograd(_grads, setup_context=_keep)
+_varlen.register_autograd(_backward, setup_context=_save_for_backward)

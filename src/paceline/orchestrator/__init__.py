@@ -4,7 +4,7 @@ from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints, Damag
 from paceline.orchestrator.failures import Breaker, RunStopped
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.loop import Orchestrator, OrchestratorParts, RollBack
-from paceline.orchestrator.train_env import TrainEnv, build_train_envs, opened
+from paceline.orchestrator.train_env import TrainEnv, build_train_envs, open_algorithms
 from paceline.util.deadlines import Clock, DeadlineError, RealClock
 
 __all__ = [
@@ -22,5 +22,5 @@ __all__ = [
     "RunStopped",
     "TrainEnv",
     "build_train_envs",
-    "opened",
+    "open_algorithms",
 ]

@@ -13,8 +13,8 @@ from paceline.config import RunConfig
 from paceline.data import Sample
 from paceline.orchestrator.buffered import ReadyGroup
 from paceline.orchestrator.failures import Breaker, RunStopped
-from paceline.orchestrator.gate import fresh_enough
-from paceline.orchestrator.train_env import USERS, Filters, ReplayedGroup, TrainEnv
+from paceline.orchestrator.gate import mask_stale_tokens
+from paceline.orchestrator.train_env import GROUP_FILTER, Filters, ReplayedGroup, TrainEnv
 from paceline.rollout import Group
 
 COUNTS = ("dropped", "lost_samples", "failed_rollouts", "stale_samples", "stale_tokens")
@@ -27,7 +27,7 @@ class Tally:
 
     resolved: list[Group] = field(default_factory=list)
     """Groups that finished, before any filter."""
-    past: list[Group] | None = None
+    batch_groups: list[Group] | None = None
     """Of those, the groups that led to the batch that shipped, once `resolved_by` was called."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Groups, by reason."""
@@ -41,13 +41,13 @@ class Tally:
     def resolved_by(self, batch: Sequence[Group]) -> list[Group]:
         """Groups that led to this batch, in ticket order: those that trained and those that were dropped. Another call
         returns the same list; a group that has finished since belongs to the next batch."""
-        if self.past is None:
+        if self.batch_groups is None:
             last = max(group.ticket.number for group in batch if not isinstance(group, ReplayedGroup))
             past = [group for group in self.resolved if group.ticket.number <= last]
-            self.past = sorted(past, key=lambda group: group.ticket.number)
-        return self.past
+            self.batch_groups = sorted(past, key=lambda group: group.ticket.number)
+        return self.batch_groups
 
-    def cut(self, batch: Sequence[Group]) -> "Tally":
+    def split_next(self, batch: Sequence[Group]) -> "Tally":
         """Keep what led to this batch; answers with the beginning of the next one's: groups drawn after its last
         ticket."""
         past = self.resolved_by(batch)
@@ -70,96 +70,96 @@ class Tally:
 
 SOLVED_SHARE = 0.9
 """Share of groups that must earn the highest reward for the task to count as solved."""
-LEAST_GROUPS = 100
+MIN_GROUPS = 100
 """However small a batch is: a hard task may well go without a signal for some groups."""
 FULL_REWARD = 1.0
 """Counts as the highest reward in a run that has seen no other."""
-OFF = "or set breaker.no_signal = 0 to draw on all the same"
+OFF_HINT = "or set breaker.no_signal = 0 to draw on all the same"
 
 
-class NoSignal:
+class NoSignalBreaker:
     """Counts groups in a row that were dropped because nothing in them can train.
 
-    After `breaker.no_signal` batches' worth of them, and at least `LEAST_GROUPS`, the run ends: as finished where it
+    After `breaker.no_signal` batches' worth of them, and at least `MIN_GROUPS`, the run ends: as finished where it
     has trained and nearly all of these groups earn the highest reward it has seen, else as failed.
     """
 
     def __init__(self, config: RunConfig, smallest_group: int) -> None:
         batches = config.breaker.no_signal
-        self._limit = max(LEAST_GROUPS, batches * (config.batch_size // smallest_group)) if batches else 0
+        self._limit = max(MIN_GROUPS, batches * (config.batch_size // smallest_group)) if batches else 0
         self._groups = self._rollouts = self._unrewarded = self._too_small = 0
-        self._flat: Counter[float] = Counter()
+        self._uniform_rewards: Counter[float] = Counter()
         """Groups by the one reward that all their rollouts got."""
         self._low, self._high = inf, -inf
         """Rewards seen since this process began, whether they trained or not."""
 
-    def signal(self, group: Group) -> None:
+    def record_signal(self, group: Group) -> None:
         """A group that may train."""
-        self._look(group)
+        self._track_rewards(group)
         self._groups = self._rollouts = self._unrewarded = self._too_small = 0
-        self._flat.clear()
+        self._uniform_rewards.clear()
 
-    def none(self, group: Group, version: int, too_small: bool = False) -> str:
+    def record_no_signal(self, group: Group, version: int, too_small: bool = False) -> str:
         """A group that cannot, or is too small because the environment dropped episodes. Answers with why the task
         counts as solved, once that is so; raises `RunStopped` once nothing is to be hoped for."""
         self._groups += 1
         self._rollouts += len(group.rollouts)
         self._unrewarded += not group.rollouts
         self._too_small += too_small
-        rewards = self._look(group)
+        rewards = self._track_rewards(group)
         if len(rewards) == 1 and not too_small:
-            self._flat[rewards.pop()] += 1
+            self._uniform_rewards[rewards.pop()] += 1
         if not self._limit or self._groups < self._limit:
             return ""
-        best = self._flat[self._high] / self._groups
+        best = self._uniform_rewards[self._high] / self._groups
         if version and best >= SOLVED_SHARE and (self._low < self._high or self._high >= FULL_REWARD):
             return (
                 f"solved: in {best:.0%} of the last {self._groups} groups every reward is {self._high:g}, the highest "
                 "there is, and none tells its tries apart: nothing is left to learn here"
             )
-        raise RunStopped(self._evidence())
+        raise RunStopped(self._stop_message())
 
-    def _look(self, group: Group) -> set[float]:
+    def _track_rewards(self, group: Group) -> set[float]:
         rewards = {rollout.reward for rollout in group.rollouts if rollout.reward is not None}
         if rewards:
             self._low, self._high = min(self._low, *rewards), max(self._high, *rewards)
         return rewards
 
-    def _evidence(self) -> str:
+    def _stop_message(self) -> str:
         if self._unrewarded == self._groups:
             return (
                 f"the environment dropped every episode of the last {self._groups} groups (it answered None), so "
-                f"nothing trains: return a reward for some of them, {OFF}"
+                f"nothing trains: return a reward for some of them, {OFF_HINT}"
             )
         if self._too_small == self._groups:
             return (
                 f"the environment dropped so many episodes of each of the last {self._groups} groups (it answered "
                 "None) that too few are left to compare, so nothing trains: return a reward for more of them, lower "
-                f"env.min_group_size, {OFF}"
+                f"env.min_group_size, {OFF_HINT}"
             )
-        if len(self._flat) == 1 and sum(self._flat.values()) + self._unrewarded == self._groups:
-            (reward,) = self._flat
+        if len(self._uniform_rewards) == 1 and sum(self._uniform_rewards.values()) + self._unrewarded == self._groups:
+            (reward,) = self._uniform_rewards
             found = f"every reward of the last {self._groups} groups ({self._rollouts} rollouts) was {reward:g}"
             if reward >= FULL_REWARD:
                 return (
                     f"{found}: the policy solves the task already, or the reward pays whatever is said. Nothing is "
-                    f"left to learn: give it harder rows, look at what it is paid for (`paceline rollout`), {OFF}"
+                    f"left to learn: give it harder rows, look at what it is paid for (`paceline rollout`), {OFF_HINT}"
                 )
             return (
                 f"{found}, so nothing trains: look with `paceline rollout` whether the reward reads the reply as the "
                 "model writes it; make the task easier or reward part of the way, warm the model up "
-                f"with sft, raise sampling.max_tokens if replies are cut off, {OFF}"
+                f"with sft, raise sampling.max_tokens if replies are cut off, {OFF_HINT}"
             )
         return (
             f"in none of the last {self._groups} groups ({self._rollouts} rollouts) did the tries of one row differ in "
             f"what trains, so nothing does: let the reward tell them apart, raise group_size or sampling.temperature, "
-            f"{OFF}"
+            f"{OFF_HINT}"
         )
 
 
 NO_SIGNAL = "zero_advantage"
 TOO_SMALL = "group_too_small"
-PATIENCE = 4
+WARN_AFTER_BATCHES = 4
 """Batches' worth of groups that may be dropped in a row before the user is told; then twice as many, and so on."""
 
 
@@ -174,34 +174,36 @@ class GroupAdmission:
         self._filters = Filters(config)
         self._drops_in_a_row = 0
         smallest = min(env.group_size for env in envs.values())
-        self._next_warning = PATIENCE * config.batch_size // smallest
-        self._no_signal = NoSignal(config, smallest)
-        self.solved = ""
+        self._next_warning = WARN_AFTER_BATCHES * config.batch_size // smallest
+        self._no_signal = NoSignalBreaker(config, smallest)
+        self.solved_reason = ""
         """Why nothing is left to learn, once that is so."""
         self.tally = Tally()
 
-    def verdict(self, group: Group, version: int) -> ReadyGroup | str:
+    def admit(self, group: Group, version: int) -> ReadyGroup | str:
         """The group as it may train at this version, or why it must not."""
         self._count_failures(group)
         self.tally.resolved.append(group)
-        verdict = self._credited(group) or self._fresh(group, version)
+        verdict = self._assign_credit(group) or self._ready_group(group, version)
         if isinstance(verdict, str):
             self._count_drop(group, verdict)
             # What failed is the breaker's to count; what the environment dropped is not, and may go on for ever.
             if verdict == NO_SIGNAL or (verdict == TOO_SMALL and all(rollout.dropped for rollout in group.failed)):
-                self.solved = self.solved or self._no_signal.none(group, version, verdict == TOO_SMALL)
+                self.solved_reason = self.solved_reason or self._no_signal.record_no_signal(
+                    group, version, verdict == TOO_SMALL
+                )
         else:
             self._drops_in_a_row = 0
-            self._no_signal.signal(group)
+            self._no_signal.record_signal(group)
         return verdict
 
-    def age(self, group: Group, version: int) -> bool:
+    def drop_stale_samples(self, group: Group, version: int) -> bool:
         """Drop or mask what is too old by now; False if nothing is left."""
         limit, how = self._config.staleness, self._config.on_stale
         for rollout in group.rollouts:
             kept = []
             for sample in rollout.samples:
-                if (young := fresh_enough(sample, version, limit, how)) is not None:
+                if (young := mask_stale_tokens(sample, version, limit, how)) is not None:
                     kept.append(young)
                 else:
                     self.tally.stale_samples += 1
@@ -209,7 +211,7 @@ class GroupAdmission:
             rollout.samples = kept
         return any(rollout.samples for rollout in group.rollouts)
 
-    def _credited(self, group: Group) -> str | None:
+    def _assign_credit(self, group: Group) -> str | None:
         """Credit the group; the reason if it must not train whatever its age."""
         env = self._envs[group.ticket.env]
         assert env.config.min_group_size is not None
@@ -218,24 +220,24 @@ class GroupAdmission:
         self._filters.before_credit(group)
         env.algorithm.assign(group)
         self._filters.after_credit(group)
-        if self._config.filters.zero_advantage and env.group_size > 1 and without_signal(group):
+        if self._config.filters.zero_advantage and env.group_size > 1 and has_no_signal(group):
             return NO_SIGNAL
-        return None if self._filters.keeps(group) else USERS
+        return None if self._filters.keeps(group) else GROUP_FILTER
 
-    def _fresh(self, group: Group, version: int) -> ReadyGroup | str:
+    def _ready_group(self, group: Group, version: int) -> ReadyGroup | str:
         finished = ReadyGroup.of(group, self._config.staleness)
-        if version <= finished.young_until:
+        if version <= finished.fresh_until:
             return finished
-        return ReadyGroup.of(group, self._config.staleness) if self.age(group, version) else "stale"
+        return ReadyGroup.of(group, self._config.staleness) if self.drop_stale_samples(group, version) else "stale"
 
     def _count_failures(self, group: Group) -> None:
         self.tally.failed_rollouts += len(group.failed)
         for rollout in sorted([*group.failed, *group.rollouts], key=lambda rollout: rollout.member):
             if rollout.error is None:
-                self._breaker.success()
+                self._breaker.record_success()
             elif not rollout.dropped:
                 where = f" (row {rollout.ticket.row}, ticket {rollout.ticket.number})"
-                self._breaker.failure(rollout.error + where, rollout.cause)
+                self._breaker.record_failure(rollout.error + where, rollout.cause)
 
     def _count_drop(self, group: Group, reason: str) -> None:
         """Warn where many groups in a row are dropped: a run may pass through that, but the user should know."""
@@ -243,19 +245,19 @@ class GroupAdmission:
         if self._drops_in_a_row == self._next_warning:
             self._next_warning *= 2
             mend = "make the task easier, raise group_size, or let the reward tell rollouts apart"
-            mend = "look at what filters.group asks for" if reason == USERS else mend
+            mend = "look at what filters.group asks for" if reason == GROUP_FILTER else mend
             if reason == TOO_SMALL and group.failed:
                 dropped = f"the last one has {group.members} of {group.places} episodes left: "
                 mend = f"{dropped}{group.failed[0].error}. An environment drops an episode by returning None"
             self._warn(f"the last {self._drops_in_a_row} groups were all dropped ({reason}), so nothing trains: {mend}")
 
 
-def without_signal(group: Group) -> bool:
+def has_no_signal(group: Group) -> bool:
     """No sample of the group would move a weight: where rl trains every advantage is zero, and nothing else trains."""
-    return not any(map(_moves, group.samples()))
+    return not any(map(_has_gradient, group.samples()))
 
 
-def _moves(sample: Sample) -> bool:
+def _has_gradient(sample: Sample) -> bool:
     if any(weights is not None and weights.any() for weights in (sample.ce_weights, sample.ref_kl_weights)):
         return True
     # Credit that is not there yet comes from a critic, or when the batch ships.

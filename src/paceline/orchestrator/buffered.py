@@ -22,12 +22,12 @@ from paceline.engine import Finish
 from paceline.orchestrator.checkpoint import CheckpointError
 from paceline.rollout import Group, Rollout, Turn
 
-FILE = "groups.msgpack"
+GROUPS_FILE = "groups.msgpack"
 GROUPS_VERSION = 1
 
 
 @dataclass(slots=True)
-class Held:
+class DispatcherState:
     """Everything between a landed group and the batch it trains in."""
 
     buffered: list[Group] = field(default_factory=list)
@@ -79,7 +79,7 @@ class _Group(msgspec.Struct, array_like=True):
     failed: list[_Rollout]
 
 
-class _Held(msgspec.Struct, array_like=True):
+class _GroupsFile(msgspec.Struct, array_like=True):
     """Each group once; the lists hold indices into `groups`."""
 
     version: int
@@ -105,10 +105,10 @@ _NUMBERS: dict[str, type] = {
 """Fields of a turn that are arrays in the file."""
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _group_decoder = msgspec.msgpack.Decoder(_Group)
-_decoder = msgspec.msgpack.Decoder(_Held)
+_decoder = msgspec.msgpack.Decoder(_GroupsFile)
 
 
-def encode_held(held: Held) -> bytes:
+def encode_groups(held: DispatcherState) -> bytes:
     """The file. Groups that cannot be written are nowhere in it."""
     known: dict[int, int] = {}
     raws: list[msgspec.Raw] = []
@@ -122,13 +122,13 @@ def encode_held(held: Held) -> bytes:
 
     remembered = [(known[id(group)], left) for group, left in held.remembered if id(group) in known]
     return _encoder.encode(
-        _Held(
+        _GroupsFile(
             GROUPS_VERSION, raws, at(held.buffered), at(held.resolved), remembered, at(held.chosen), dict(held.counts)
         )
     )
 
 
-def decode_held(data: bytes) -> Held:
+def decode_groups(data: bytes) -> DispatcherState:
     """The groups again; a group held in two places is one object again. One that was written but is no group (a
     user's code put something odd into it) is left out like one that could not be written. Garbage raises `WireError`.
     """
@@ -137,7 +137,7 @@ def decode_held(data: bytes) -> Held:
         if held.version != GROUPS_VERSION:
             raise WireError(f"groups of version {held.version} cannot be read by version {GROUPS_VERSION}")
         groups = [_read(raw) for raw in held.groups]
-        return Held(
+        return DispatcherState(
             buffered=[group for at in held.buffered if (group := groups[at])],
             resolved=[group for at in held.resolved if (group := groups[at])],
             remembered=[(group, left) for at, left in held.remembered if (group := groups[at])],
@@ -148,13 +148,13 @@ def decode_held(data: bytes) -> Held:
         raise WireError(f"not a checkpoint's groups: {error}") from error
 
 
-def read_held(checkpoint: Path) -> Held:
+def read_groups(checkpoint: Path) -> DispatcherState:
     """The groups of a checkpoint's folder; none if it is older than this file."""
-    path = checkpoint / FILE
+    path = checkpoint / GROUPS_FILE
     if not path.is_file():
-        return Held()
+        return DispatcherState()
     try:
-        return decode_held(path.read_bytes())
+        return decode_groups(path.read_bytes())
     except (OSError, WireError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}): resume from an older checkpoint, or remove the file and its finished "
@@ -226,9 +226,9 @@ class ReadyGroup:
     """A group that may train."""
 
     group: Group
-    young_until: float
+    fresh_until: float
     """The last version at which all of it may train, so that few are looked at again."""
-    promised: bool = False
+    is_streaming: bool = False
     """The next batch has begun to train on it."""
 
     @classmethod
@@ -241,26 +241,26 @@ class ReadyGroup:
 class Buffer(dict[Ticket, ReadyGroup]):
     """Groups that may train, by ticket."""
 
-    def take(self, groups: Iterable[Group]) -> None:
+    def remove(self, groups: Iterable[Group]) -> None:
         """These leave, into a batch or dropped."""
         for group in groups:
             del self[group.ticket]
 
     def oldest(self, room: int) -> list[Group]:
         """As many groups as fit, in ticket order, those promised before."""
-        order = sorted(self.items(), key=lambda item: (not item[1].promised, item[0]))
-        return fitting((ready.group for _, ready in order), room)
+        order = sorted(self.items(), key=lambda item: (not item[1].is_streaming, item[0]))
+        return groups_that_fit((ready.group for _, ready in order), room)
 
-    def promise(self, batch: Sequence[Group]) -> list[Group]:
+    def mark_streaming(self, batch: Sequence[Group]) -> list[Group]:
         """Mark groups that the next batch begins to train on; returns those that were not promised already."""
-        new = [ready for group in batch if not (ready := self[group.ticket]).promised]
+        new = [ready for group in batch if not (ready := self[group.ticket]).is_streaming]
         for ready in new:
-            ready.promised = True
+            ready.is_streaming = True
         return [ready.group for ready in new]
 
-    def ageing(self, version: int) -> list[Group]:
+    def possibly_stale(self, version: int) -> list[Group]:
         """Groups of which something may be too old at this version."""
-        return [ready.group for ready in self.values() if version > ready.young_until]
+        return [ready.group for ready in self.values() if version > ready.fresh_until]
 
     def groups(self) -> list[Group]:
         """All, in ticket order."""
@@ -272,7 +272,7 @@ def places(groups: Iterable[Group]) -> int:
     return sum(group.places for group in groups)
 
 
-def fitting(groups: Iterable[Group], room: int) -> list[Group]:
+def groups_that_fit(groups: Iterable[Group], room: int) -> list[Group]:
     """Those that still fit into so many places, in their order."""
     chosen = []
     for group in groups:

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from paceline.orchestrator.failures import RunStopped
-from paceline.util.deadlines import waiting
-from paceline.weights.manifest import MANIFEST, has_manifest, problems, several, write_manifest
+from paceline.util.deadlines import named_wait
+from paceline.weights.manifest import MANIFEST, find_problems, has_manifest, join_first, write_manifest
 
 LATEST = "latest"
 STATE = "state.json"
@@ -25,7 +25,7 @@ class DamagedCheckpoint(CheckpointError):
 
     def __init__(self, message: str, whole: Path | None) -> None:
         super().__init__(message)
-        self.whole = whole
+        self.newest_intact = whole
 
 
 class Checkpoints:
@@ -45,7 +45,7 @@ class Checkpoints:
         try:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            with waiting("writing a checkpoint"):
+            with named_wait("writing a checkpoint"):
                 await trainer(draft)
                 (draft / STATE).write_text(state, encoding="utf-8")
                 # Hashed while the disk is busy; both leave the event loop to the episodes. Everything is on disk
@@ -58,7 +58,7 @@ class Checkpoints:
             shutil.rmtree(draft, ignore_errors=True)
             then = "make room, then go on with --resume latest" if self.all() else "make room, then start the run again"
             raise CheckpointError(
-                f"checkpoint {final} could not be written ({error.strerror or error}): {then}; {self.offer()}"
+                f"checkpoint {final} could not be written ({error.strerror or error}): {then}; {self.list_resumable()}"
             ) from error
         for old in self.all()[: -self._keep]:
             self._remove(old)
@@ -72,38 +72,38 @@ class Checkpoints:
             path = own if own.is_dir() else next(reversed(self.all()), own)
         elif not path.exists() and own.is_dir():
             path = own
-        if path.is_dir() and (found := problems(path, STATE)):
-            raise self._damaged(path.resolve(), found)
+        if path.is_dir() and (found := find_problems(path, STATE)):
+            raise self._damage_error(path.resolve(), found)
         if not (path / STATE).is_file():
             lost = f"{path} has no {STATE}" if path.is_dir() else f"no checkpoint at {path}"
-            raise CheckpointError(f"resume = `{resume}`: {lost}; {self.offer()}")
+            raise CheckpointError(f"resume = `{resume}`: {lost}; {self.list_resumable()}")
         path = path.resolve()
         try:
             return path, _read_state(path)
         except (OSError, ValueError):
-            raise self._damaged(path, [f"{STATE} cannot be read"]) from None
+            raise self._damage_error(path, [f"{STATE} cannot be read"]) from None
 
     async def check(self, path: Path) -> str:
         """Compare every file of a checkpoint with its digest and raise a sentence where one differs. Answers with a
         note where the checkpoint has no digests."""
-        with waiting("checking the files of a checkpoint"):
-            if found := await asyncio.to_thread(problems, path):
-                raise await asyncio.to_thread(self._damaged, path, found)
+        with named_wait("checking the files of a checkpoint"):
+            if found := await asyncio.to_thread(find_problems, path):
+                raise await asyncio.to_thread(self._damage_error, path, found)
         if has_manifest(path):
             return ""
         return f"{path} has no {MANIFEST}, as those of older versions: its files were taken up unchecked"
 
-    def _damaged(self, path: Path, found: list[str]) -> DamagedCheckpoint:
+    def _damage_error(self, path: Path, found: list[str]) -> DamagedCheckpoint:
         """Names the damage, and what to go on from instead."""
         others = (other for other in reversed(self.all()) if other.resolve() != path)
-        whole = next((other for other in others if _is_whole(other)), None)
+        whole = next((other for other in others if _is_intact(other)), None)
         then = "there is no other whole checkpoint:"
         if whole is not None:
             then = f"write --resume {whole.name} to go on from the newest whole one, or"
         then += " bring the files back from a copy"
-        return DamagedCheckpoint(f"checkpoint {path} is damaged: {several(found)}; {then}", whole)
+        return DamagedCheckpoint(f"checkpoint {path} is damaged: {join_first(found)}; {then}", whole)
 
-    def offer(self) -> str:
+    def list_resumable(self) -> str:
         """The checkpoints that can be resumed, as the end of a sentence."""
         *earlier, newest = [None, *(path for path in self.all() if (path / STATE).is_file())]
         if newest is None:
@@ -116,7 +116,7 @@ class Checkpoints:
         """All checkpoints, oldest first. Each was whole when it appeared; what it lacks now is damage."""
         return sorted(path for path in self._folder.glob("step-*") if path.is_dir())
 
-    def forget_after(self, step: int) -> None:
+    def delete_after(self, step: int) -> None:
         """Remove what a roll-back to `step` undoes, and whatever a killed run left half written."""
         survivor = self._folder / f"step-{step:06d}"
         if survivor.is_dir():
@@ -161,12 +161,12 @@ def _read_state(path: Path) -> dict:
     return state
 
 
-def _is_whole(path: Path) -> bool:
+def _is_intact(path: Path) -> bool:
     try:
         _read_state(path)
     except (OSError, ValueError):
         return False
-    return not problems(path)
+    return not find_problems(path)
 
 
 def _sync(*paths: Path) -> None:

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from paceline.config import RunConfig
 from paceline.data import Ledger, State, Ticket
 from paceline.orchestrator.admission import GroupAdmission, Tally
-from paceline.orchestrator.buffered import Buffer, Held, ReadyGroup, places
+from paceline.orchestrator.buffered import Buffer, DispatcherState, ReadyGroup, places
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.failures import RunStopped
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.train_env import Replay, TrainEnv
 from paceline.rollout import Group
-from paceline.util.deadlines import ABANDON_SECONDS, waiting
-from paceline.util.user_code import raised
+from paceline.util.deadlines import ABANDON_SECONDS, named_wait
+from paceline.util.user_code import hook_error
 
 STALE, OVERSAMPLED = "stale", "oversampled"
 """Why groups are dropped that nothing is wrong with: they came too late. Their environment may draw in their place, or
@@ -32,7 +32,7 @@ BAD_ROW = "bad_row"
 CLEAN_UP_SECONDS = ABANDON_SECONDS + 5.0
 """Time for cancelled episodes to clean up: by then, those that do not end are abandoned."""
 
-Ahead = Callable[[list[Group]], Awaitable[None]]
+TrainEarly = Callable[[list[Group]], Awaitable[None]]
 """Begins the work on part of a batch."""
 
 
@@ -42,7 +42,7 @@ class GroupInFlight:
 
     task: "asyncio.Task[Group]"
     env: TrainEnv
-    since: int
+    start_version: int
     """The version at which it started: none of its tokens can be older."""
 
 
@@ -62,18 +62,18 @@ class Dispatcher:
         self._envs = envs
         self._runner = runner
         self._gate = gate
-        gate.extra = config.extra
+        gate.extra = config.extra_rollouts
         self._ledger = ledger
         self.admission = GroupAdmission(config, envs, warn)
         self._replay = Replay(config.replay, config.staleness)
         self._replays: list[Group] = []
         """Groups that the batch being filled replays."""
-        self._met = self._aged_at = gate.version
+        self._refill_version = self._checked_version = gate.version
         """The versions that drawing and shipping have taken note of."""
-        self._flights: dict[Ticket, GroupInFlight] = {}
-        self._leaving: set[asyncio.Task[Group]] = set()
+        self._in_flight: dict[Ticket, GroupInFlight] = {}
+        self._cancelling: set[asyncio.Task[Group]] = set()
         """Called off, and not gone yet."""
-        self._early: dict[Ticket, Group] = {}
+        self._out_of_order: dict[Ticket, Group] = {}
         """Landed before others that must be judged first."""
         self._buffer = Buffer()
         self._smallest = min(env.group_size for env in envs.values())
@@ -87,8 +87,8 @@ class Dispatcher:
 
     def refill(self) -> None:
         """Start groups while the gate has room."""
-        if self._met != self._gate.version:
-            self._meet_version()
+        if self._refill_version != self._gate.version:
+            self._on_new_version()
         while not self._stopped and (env := self._next_env()) is not None:
             if not self._ledger.waiting:
                 self._ledger.draw(env.draw(self._ledger.drawn))
@@ -100,9 +100,9 @@ class Dispatcher:
                 self._drop(ticket, BAD_ROW)
                 continue
             self._gate.start(env.group_size)
-            task = asyncio.create_task(self._runner.group(env, ticket), name=f"ticket {ticket.number}")
-            self._flights[ticket] = GroupInFlight(task, env, self._gate.version)
-            task.add_done_callback(lambda done, t=ticket: self._landed(done, t))
+            task = asyncio.create_task(self._runner.run_group(env, ticket), name=f"ticket {ticket.number}")
+            self._in_flight[ticket] = GroupInFlight(task, env, self._gate.version)
+            task.add_done_callback(lambda done, t=ticket: self._on_group_done(done, t))
 
     def _next_env(self) -> TrainEnv | None:
         """Whose turn it is, if a whole group of it fits: a ticket that waits comes first, then the least served."""
@@ -115,23 +115,23 @@ class Dispatcher:
         fits = [c for c in self._envs.values() if c.group_size <= room and not (c.exhausted or c.paused)]
         return min(fits, key=lambda c: c.share, default=None)
 
-    def _meet_version(self) -> None:
+    def _on_new_version(self) -> None:
         """New weights: settle who goes and what their batch replays, before fresh groups take the places."""
-        self._met = self._gate.version
+        self._refill_version = self._gate.version
         if self._config.cancel_stale:
             # Groups too old for the next batch; those sampled by a frozen model never go stale.
             oldest = self._gate.version - self._config.staleness
-            for ticket, flight in list(self._flights.items()):
-                if flight.since < oldest and flight.env.algorithm.client is None:
-                    self._call_off(ticket, STALE)
-            self._admit_early()
-        self._replays = self._replay.choose(self._gate.version, self._gate.replayable)
+            for ticket, flight in list(self._in_flight.items()):
+                if flight.start_version < oldest and flight.env.algorithm.client is None:
+                    self._cancel(ticket, STALE)
+            self._admit_in_order()
+        self._replays = self._replay.choose(self._gate.version, self._gate.replay_capacity)
         self._gate.replay(places(self._replays))
 
-    def _call_off(self, ticket: Ticket, reason: str) -> None:
+    def _cancel(self, ticket: Ticket, reason: str) -> None:
         """Cancel a group in flight. Its books are closed at once, however long its episodes take to go."""
-        flight = self._flights.pop(ticket)
-        self._leaving.add(flight.task)
+        flight = self._in_flight.pop(ticket)
+        self._cancelling.add(flight.task)
         flight.task.cancel()
         self._gate.reject(flight.env.group_size)
         self._drop(ticket, reason)
@@ -140,16 +140,16 @@ class Dispatcher:
         self._ledger.drop(ticket, reason)
         self.tally.dropped[reason] += 1
         if reason in (STALE, OVERSAMPLED):
-            self._envs[ticket.env].late += 1
+            self._envs[ticket.env].late_groups += 1
 
     def remember(self, batch: Sequence[Group]) -> None:
         """These groups trained, and may train again."""
         self._replay.remember([group for group in batch if group.samples()])
 
-    def _landed(self, task: "asyncio.Task[Group]", ticket: Ticket) -> None:
+    def _on_group_done(self, task: "asyncio.Task[Group]", ticket: Ticket) -> None:
         """A group came back. Whatever goes wrong from here on stops the run with its cause."""
-        if self._flights.pop(ticket, None) is None:  # called off: its result is ignored
-            self._leaving.discard(task)
+        if self._in_flight.pop(ticket, None) is None:  # called off: its result is ignored
+            self._cancelling.discard(task)
             _ = task.cancelled() or task.exception()
             return
         if task.cancelled():
@@ -160,26 +160,26 @@ class Dispatcher:
         try:
             group = task.result()  # bounded: it is done
             if self._config.deterministic:
-                self._early[ticket] = group
-                self._admit_early()
+                self._out_of_order[ticket] = group
+                self._admit_in_order()
             else:
-                self._settle(group)
+                self._admit(group)
             self.refill()
         except BaseException as error:  # out of a callback only the event loop would hear of it
-            failure = error if isinstance(error, Exception) else raised("user code", error)
+            failure = error if isinstance(error, Exception) else hook_error("user code", error)
             self._failure = self._failure or failure
         self._changed.set()
 
-    def _admit_early(self) -> None:
+    def _admit_in_order(self) -> None:
         """In a deterministic run credit is given in ticket order, not in order of completion: a moving baseline depends
         on it. So a group waits for those drawn before it, still in flight as gate and ledger see it."""
-        while self._early and (first := self._ledger.first(State.IN_FLIGHT)) in self._early:
-            self._settle(self._early.pop(first))
+        while self._out_of_order and (first := self._ledger.first(State.IN_FLIGHT)) in self._out_of_order:
+            self._admit(self._out_of_order.pop(first))
 
-    def _settle(self, group: Group) -> None:
+    def _admit(self, group: Group) -> None:
         """Judged, it waits for a batch or gives its places back."""
         try:
-            verdict = self.admission.verdict(group, self._gate.version)
+            verdict = self.admission.admit(group, self._gate.version)
         except BaseException:
             self.dropped_groups.append((group, "failed"))  # the run ends with it
             raise
@@ -191,13 +191,13 @@ class Dispatcher:
             self._gate.reject(group.places)
             self._drop(group.ticket, verdict)
             self.dropped_groups.append((group, verdict))
-            if self.admission.solved:
+            if self.admission.solved_reason:
                 self.stop()
 
-    async def next_batch(self, ahead: Ahead | None = None) -> list[Group] | None:
+    async def next_batch(self, ahead: TrainEarly | None = None) -> list[Group] | None:
         """The oldest groups that fill a batch; a short one at the end of the data; None when nothing is left. `ahead`
         is given groups that will be part of it, as soon as they are there."""
-        with waiting("a batch that fills up", on=("an episode of", "the preparation of")):
+        with named_wait("a batch that fills up", waits_for=("an episode of", "the preparation of")):
             while True:
                 if self._failure is not None:
                     raise self._failure
@@ -205,16 +205,16 @@ class Dispatcher:
                 self.refill()
                 batch = self._buffer.oldest(self._config.batch_size - places(self._replays))
                 full = places([*batch, *self._replays]) + self._smallest > self._config.batch_size
-                if not (full or self._flights) and self._replays:
+                if not (full or self._in_flight) and self._replays:
                     # Replay fills batches up; it does not stand in for the fresh groups that a batch lacks.
-                    self._gate.give_back(places(self._replays))
+                    self._gate.release(places(self._replays))
                     self._replays = []
                     continue
-                if full or not self._flights:
+                if full or not self._in_flight:
                     return self._ship(batch) if batch else None
                 if self._stopped:
                     return None
-                if ahead is not None and (early := self._buffer.promise(batch)):
+                if ahead is not None and (early := self._buffer.mark_streaming(batch)):
                     await ahead(early)
                     continue
                 self._changed.clear()
@@ -222,44 +222,44 @@ class Dispatcher:
 
     def _drop_stale(self) -> None:
         """Look again at what waits in the buffer, but only when a new version has made it older."""
-        if self._aged_at == self._gate.version:
+        if self._checked_version == self._gate.version:
             return
-        self._aged_at = self._gate.version
-        for group in self._buffer.ageing(self._gate.version):
-            if not self.admission.age(group, self._gate.version):
+        self._checked_version = self._gate.version
+        for group in self._buffer.possibly_stale(self._gate.version):
+            if not self.admission.drop_stale_samples(group, self._gate.version):
                 self._drop_buffered(group, STALE)
 
     def _drop_buffered(self, group: Group, reason: str) -> None:
-        self._buffer.take([group])
-        self._gate.give_back(group.places)
+        self._buffer.remove([group])
+        self._gate.release(group.places)
         self._drop(group.ticket, reason)
         self.dropped_groups.append((group, reason))
 
     def _ship(self, batch: list[Group]) -> list[Group]:
-        self._buffer.take(batch)
+        self._buffer.remove(batch)
         if self._gate.extra and not self._config.staleness and self._config.on_stale == "drop":
-            self._drop_left_over()
+            self._drop_leftovers()
         for group in self._replays:  # under new tickets: drawn only now, they train before the next checkpoint
-            again = self._replay.again(group, self._ledger.drawn)
+            again = self._replay.reissue(group, self._ledger.drawn)
             self._ledger.replay(again.ticket, first=group.ticket.number)
             batch = [*batch, again]
         self._replays = []
         self._gate.ship(places(batch))
         return batch
 
-    def _drop_left_over(self) -> None:
+    def _drop_leftovers(self) -> None:
         """Drop what would be too old at the next version: all groups but those sampled by a frozen model."""
         for group in self._buffer.groups():
             if self._envs[group.ticket.env].algorithm.client is None:
                 self._drop_buffered(group, OVERSAMPLED)
-        for ticket, flight in list(self._flights.items()):
+        for ticket, flight in list(self._in_flight.items()):
             if flight.env.algorithm.client is None:
-                self._call_off(ticket, OVERSAMPLED)
+                self._cancel(ticket, OVERSAMPLED)
 
-    def playing(self) -> dict[str, float]:
+    def running_episodes(self) -> dict[str, float]:
         """Episodes under way, by environment; may be asked from any thread."""
         counts = dict.fromkeys(self._envs, 0.0)
-        for flight in list(self._flights.values()):
+        for flight in list(self._in_flight.values()):
             counts[flight.env.name] += flight.env.group_size
         return counts
 
@@ -270,7 +270,7 @@ class Dispatcher:
 
     def take_tally(self, batch: Sequence[Group]) -> Tally:
         """Take the tally of this batch: groups drawn after its last ticket are left for the next one."""
-        tally, self.admission.tally = self.tally, self.tally.cut(batch)
+        tally, self.admission.tally = self.tally, self.tally.split_next(batch)
         return tally
 
     def stop(self) -> None:
@@ -281,17 +281,17 @@ class Dispatcher:
     async def close(self) -> None:
         """Cancel what is in flight; its tickets wait for a resume."""
         self._stopped = True
-        tasks = {*self._leaving, *(flight.task for flight in self._flights.values())}
+        tasks = {*self._cancelling, *(flight.task for flight in self._in_flight.values())}
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CLEAN_UP_SECONDS)
 
-    def state(self) -> Held:
+    def state(self) -> DispatcherState:
         """State for the checkpoint. Groups in flight are not in it: their tickets wait for a resume."""
-        late = {env.name: env.late for env in self._envs.values()}
-        forgone = {env.name: env.forgone for env in self._envs.values()}
-        return Held(
+        late = {env.name: env.late_groups for env in self._envs.values()}
+        forgone = {env.name: env.forgone_share for env in self._envs.values()}
+        return DispatcherState(
             buffered=self._buffer.groups(),
             resolved=list(self.tally.resolved),
             remembered=self._replay.state(),
@@ -299,7 +299,7 @@ class Dispatcher:
             counts=self.tally.counts() | {"late": late, "forgone": forgone},
         )
 
-    def load(self, held: Held) -> list[Ticket]:
+    def load(self, held: DispatcherState) -> list[Ticket]:
         """Back to a checkpoint, at the gate's version; answers with the tickets whose groups are in the buffer again.
 
         They are credited and counted already, so they are not judged again; what has grown too old by now goes when
@@ -308,10 +308,10 @@ class Dispatcher:
         """
         version = self._gate.version
         self._replay.load(held.remembered)
-        self._replays = self._replay.still(held.chosen, version, self._gate.replayable)
+        self._replays = self._replay.still_fresh(held.chosen, version, self._gate.replay_capacity)
         self._gate.replay(places(self._replays))
-        self._met, self._aged_at = version, -1
-        self._buffer, self._early = Buffer(), {}
+        self._refill_version, self._checked_version = version, -1
+        self._buffer, self._out_of_order = Buffer(), {}
         for group in held.buffered:
             env = self._envs.get(group.ticket.env)
             fits = env is not None and group.places == env.group_size <= self._gate.capacity
@@ -322,6 +322,6 @@ class Dispatcher:
         again = {group.ticket for group in held.buffered if group.ticket not in self._buffer}
         self.admission.tally = Tally.of([g for g in held.resolved if g.ticket not in again], held.counts)
         for env in self._envs.values():
-            env.late = held.counts.get("late", {}).get(env.name, 0)
-            env.forgone = held.counts.get("forgone", {}).get(env.name, 0.0)
+            env.late_groups = held.counts.get("late", {}).get(env.name, 0)
+            env.forgone_share = held.counts.get("forgone", {}).get(env.name, 0.0)
         return [group.ticket for group in self._buffer.groups()]

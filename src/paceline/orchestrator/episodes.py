@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from paceline.clients import NoEngineLeft
 from paceline.data import Row, Ticket
-from paceline.data.rollout import own
+from paceline.data.rollout import copy_value
 from paceline.envs import Environment, Outcome
-from paceline.envs.base import LARGEST_REWARD, shown
+from paceline.envs.base import LARGEST_REWARD, short_repr
 from paceline.errors import Mismatch
-from paceline.orchestrator.failures import Kind, error_text, kind_of, stopped
+from paceline.orchestrator.failures import FailureKind, error_text, failure_kind, stop_error
 from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
 from paceline.rollout.render import ToolsDropped
@@ -32,16 +32,16 @@ limited_log = RateLimitedLogger(logging.getLogger("paceline.episodes"))
 class EpisodeLost(Exception):
     """An episode failed: why, and of which kind the failure is. It concerns that episode alone."""
 
-    def __init__(self, cause: str, kind: Kind = "episode") -> None:
+    def __init__(self, cause: str, kind: FailureKind = "episode") -> None:
         super().__init__(cause)
-        self.kind: Kind = kind
+        self.kind: FailureKind = kind
 
 
 class RolloutRunner:
     """Plays an environment's episodes with the policy. A failing episode is an outcome with its error, never a crash.
 
     A failure is retried, given up or ends the run, as the environment's policy for its kind says. Each try is a whole
-    episode: with fresh seats, with the same noise and so the same tokens from the same weights, and with all of the
+    run_episode: with fresh seats, with the same noise and so the same tokens from the same weights, and with all of the
     environment's `timeout` before it. An episode that fails in the end reports its first failure.
     """
 
@@ -50,28 +50,30 @@ class RolloutRunner:
         self._clock = clock
         self._seed = seed
         self._domain = domain
-        self.retried: Counter[str] = Counter()
+        self.retry_counts: Counter[str] = Counter()
         """Tries that were repeated, by kind of failure, since the last call of `metrics`."""
-        self.lost: Counter[str] = Counter()
+        self.failure_counts: Counter[str] = Counter()
         """Likewise, episodes and preparations that were given up, by the kind of what went wrong first."""
 
     def metrics(self) -> dict[str, float]:
         """Counts of failures since the last call, by kind."""
-        kinds = {f"retried/{kind}": float(count) for kind, count in self.retried.items()}
-        kinds |= {f"failed/{kind}": float(count) for kind, count in self.lost.items()}
-        self.retried.clear()
-        self.lost.clear()
+        kinds = {f"retried/{kind}": float(count) for kind, count in self.retry_counts.items()}
+        kinds |= {f"failed/{kind}": float(count) for kind, count in self.failure_counts.items()}
+        self.retry_counts.clear()
+        self.failure_counts.clear()
         return kinds
 
-    async def group(self, env: TrainEnv, ticket: Ticket) -> Group:
+    async def run_group(self, env: TrainEnv, ticket: Ticket) -> Group:
         """All rollouts of one ticket, the failed ones apart."""
         try:
-            row = await self._prepared(env, lambda: assigned(env.environment, env.rows[ticket.row], ticket, self._seed))
+            row = await self._prepare(
+                env, lambda: assign_row(env.environment, env.rows[ticket.row], ticket, self._seed)
+            )
         except EpisodeLost as lost:
             failed = [Rollout(ticket=ticket, member=0, error=str(lost), cause=lost.__cause__)]
             return Group(ticket=ticket, rollouts=[], places=env.group_size, failed=failed)
         members = range(env.group_size)
-        tasks = [asyncio.ensure_future(self.episode(env, row, ticket, m, ticket.number)) for m in members]
+        tasks = [asyncio.ensure_future(self.run_episode(env, row, ticket, m, ticket.number)) for m in members]
         try:
             episodes = await asyncio.gather(*tasks)  # bounded: each episode has a timeout
         except BaseException:  # called off, or the end of the run: no episode may play on
@@ -95,9 +97,9 @@ class RolloutRunner:
 
     async def prepare(self, env: TrainEnv, row: Row) -> Row:
         """The prepared row that all episodes on a held-out row share; raises `EpisodeLost`."""
-        return await self._prepared(env, lambda: env.environment.prepare(own(row)))
+        return await self._prepare(env, lambda: env.environment.prepare(copy_value(row)))
 
-    async def episode(self, env: TrainEnv, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
+    async def run_episode(self, env: TrainEnv, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
         """One episode on a copy of the row: a rollout for each actor who spoke, or why there is none."""
         noise = (self._seed, self._domain, ticket.number, member)
         # In training a frozen model may speak in the policy's place, for it to learn from.
@@ -106,31 +108,33 @@ class RolloutRunner:
         while True:
             seats = SessionMap(client, noise, order, env.environment.actors)
             try:
-                outcome = await self._users(
-                    env, client, "an episode", lambda at=seats: env.environment.play(own(row), at)
+                outcome = await self._call_user_code(
+                    env, client, "an episode", lambda at=seats: env.environment.play(copy_value(row), at)
                 )
                 if outcome is None:
-                    return [failure(ticket, member, seats, f"{env.name}: dropped by the environment", dropped=True)]
-                return finished(env.name, ticket, member, seats, outcome)
+                    return [
+                        failed_rollout(ticket, member, seats, f"{env.name}: dropped by the environment", dropped=True)
+                    ]
+                return build_rollouts(env.name, ticket, member, seats, outcome)
             except EpisodeLost as lost:
                 losses.append(lost)
             finally:
                 seats.leave()
             try:
-                await self._once_more(env, losses)
+                await self._wait_for_retry(env, losses)
             except EpisodeLost as lost:
-                return [failure(ticket, member, seats, str(lost), cause=lost.__cause__)]
+                return [failed_rollout(ticket, member, seats, str(lost), cause=lost.__cause__)]
 
-    async def _prepared(self, env: TrainEnv, work: Callable[[], Awaitable[Row]]) -> Row:
+    async def _prepare(self, env: TrainEnv, work: Callable[[], Awaitable[Row]]) -> Row:
         losses: list[EpisodeLost] = []
         while True:
             try:
-                return await self._users(env, self._client, "the preparation", work)
+                return await self._call_user_code(env, self._client, "the preparation", work)
             except EpisodeLost as lost:
                 losses.append(lost)
-            await self._once_more(env, losses)
+            await self._wait_for_retry(env, losses)
 
-    async def _once_more(self, env: TrainEnv, losses: Sequence[EpisodeLost]) -> None:
+    async def _wait_for_retry(self, env: TrainEnv, losses: Sequence[EpisodeLost]) -> None:
         """Wait before the next try; or raise the first cause, as the loss of the episode or as the end of the run."""
         if is_cancelled():
             raise asyncio.CancelledError  # the environment made a failure of it, and the caller waits for no other try
@@ -138,29 +142,31 @@ class RolloutRunner:
         policy = env.policies[last.kind]
         if policy.choice == "fail":
             text = f"{first} (failures.{last.kind} = {policy}): mend that, or let the run drop or retry"
-            raise stopped(text, first.__cause__)
+            raise stop_error(text, first.__cause__)
         if not policy.retries(failed) or isinstance(last.__cause__, AbandonedError):
-            self.lost[first.kind] += 1
+            self.failure_counts[first.kind] += 1
             more = f"; at last: {last}" if str(last) != str(first) else ""
             text = f"{first} (failures.{first.kind} = {env.policies[first.kind]}){more}"
             raise EpisodeLost(text, first.kind) from first.__cause__
         pause = policy.pause(failed)
-        self.retried[last.kind] += 1
+        self.retry_counts[last.kind] += 1
         text = "%s: played again in %g s, try %d of %d (failures.%s)"
         limited_log.warn((env.name, last.kind), text, last, pause, failed + 1, policy.tries, last.kind)
         await self._clock.sleep(pause)
 
-    async def _users(self, env: TrainEnv, client: SamplingClient, what: str, work: Callable[[], Awaitable[T]]) -> T:
+    async def _call_user_code(
+        self, env: TrainEnv, client: SamplingClient, what: str, work: Callable[[], Awaitable[T]]
+    ) -> T:
         """The result of user code within its timeout; an exception in it loses the episode."""
         try:
-            return await self._clock.within(env.config.timeout, f"{what} of `{env.name}`", work())
+            return await self._clock.wait_within(env.config.timeout, f"{what} of `{env.name}`", work())
         except (NoEngineLeft, Mismatch, ToolsDropped):
             raise  # no other episode would fare better, now or later
         except DeadlineError as error:
             # An episode that waited for an engine all that time is not to blame for it.
             trouble = client.pool.trouble
             if trouble is None:
-                advice = env.config.to_raise("timeout")
+                advice = env.config.raise_hint("timeout")
                 raise EpisodeLost(f"{env.name}: {error}: {advice}", "timeout") from error
             raise EpisodeLost(f"{env.name}: {error}, and {trouble}", "engine") from error
         except asyncio.CancelledError as error:
@@ -172,27 +178,29 @@ class RolloutRunner:
         except BaseException as error:  # `sys.exit` or `pytest.fail` in an environment ends its episode, not the run
             if is_ctrl_c(error):
                 raise
-            if refused := getattr(client.renderer, "refused_tools", None):
+            if refused := getattr(client.renderer, "dropped_tools_error", None):
                 raise refused from error  # an agent behind a URL heard of it as an HTTP error like any other
-            kind, trouble = kind_of(error), client.pool.trouble
+            kind, trouble = failure_kind(error), client.pool.trouble
             if kind != "episode" or trouble is None:
                 raise EpisodeLost(f"{env.name}: {error_text(error)}", kind) from error
             # An agent behind a URL hears of a lost engine as an HTTP error like any other.
             raise EpisodeLost(f"{env.name}: {error_text(error)}, and {trouble}", "engine") from error
 
 
-async def assigned(environment: Environment, row: Row, ticket: Ticket, seed: int) -> Row:
+async def assign_row(environment: Environment, row: Row, ticket: Ticket, seed: int) -> Row:
     """The prepared row that all episodes of a training ticket share."""
     dice = random.Random(f"{seed} {ticket.env} {ticket.draw}")
-    return await environment.prepare(await environment.assign(own(row), ticket.draw, dice))
+    return await environment.prepare(await environment.assign(copy_value(row), ticket.draw, dice))
 
 
-def finished(name: str, ticket: Ticket, member: int, seats: Mapping[str, Seat], outcome: Outcome) -> list[Rollout]:
+def build_rollouts(
+    name: str, ticket: Ticket, member: int, seats: Mapping[str, Seat], outcome: Outcome
+) -> list[Rollout]:
     """A rollout for each trained seat that spoke; raises `EpisodeLost` where the outcome is none."""
     spoke = {at: seat for at, seat in seats.items() if seat.turns and seat.trained}
-    if error := fault(spoke, outcome):
+    if error := outcome_error(spoke, outcome):
         raise EpisodeLost(f"{name}: {error}")
-    metrics = {key: metric_of(value) or 0.0 for key, value in outcome.metrics.items()}
+    metrics = {key: metric_value(value) or 0.0 for key, value in outcome.metrics.items()}
     return [
         Rollout(
             ticket=ticket,
@@ -208,7 +216,7 @@ def finished(name: str, ticket: Ticket, member: int, seats: Mapping[str, Seat], 
     ]
 
 
-def fault(spoke: Mapping[str, Seat], outcome: Outcome) -> str | None:
+def outcome_error(spoke: Mapping[str, Seat], outcome: Outcome) -> str | None:
     """Why an episode that was played to its end counts for nothing."""
     if not isinstance(outcome, Outcome):
         return f"the episode ended with {outcome!r}: return an Outcome, or None to drop the episode"
@@ -217,12 +225,12 @@ def fault(spoke: Mapping[str, Seat], outcome: Outcome) -> str | None:
     if missing := spoke.keys() - outcome.rewards.keys():
         return f"the outcome has no reward for {sorted(missing)}, though they spoke"
     for key, value in outcome.metrics.items():
-        if metric_of(value) is None:
-            return f"the metric `{key}` is {shown(value)}: a metric must be a number"
+        if metric_value(value) is None:
+            return f"the metric `{key}` is {short_repr(value)}: a metric must be a number"
     return None
 
 
-def metric_of(value: Any) -> float | None:
+def metric_value(value: Any) -> float | None:
     """A metric of user code as a float; None if it is no number. What no mean can be taken of is NaN."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         return None
@@ -235,7 +243,7 @@ def metric_of(value: Any) -> float | None:
     return number if abs(number) <= LARGEST_REWARD else nan
 
 
-def failure(
+def failed_rollout(
     ticket: Ticket,
     member: int,
     seats: Mapping[str, Seat],

@@ -9,13 +9,13 @@ from paceline.config import EvalConfig
 from paceline.data import Row, Ticket
 from paceline.envs import POLICY
 from paceline.orchestrator.episodes import EpisodeLost, RolloutRunner
-from paceline.orchestrator.failures import stopped
+from paceline.orchestrator.failures import stop_error
 from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Rollout
 
-SURE = 1.96
+Z_95 = 1.96
 """Standard errors on either side of a 95% interval."""
-PASS = 0.5
+PASS_REWARD = 0.5
 """A reward of at least this counts as a pass."""
 
 
@@ -64,7 +64,7 @@ async def _evaluate(
     async def one(row: Row, ticket: Ticket, member: int) -> list[Rollout]:
         nonlocal done
         async with places:  # bounded: each episode before it has a timeout
-            played = await runner.episode(env, row, ticket, member, -1)
+            played = await runner.run_episode(env, row, ticket, member, -1)
         done += 1
         progress(f"evaluating {env.name} {done}/{len(rows) * config.samples}")
         return played
@@ -75,15 +75,15 @@ async def _evaluate(
     rollouts = [rollout for played in tried for rollout in played]
     report(rollouts)
     if all(rollout.reward is None for rollout in rollouts):
-        raise stopped(f"every evaluation episode failed; the first cause: {rollouts[0].error}", rollouts[0].cause)
+        raise stop_error(f"every evaluation episode failed; the first cause: {rollouts[0].error}", rollouts[0].cause)
     return {
         f"eval/{name}/{key}": value
-        for name, played in by_actor(env, rollouts).items()
+        for name, played in group_by_actor(env, rollouts).items()
         for key, value in summarise(played, config.samples).items()
     }
 
 
-def by_actor(env: TrainEnv, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+def group_by_actor(env: TrainEnv, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
     """Rollouts of an environment under its name, or under `name/actor` for actors beside its only one."""
     actors, found = list(env.environment.actors), {}
     for rollout in rollouts:
@@ -102,23 +102,23 @@ def summarise(rollouts: Sequence[Rollout], samples: int) -> dict[str, float]:
         out[name] = _mean([r.metrics[name] for r in finished if name in r.metrics])
     out["length"] = _mean([float(r.completion_length) for r in finished])
     out["truncated_ratio"] = _mean([float(r.truncated) for r in finished])
-    return out | {name: _mean(values) for name, values in _passes(rollouts, samples).items()}
+    return out | {name: _mean(values) for name, values in _pass_rates(rollouts, samples).items()}
 
 
-def _passes(rollouts: Sequence[Rollout], samples: int) -> dict[str, list[float]]:
+def _pass_rates(rollouts: Sequence[Rollout], samples: int) -> dict[str, list[float]]:
     """pass@k of each row, where rows are tried more than once."""
     if samples == 1:
         return {}
     tries = Counter(rollout.ticket for rollout in rollouts)
-    passes = Counter(rollout.ticket for rollout in rollouts if (rollout.reward or 0.0) >= PASS)
+    passes = Counter(rollout.ticket for rollout in rollouts if (rollout.reward or 0.0) >= PASS_REWARD)
     # An actor may sit in several seats of one episode, and then has more tries than there are samples.
     return {
-        f"pass@{k}": [pass_at(max(samples, n), passes[ticket], k) for ticket, n in tries.items()]
+        f"pass@{k}": [pass_at_k(max(samples, n), passes[ticket], k) for ticket, n in tries.items()]
         for k in sorted({1, samples} | {2**i for i in range(1, samples.bit_length()) if 2**i < samples})
     }
 
 
-def intervals(rollouts: Sequence[Rollout], samples: int) -> dict[str, tuple[float, float]]:
+def confidence_intervals(rollouts: Sequence[Rollout], samples: int) -> dict[str, tuple[float, float]]:
     """95% intervals of an evaluation's means, over rows: tries of one row are no independent evidence."""
     finished = [r for r in rollouts if r.reward is not None]
     values: dict[str, dict[Ticket, list[float]]] = {}
@@ -127,23 +127,23 @@ def intervals(rollouts: Sequence[Rollout], samples: int) -> dict[str, tuple[floa
         for name, value in (r.metrics | own).items():
             values.setdefault(name, {}).setdefault(r.ticket, []).append(value)
     rows = {name: [_mean(tried) for tried in found.values()] for name, found in values.items()}
-    return {name: _interval(found) for name, found in (rows | _passes(rollouts, samples)).items()}
+    return {name: _confidence_interval(found) for name, found in (rows | _pass_rates(rollouts, samples)).items()}
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float]:
+def _confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     """Of a mean: Wilson's for shares, which stays honest where all rows agree; else the normal one."""
     n, mean = len(values), _mean(values)
     if all(value in (0.0, 1.0) for value in values):
-        centre, spread = mean + SURE**2 / (2 * n), SURE * sqrt(mean * (1 - mean) / n + (SURE / (2 * n)) ** 2)
-        return max(0.0, (centre - spread) / (1 + SURE**2 / n)), min(1.0, (centre + spread) / (1 + SURE**2 / n))
-    half = SURE * sqrt(sum((value - mean) ** 2 for value in values) / (n * max(1, n - 1)))
+        centre, spread = mean + Z_95**2 / (2 * n), Z_95 * sqrt(mean * (1 - mean) / n + (Z_95 / (2 * n)) ** 2)
+        return max(0.0, (centre - spread) / (1 + Z_95**2 / n)), min(1.0, (centre + spread) / (1 + Z_95**2 / n))
+    half = Z_95 * sqrt(sum((value - mean) ** 2 for value in values) / (n * max(1, n - 1)))
     return mean - half, mean + half
 
 
-def pass_at(n: int, correct: int, k: int) -> float:
+def pass_at_k(n: int, correct: int, k: int) -> float:
     """Chance that k of n tries hold a correct one, unbiased (arXiv 2107.03374).
 
-    >>> pass_at(4, 1, 2)
+    >>> pass_at_k(4, 1, 2)
     0.5
     """
     return 1.0 if n - correct < k else 1.0 - comb(n - correct, k) / comb(n, k)

@@ -10,9 +10,9 @@ from paceline.envs.base import JudgeFailed
 from paceline.envs.workers import WorkerFailed
 from paceline.errors import EngineError, PacelineError, RequestError
 from paceline.util.deadlines import DeadlineError
-from paceline.util.user_code import UserCodeError, described, user_frames, whole
+from paceline.util.user_code import UserCodeError, describe_error, full_traceback, user_frames
 
-MEND = ". Mend that, or let [breaker] allow more"
+FIX_HINT = ". Mend that, or let [breaker] allow more"
 
 
 class RunStopped(PacelineError):
@@ -23,10 +23,10 @@ class UserCodeStopped(RunStopped, UserCodeError):
     """The run cannot go on, because user code raised too often."""
 
 
-def stopped(text: str, cause: BaseException | None) -> RunStopped:
+def stop_error(text: str, cause: BaseException | None) -> RunStopped:
     """The error that ends a run over a failed episode, raised from what its environment raised."""
     frames = "" if cause is None else user_frames(cause)
-    error = UserCodeStopped(text, frames, whole(cause)) if cause is not None and frames else RunStopped(text)
+    error = UserCodeStopped(text, frames, full_traceback(cause)) if cause is not None and frames else RunStopped(text)
     error.__cause__ = cause
     return error
 
@@ -38,50 +38,50 @@ class Breaker:
     def __init__(self, config: BreakerConfig) -> None:
         self._config = config
         self._recent: deque[bool] = deque(maxlen=config.window)
-        self._row = 0
+        self._consecutive = 0
         self._first: str | None = None
         self._cause: BaseException | None = None
 
-    def success(self) -> None:
-        self._row = 0
+    def record_success(self) -> None:
+        self._consecutive = 0
         self._recent.append(True)
         if all(self._recent):
             self._first = self._cause = None
 
-    def failure(self, cause: str, raised: BaseException | None = None) -> None:
+    def record_failure(self, cause: str, raised: BaseException | None = None) -> None:
         """Count a failed rollout; raises `RunStopped` when it is one too many."""
-        self._row += 1
+        self._consecutive += 1
         self._recent.append(False)
         if self._first is None:
             self._first, self._cause = cause, raised
         failed, window, text = self._recent.count(False), self._config.window, ""
-        if self._row >= self._config.consecutive:
-            text = f"{self._row} rollouts failed in a row"
+        if self._consecutive >= self._config.consecutive:
+            text = f"{self._consecutive} rollouts failed in a row"
         elif len(self._recent) == window and 2 * failed >= window:
             text = f"{failed} of the last {window} rollouts failed"
         if text:
-            raise stopped(f"{text}; the first cause: {self._first}{MEND}", self._cause)
+            raise stop_error(f"{text}; the first cause: {self._first}{FIX_HINT}", self._cause)
 
 
-Kind = Literal["episode", "timeout", "worker", "engine", "request", "judge"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+FailureKind = Literal["episode", "timeout", "worker", "engine", "request", "judge"]
+FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
 
-BY_CLASS: Mapping[type[BaseException], Kind] = {
+KIND_BY_CLASS: Mapping[type[BaseException], FailureKind] = {
     DeadlineError: "timeout",
     JudgeFailed: "judge",
     RequestError: "request",
     EngineError: "engine",
 }
 """A request error is an engine error too: the first that fits counts."""
-Policies = Mapping[Kind, FailurePolicy]
+Policies = Mapping[FailureKind, FailurePolicy]
 
 
 def policies(config: FailuresConfig) -> Policies:
     """The run file's policy for each kind of failed episode."""
-    return {kind: FailurePolicy(getattr(config, kind), config.tries) for kind in KINDS}
+    return {kind: FailurePolicy(getattr(config, kind), config.tries) for kind in FAILURE_KINDS}
 
 
-def kind_of(error: BaseException) -> Kind:
+def failure_kind(error: BaseException) -> FailureKind:
     """Of which kind an exception out of an environment is. One that was raised `from` another, or as part of a group,
     is of the kind of what caused it: an engine that is gone is no fault of the code that asked it."""
     seen: set[int] = set()
@@ -103,10 +103,10 @@ def error_text(error: BaseException) -> str:
         return f"a worker process {error}"
     if isinstance(error, EngineError | DeadlineError | JudgeFailed):
         return str(error)
-    return described(error)
+    return describe_error(error)
 
 
-def _known(error: BaseException) -> Kind | None:
+def _known(error: BaseException) -> FailureKind | None:
     if isinstance(error, WorkerFailed):
         return "worker" if error.kind == "exited" else "timeout" if error.kind == "timed_out" else None
-    return next((kind for known, kind in BY_CLASS.items() if isinstance(error, known)), None)
+    return next((kind for known, kind in KIND_BY_CLASS.items() if isinstance(error, known)), None)

@@ -16,7 +16,7 @@ def staleness(sample: Sample, version: int) -> int:
     return 0 if oldest is None else version - oldest
 
 
-def fresh_enough(sample: Sample, version: int, limit: int, on_stale: OnStale) -> Sample | None:
+def mask_stale_tokens(sample: Sample, version: int, limit: int, on_stale: OnStale) -> Sample | None:
     """The sample with its stale tokens masked as `on_stale` says; None drops it."""
     if on_stale == "keep" or staleness(sample, version) <= limit:
         return sample
@@ -43,7 +43,7 @@ class Gate:
     at the next publish: the synchronous loop. `total` batches are all a run needs; the gate lets in no more.
 
     A batch fills from the groups that finish first, so a slow rollout can still miss its last batch. That is checked
-    where a group finishes and again before a batch ships (`fresh_enough`): this is what keeps the limit.
+    where a group finishes and again before a batch ships (`mask_stale_tokens`): this is what keeps the limit.
 
     Where groups are replayed, `reserve` places of every batch to come are reserved for them. What the batch being
     filled really replays is known, and counts as accepted; the rest of its places are for fresh rollouts. So replay
@@ -73,15 +73,15 @@ class Gate:
     @property
     def capacity(self) -> int:
         """Rollouts that may start now."""
-        return max(0, min(self.max_inflight - self.running, self._ahead))
+        return max(0, min(self.max_inflight - self.running, self._free_places))
 
     @property
-    def replayable(self) -> int:
+    def replay_capacity(self) -> int:
         """Places of the batch being filled that may go to groups which have trained before."""
-        return max(0, min(self.reserve, self._ahead))
+        return max(0, min(self.reserve, self._free_places))
 
     @property
-    def _ahead(self) -> int:
+    def _free_places(self) -> int:
         """Places not yet taken, from the batch being filled to the last one that this version may serve."""
         batches = self.staleness + self.version + 1
         if self.total is not None:
@@ -107,11 +107,11 @@ class Gate:
 
     def replay(self, places: int) -> None:
         """Groups that have trained before take places of the batch being filled."""
-        if places > self.replayable:
-            raise RuntimeError(f"the gate has room to replay {self.replayable} rollouts, not {places}")
+        if places > self.replay_capacity:
+            raise RuntimeError(f"the gate has room to replay {self.replay_capacity} rollouts, not {places}")
         self.accepted += places
 
-    def give_back(self, places: int) -> None:
+    def release(self, places: int) -> None:
         """A buffered group was dropped before it shipped; its places are free again."""
         self.accepted -= places
 

@@ -14,13 +14,13 @@ from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Rollout
 from paceline.selfplay import ArenaEnvironment, League
-from paceline.selfplay.league import name_of
+from paceline.selfplay.league import version_name
 from paceline.weights.tensors import framework, write_tensors
 from paceline.weights.update import Adapter, WeightUpdate
 
 
 @dataclass(frozen=True, slots=True)
-class LeagueMember:
+class LeagueEnv:
     """An environment that has a league."""
 
     env: TrainEnv
@@ -36,7 +36,7 @@ class LeagueCheckpoints:
     """Hands published versions on to the leagues that want them, and keeps a copy of each for the checkpoint."""
 
     def __init__(self, envs: dict[str, TrainEnv], pool: LeaguePool | None, note: Callable[[str], None]) -> None:
-        self.members = members(envs)
+        self.members = league_envs(envs)
         self._pool, self._note = pool, note
         self._weights: dict[int, StoredVersion] = {}
 
@@ -45,19 +45,19 @@ class LeagueCheckpoints:
         for member in self.members:
             if (address := member.league.admit(update.version)) is None:
                 continue
-            with member.league.arriving(update.version):
+            with member.league.loading(update.version):
                 if update.version not in self._weights:
-                    self._weights[update.version] = await asyncio.to_thread(_copy, update)
-                await self._speak(address, update.version)
+                    self._weights[update.version] = await asyncio.to_thread(_copy_to_cpu, update)
+                await self._serve_version(address, update.version)
         wanted = {version for member in self.members for version in member.league.versions}
         self._weights = {version: kept for version, kept in self._weights.items() if version in wanted}
 
     def save(self, folder: Path) -> None:
         """Every kept version, beside the checkpoint's own weights. A file that an earlier checkpoint has is linked."""
         for version, (update, notes) in self._weights.items():
-            path = folder / _file(version)
+            path = folder / _file_name(version)
             # Another run may have left a version of the same number here.
-            same = [file for file in sorted(folder.parent.glob(f"step-*/{path.name}")) if _notes(file) == notes]
+            same = [file for file in sorted(folder.parent.glob(f"step-*/{path.name}")) if _read_metadata(file) == notes]
             try:
                 path.hardlink_to(same[-1])
             except (IndexError, OSError):
@@ -70,12 +70,14 @@ class LeagueCheckpoints:
                 self._note(f"{member.env.name}: its league is smaller now, and {', '.join(left)} left it")
             for version in member.league.versions:
                 if version not in self._weights:
-                    self._weights[version] = await asyncio.to_thread(_read, folder / _file(version), version)
-                address = member.league.address(name_of(version))
+                    self._weights[version] = await asyncio.to_thread(
+                        _read_version, folder / _file_name(version), version
+                    )
+                address = member.league.address(version_name(version))
                 assert address is not None
-                await self._speak(address, version)
+                await self._serve_version(address, version)
 
-    async def assess(
+    async def rate_version(
         self,
         runner: RolloutRunner,
         version: int,
@@ -87,15 +89,15 @@ class LeagueCheckpoints:
         the rollouts of each game."""
         metrics: dict[str, float] = {}
         for member in self.members:
-            if rows := member.environment.meetings(version):
-                metrics |= await self._assess(member, rows, runner, version, concurrency, progress, played)
+            if rows := member.environment.rating_games(version):
+                metrics |= await self._rate_env(member, rows, runner, version, concurrency, progress, played)
             elif any(kept != version for kept in member.league.versions):
                 self._note(f"{member.env.name}: no version was rated: matches() gave no episode of two actors")
         return metrics
 
-    async def _assess(
+    async def _rate_env(
         self,
-        member: LeagueMember,
+        member: LeagueEnv,
         rows: Sequence[Row],
         runner: RolloutRunner,
         version: int,
@@ -108,53 +110,53 @@ class LeagueCheckpoints:
         async def one(index: int, row: Row) -> str | None:
             nonlocal done
             async with places:
-                rollouts = await runner.episode(member.env, row, Ticket(index, name, 0, index, index), 0, -1)
+                rollouts = await runner.run_episode(member.env, row, Ticket(index, name, 0, index, index), 0, -1)
             done += 1
             played(rollouts)
             progress(f"rating {name} {done}/{len(rows)}")
             return next((rollout.error for rollout in rollouts if rollout.error and not rollout.dropped), None)
 
         errors = await asyncio.gather(*(one(index, row) for index, row in enumerate(rows)))
-        failed = len(rows) - member.league.enter(version)
+        failed = len(rows) - member.league.record_ratings(version)
         if failed:
             cause = next(filter(None, errors), "dropped by the environment")
             self._note(f"{name}: {failed} of {len(rows)} games for the ratings failed; the first cause: {cause}")
-        payoff, me = member.league.payoff, name_of(version)
+        payoff, me = member.league.payoff, version_name(version)
         scores = {other: payoff.score(me, other) for other in payoff.players if other != me}
         metrics = {f"league/{name}/score/{other}": score for other, score in scores.items() if score is not None}
         metrics |= {f"league/{name}/rating": r.points for r in payoff.ratings() if r.player == me}
         return metrics | {f"league/{name}/failed": float(failed)}
 
-    async def _speak(self, address: str, version: int) -> None:
+    async def _serve_version(self, address: str, version: int) -> None:
         assert self._pool is not None, "a placement hands over a pool with a past where there is a league"
         await self._pool.keep(address, self._weights[version][0])
 
 
-def members(envs: dict[str, TrainEnv]) -> list[LeagueMember]:
+def league_envs(envs: dict[str, TrainEnv]) -> list[LeagueEnv]:
     """The environments that have a league, from the run file or from the caller."""
     return [
-        LeagueMember(env, env.environment, env.environment.league)
+        LeagueEnv(env, env.environment, env.environment.league)
         for env in envs.values()
         if isinstance(env.environment, ArenaEnvironment) and env.environment.league is not None
     ]
 
 
-def _copy(update: WeightUpdate) -> StoredVersion:
+def _copy_to_cpu(update: WeightUpdate) -> StoredVersion:
     """The trainer goes on with its own tensors."""
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in update.tensors.items()}
-    return _kept(replace(update, tensors=tensors, canary=None, delta=None))
+    return _stored_version(replace(update, tensors=tensors, canary=None, delta=None))
 
 
-def _kept(update: WeightUpdate) -> StoredVersion:
+def _stored_version(update: WeightUpdate) -> StoredVersion:
     scale = {} if update.adapter is None else {"scale": repr(update.adapter.scale)}
     return update, {"fingerprint": update.fingerprint()} | scale
 
 
-def _file(version: int) -> str:
-    return f"past-{name_of(version)}.safetensors"
+def _file_name(version: int) -> str:
+    return f"past-{version_name(version)}.safetensors"
 
 
-def _notes(path: Path) -> dict[str, str] | None:
+def _read_metadata(path: Path) -> dict[str, str] | None:
     """A file's metadata about its weights; None if it cannot be read."""
     try:
         with safe_open(path, framework=framework()) as file:
@@ -163,10 +165,10 @@ def _notes(path: Path) -> dict[str, str] | None:
         return None
 
 
-def _read(path: Path, version: int) -> StoredVersion:
+def _read_version(path: Path, version: int) -> StoredVersion:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, and with it version {version} of the league: resume elsewhere")
     with safe_open(path, framework=framework()) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         scale = (file.metadata() or {}).get("scale")
-    return _kept(WeightUpdate(version, tensors, None if scale is None else Adapter("", float(scale))))
+    return _stored_version(WeightUpdate(version, tensors, None if scale is None else Adapter("", float(scale))))

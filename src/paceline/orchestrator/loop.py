@@ -18,7 +18,7 @@ from paceline.config import RunConfig
 from paceline.data import DataError, Ledger, Sample, Ticket, encode, row_change
 from paceline.errors import PacelineError
 from paceline.orchestrator.admission import Tally
-from paceline.orchestrator.buffered import FILE, encode_held, read_held
+from paceline.orchestrator.buffered import GROUPS_FILE, encode_groups, read_groups
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
 from paceline.orchestrator.dispatcher import Dispatcher
 from paceline.orchestrator.episodes import EVAL, MATCH, RolloutRunner
@@ -31,7 +31,7 @@ from paceline.orchestrator.pausing import Advisor, Pauses
 from paceline.orchestrator.train_env import ReplayedGroup, TrainEnv
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.trainer import StepReport, Trainer, TrainerError, TrainerLost
-from paceline.util.deadlines import Clock, together
+from paceline.util.deadlines import Clock, gather_or_cancel
 from paceline.util.user_code import restore_interpreter
 
 Records = Sequence[dict[str, Any]]
@@ -44,7 +44,7 @@ class RunMonitor(Protocol):
     def note(self, text: str) -> None: ...
     def phase(self, text: str) -> None: ...
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def played(self, step: int, state: str, rollouts: Sequence[Rollout]) -> None: ...
+    def finished_rollouts(self, step: int, state: str, rollouts: Sequence[Rollout]) -> None: ...
     def rollouts(self, step: int, records: Records) -> None: ...
     def batch(self, step: int, data: bytes) -> None: ...
     def tickets(self, records: Records) -> None: ...
@@ -89,7 +89,7 @@ class Orchestrator:
         self, config: RunConfig, parts: OrchestratorParts, skipped_draws: frozenset[tuple[str, int]] = frozenset()
     ) -> None:
         self._config = config
-        self._p = parts
+        self._parts = parts
         self._ticket_records: list[dict] = []
         self._ledger = Ledger(journal=self._ticket_records.append)
         assert config.max_inflight is not None
@@ -98,12 +98,12 @@ class Orchestrator:
         self._runner = RolloutRunner(parts.client, parts.clock, config.seed)
         self._dispatcher = Dispatcher(config, parts.envs, self._runner, self._gate, self._ledger, parts.monitor.note)
         self._dispatcher.skipped_draws = skipped_draws
-        self._past = LeagueCheckpoints(parts.envs, parts.past, parts.monitor.note)
+        self._league_checkpoints = LeagueCheckpoints(parts.envs, parts.past, parts.monitor.note)
         advisor = parts.advisor(config.model_dump()) if parts.advisor else None
         self._pauses = Pauses(config, parts.envs, advisor, parts.monitor.note)
-        self._watch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
-        self._epoch = time.time() - parts.clock.now()
-        self._scored: set[Ticket] = set()
+        self._stopwatch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
+        self._clock_offset = time.time() - parts.clock.now()
+        self._scored_tickets: set[Ticket] = set()
         """Groups of the batch under way whose samples are finished."""
         self._saved_at: int | None = None
         self._restored = False
@@ -111,43 +111,45 @@ class Orchestrator:
         """For the user, once the run has begun."""
         self._stopping = False
         self.step = 0
-        self.halted = ""
+        self.halt_reason = ""
         """Why the run stopped before its end, where advisories left it nothing to draw from."""
-        self.solved = ""
+        self.solved_reason = ""
         """Why the run ended before its last step, where nothing was left to learn."""
 
     async def run(self) -> None:
         """Train until the steps are done, the rows are used up, or `stop` is called."""
         # Busy seconds by engine, and running episodes by environment; asked from any thread.
-        self._p.monitor.gauges(lambda: (self._p.pool.busy, self._dispatcher.playing()))
+        self._parts.monitor.gauges(lambda: (self._parts.pool.busy, self._dispatcher.running_episodes()))
         await self._begin()
         try:
             while not self._finished:
-                with self._watch.phase("sample"):
-                    batch = await self._dispatcher.next_batch(self._ahead if self._config.trainer.stream else None)
+                with self._stopwatch.phase("sample"):
+                    batch = await self._dispatcher.next_batch(
+                        self._train_early if self._config.trainer.stream else None
+                    )
                 if batch is None:
                     break
-                with self._watch.phase("score"):
+                with self._stopwatch.phase("score"):
                     samples = await self._score(batch)
-                with self._watch.phase("train"):
-                    report = await self._p.trainer.step(samples)
+                with self._stopwatch.phase("train"):
+                    report = await self._parts.trainer.step(samples)
                 if report.roll_back:
                     raise RollBack(f"step {self.step + 1}: {report.trouble}", batch)
-                self._learn(batch, report)
-                with self._watch.phase("publish"):
+                self._update_curriculum(batch, report)
+                with self._stopwatch.phase("publish"):
                     await self._publish(self.step + 1)
-                await self._settle(batch, samples, report)
+                await self._finish_step(batch, samples, report)
             await self._save()
-            if not self._finished and (solved := self._dispatcher.admission.solved):
-                self.solved = solved
-                self._p.monitor.note(solved)
+            if not self._finished and (solved := self._dispatcher.admission.solved_reason):
+                self.solved_reason = solved
+                self._parts.monitor.note(solved)
             elif not self._finished:
-                self.halted = self._pauses.halt()
+                self.halt_reason = self._pauses.halt_reason()
         finally:
             self._report_dropped(self.step + 1)  # the groups that ended the run are worth a look
             self._pauses.close()
             await self._dispatcher.close()
-            await self._p.client.close()
+            await self._parts.client.close()
 
     async def restore(self) -> None:
         """Go back to the checkpoint the run file names, if it names one. Nothing is written or removed before all of it
@@ -167,112 +169,117 @@ class Orchestrator:
 
     async def _begin(self) -> None:
         await self.restore()
-        for note in (*self._notes, *(env.note for env in self._p.envs.values() if env.note)):
-            self._p.monitor.note(note)
+        for note in (*self._notes, *(env.note for env in self._parts.envs.values() if env.note)):
+            self._parts.monitor.note(note)
         may_roll_back = self._config.placement != "local" or self._config.trainer.on_bad_step == "roll_back"
-        if may_roll_back and not self._p.checkpoints.all():
+        if may_roll_back and not self._parts.checkpoints.all():
             self._saved_at = None  # what it resumed from is another run's
             await self._save()
         await self._publish(self.step)
         if self._config.eval.every and self.step == 0:
             metrics = await self._evaluate()
-            self._p.monitor.step(0, metrics)
-        self._watch.restart()
+            self._parts.monitor.step(0, metrics)
+        self._stopwatch.restart()
 
-    async def _ahead(self, groups: Sequence[Group]) -> None:
+    async def _train_early(self, groups: Sequence[Group]) -> None:
         """Begin to train on part of a batch while the rest of it is sampled."""
-        with self._watch.phase("score"):
+        with self._stopwatch.phase("score"):
             samples = await self._score(groups)
-        self._scored |= {group.ticket for group in groups}
-        with self._watch.phase("train"):
-            await self._p.trainer.feed(samples)
+        self._scored_tickets |= {group.ticket for group in groups}
+        with self._stopwatch.phase("train"):
+            await self._parts.trainer.feed(samples)
 
     async def _score(self, batch: Sequence[Group]) -> list[Sample]:
         """Samples of the batch, finished by each environment's algorithm: all environments at once. What is replayed
         was finished when it first trained."""
         shares: dict[str, list[Group]] = {}
         for group in batch:
-            if not isinstance(group, ReplayedGroup) and group.ticket not in self._scored:
+            if not isinstance(group, ReplayedGroup) and group.ticket not in self._scored_tickets:
                 shares.setdefault(group.ticket.env, []).append(group)
-        lost = await together([self._p.envs[env].algorithm.score(groups) for env, groups in shares.items()])
+        lost = await gather_or_cancel([self._parts.envs[env].algorithm.score(groups) for env, groups in shares.items()])
         for reasons in lost:
             self._dispatcher.tally.lost_samples.update(reasons or {})
         return [sample for group in batch for sample in group.samples()]
 
-    def _learn(self, batch: Sequence[Group], report: StepReport) -> None:
+    def _update_curriculum(self, batch: Sequence[Group], report: StepReport) -> None:
         """Tell each environment's order of rows how they went, before the next ones are drawn or replayed."""
         for group in self._dispatcher.tally.resolved_by(batch):
             rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
-            self._p.envs[group.ticket.env].cursor.update(group.ticket.row, rewards)
+            self._parts.envs[group.ticket.env].cursor.update(group.ticket.row, rewards)
         if not report.skipped:  # what broke one gradient must not come back to break another
             self._dispatcher.remember(batch)
 
     async def _publish(self, trained: int) -> None:
         """Hand the engine the weights of so many trained batches; the gate opens for the next version."""
-        update = await self._p.trainer.weights()
+        update = await self._parts.trainer.weights()
         if update.version != trained:
             raise RunStopped(f"the trainer has trained {update.version} batches, and the run {trained}: resume it")
-        await self._p.pool.load_weights(update)
-        await self._past.offer(update)
-        await self._pauses.settle()
+        await self._parts.pool.load_weights(update)
+        await self._league_checkpoints.offer(update)
+        await self._pauses.apply()
         self._gate.publish(update.version)
         if not self._stopping:
             self._dispatcher.refill()
 
-    async def _settle(self, batch: Sequence[Group], samples: Sequence[Sample], report: StepReport) -> None:
+    async def _finish_step(self, batch: Sequence[Group], samples: Sequence[Sample], report: StepReport) -> None:
         """The batch is trained and published: enter it in the books, report, evaluate, save."""
         restore_interpreter()
         self.step += 1
-        self._scored.clear()
+        self._scored_tickets.clear()
         for group in batch:
             self._ledger.train(group.ticket, self.step, group.places)
-        for env in self._p.envs.values():
+        for env in self._parts.envs.values():
             oldest = self._ledger.oldest(env.name)
             env.environment.forget(env.cursor.draws if oldest is None else oldest)
         tally = self._dispatcher.take_tally(batch)
         metrics = batch_metrics(batch, samples, tally, self._gate.version - 1) | report.metrics
         if report.memory:
             metrics["memory/trainer"] = report.memory
-        if bad := sum(env.skipped for env in self._p.envs.values()):
+        if bad := sum(env.skipped for env in self._parts.envs.values()):
             metrics["data/bad_rows"] = float(bad)
         if self._config.replay.share:
             metrics |= replay_metrics(batch, self._gate.version - 1)
         metrics |= self._runner.metrics()
-        metrics |= self._watch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
+        metrics |= self._stopwatch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
         if report.skipped:
-            self._p.monitor.note(f"step {self.step}: {report.trouble}")
+            self._parts.monitor.note(f"step {self.step}: {report.trouble}")
         last = self._config.steps == self.step
         if self._config.eval.every and (self.step % self._config.eval.every == 0 or last):
             metrics |= await self._evaluate()
         self._record(batch, samples, tally, metrics, report.skipped)
         if self._config.checkpoint.every and self.step % self._config.checkpoint.every == 0:
             await self._save()
-        self._watch.restart()
+        self._stopwatch.restart()
 
     async def _evaluate(self) -> dict[str, float]:
-        with self._watch.phase("eval"):
-            progress, played = self._p.monitor.phase, partial(self._p.monitor.played, self.step)
-            runner = RolloutRunner(self._p.eval_client, self._p.clock, self._config.seed, EVAL)
-            metrics = await evaluate(self._p.envs, runner, self._config.eval, progress, partial(played, "evaluated"))
-            runner = RolloutRunner(self._p.eval_client, self._p.clock, self._config.seed, MATCH)
-            metrics |= await self._past.assess(
+        with self._stopwatch.phase("eval"):
+            progress, played = self._parts.monitor.phase, partial(self._parts.monitor.finished_rollouts, self.step)
+            runner = RolloutRunner(self._parts.eval_client, self._parts.clock, self._config.seed, EVAL)
+            metrics = await evaluate(
+                self._parts.envs, runner, self._config.eval, progress, partial(played, "evaluated")
+            )
+            runner = RolloutRunner(self._parts.eval_client, self._parts.clock, self._config.seed, MATCH)
+            metrics |= await self._league_checkpoints.rate_version(
                 runner, self._gate.version, self._config.eval.concurrency, progress, partial(played, "matched")
             )
-        return metrics | {"time/eval": self._watch.seconds("eval")}
+        return metrics | {"time/eval": self._stopwatch.seconds("eval")}
 
     def _record(
         self, batch: Sequence[Group], samples: Sequence[Sample], tally: Tally, metrics: dict[str, float], skipped: bool
     ) -> None:
-        monitor = self._p.monitor
+        monitor = self._parts.monitor
         monitor.step(self.step, metrics)
         self._report_dropped(self.step)
         fresh = [group for group in batch if not isinstance(group, ReplayedGroup)]
         again = [group for group in batch if isinstance(group, ReplayedGroup)]
-        self._played(self.step, "skipped" if skipped else "trained", _all(fresh))
-        monitor.played(self.step, "skipped" if skipped else "replayed", _all(again))
+        self._report_rollouts(self.step, "skipped" if skipped else "trained", _all_rollouts(fresh))
+        monitor.finished_rollouts(self.step, "skipped" if skipped else "replayed", _all_rollouts(again))
         monitor.spans(
             self.step,
-            [("run", name, start + self._epoch, end + self._epoch) for name, start, end in self._watch.take_spans()],
+            [
+                ("run", name, start + self._clock_offset, end + self._clock_offset)
+                for name, start, end in self._stopwatch.take_spans()
+            ],
         )
         failed = [rollout for group in tally.resolved for rollout in group.failed]
         shown = [rollout for group in batch for rollout in group.rollouts][: self._config.record.rollouts]
@@ -285,15 +292,15 @@ class Orchestrator:
     def _report_dropped(self, step: int) -> None:
         """Record the groups dropped since the last batch under this one: its checkpoint knows of them."""
         for group, reason in self._dispatcher.dropped_groups:
-            self._played(step, f"dropped:{reason}", _all([group]))
+            self._report_rollouts(step, f"dropped:{reason}", _all_rollouts([group]))
         self._dispatcher.dropped_groups.clear()
 
-    def _played(self, step: int, state: str, rollouts: list[Rollout]) -> None:
-        self._p.monitor.played(step, state, rollouts)
+    def _report_rollouts(self, step: int, state: str, rollouts: list[Rollout]) -> None:
+        self._parts.monitor.finished_rollouts(step, state, rollouts)
         self._pauses.played(state, rollouts)
 
     def _flush_tickets(self) -> None:
-        self._p.monitor.tickets(self._ticket_records)
+        self._parts.monitor.tickets(self._ticket_records)
         self._ticket_records.clear()
 
     async def _save(self) -> None:
@@ -302,10 +309,10 @@ class Orchestrator:
             self._report_dropped(self.step + 1)
             return
         self._report_dropped(self.step)
-        self._p.monitor.phase("saving checkpoint")
-        envs = self._p.envs.values()
+        self._parts.monitor.phase("saving checkpoint")
+        envs = self._parts.envs.values()
         # Written before anything is awaited: what lands while the trainer saves comes after this checkpoint.
-        groups = encode_held(self._dispatcher.state())
+        groups = encode_groups(self._dispatcher.state())
         state = {
             "step": self.step,
             "ledger": self._ledger.state(self.step),
@@ -314,68 +321,68 @@ class Orchestrator:
             "algorithms": {env.name: env.algorithm.state() for env in envs},
             "environments": {env.name: env.environment.state() for env in envs},
             "shunned": sorted(self._dispatcher.skipped_draws),
-            "leagues": [member.env.name for member in self._past.members],
+            "leagues": [member.env.name for member in self._league_checkpoints.members],
         }
 
         async def files(folder: Path) -> None:
-            await self._p.trainer.save(folder)
-            self._past.save(folder)
-            (folder / FILE).write_bytes(groups)
+            await self._parts.trainer.save(folder)
+            self._league_checkpoints.save(folder)
+            (folder / GROUPS_FILE).write_bytes(groups)
 
         text = json.dumps(state)
         self._flush_tickets()  # the journal never knows less than the checkpoint
-        await self._p.checkpoints.save(self.step, text, files)
+        await self._parts.checkpoints.save(self.step, text, files)
         self._saved_at = self.step
         self._flush_tickets()
 
     async def _restore(self, resume: str) -> None:
-        path, state = self._p.checkpoints.find(resume)
-        if note := await self._p.checkpoints.check(path):
+        path, state = self._parts.checkpoints.find(resume)
+        if note := await self._parts.checkpoints.check(path):
             self._notes.append(note)
-        if strange := sorted(self._p.envs.keys() - state["cursors"].keys()):
+        if strange := sorted(self._parts.envs.keys() - state["cursors"].keys()):
             raise CheckpointError(
                 f"{path} knows no environment {strange}: it knows {sorted(state['cursors'])}. Go on with these, or "
-                f"begin a new run from its export (model.name); {self._p.checkpoints.offer()}"
+                f"begin a new run from its export (model.name); {self._parts.checkpoints.list_resumable()}"
             )
-        if gone := sorted({Ticket(*fields).env for fields in state["ledger"]["open"]} - self._p.envs.keys()):
+        if gone := sorted({Ticket(*fields).env for fields in state["ledger"]["open"]} - self._parts.envs.keys()):
             raise CheckpointError(
                 f"{path} has rows of {gone} under way, which the run file no longer has: name them again, or begin a "
-                f"new run from its export (model.name); {self._p.checkpoints.offer()}"
+                f"new run from its export (model.name); {self._parts.checkpoints.list_resumable()}"
             )
         changed = self._changed_rows(path, state.get("rows", {}))
         try:
-            await self._p.trainer.load(path)
+            await self._parts.trainer.load(path)
         except TrainerLost:
             raise
         except TrainerError as error:
-            raise CheckpointError(f"{error}; {self._p.checkpoints.offer()}") from error
+            raise CheckpointError(f"{error}; {self._parts.checkpoints.list_resumable()}") from error
         self.step = self._saved_at = state["step"]
         self._dispatcher.skipped_draws |= {(env, draw) for env, draw in state.get("shunned", ())}
         # Whole batches, as the gate counts them: the batch size may have changed since.
-        self._gate.publish(self._p.trainer.version)
+        self._gate.publish(self._parts.trainer.version)
         self._gate.accepted = self._gate.version * self._config.batch_size
-        kept = self._dispatcher.load(read_held(path))
+        kept = self._dispatcher.load(read_groups(path))
         for fields in state["ledger"]["open"]:  # a changed dataset must have the row, unless its group is finished
             if (ticket := Ticket(*fields)).env in changed and ticket not in kept:
-                fields[:] = ticket._replace(row=ticket.row % len(self._p.envs[ticket.env].rows))
+                fields[:] = ticket._replace(row=ticket.row % len(self._parts.envs[ticket.env].rows))
         self._ledger.load(state["ledger"], kept)
         if again := state["ledger"].get("buffered", 0) - len(kept):
             self._notes.append(
                 f"{again} finished groups are played again: the run file's sizes changed, or a file could not keep them"
             )
-        for env in self._p.envs.values():
+        for env in self._parts.envs.values():
             try:
                 env.cursor.load(state["cursors"][env.name])
             except DataError as error:
                 raise CheckpointError(f"{path}, environment `{env.name}`: {error}") from error
             env.algorithm.load(state["algorithms"][env.name])
             env.environment.load(state["environments"][env.name])
-        await self._past.load(path)
-        self._p.checkpoints.forget_after(self.step)
+        await self._league_checkpoints.load(path)
+        self._parts.checkpoints.delete_after(self.step)
 
     def _changed_rows(self, path: Path, saved: Mapping[str, Mapping]) -> set[str]:
         """Environments whose rows are not those the checkpoint was trained on; an error unless that is allowed."""
-        pairs = [(env, saved.get(env.name)) for env in self._p.envs.values()]
+        pairs = [(env, saved.get(env.name)) for env in self._parts.envs.values()]
         changes = {env.name: row_change(old, env.row_digest) for env, old in pairs if old and env.row_digest}
         changed = [
             f"the dataset of `{name}` has changed since {path.name}: {how}" for name, how in changes.items() if how
@@ -383,7 +390,7 @@ class Orchestrator:
         if changed and not self._config.checkpoint.allow_changed_rows:
             raise CheckpointError(
                 f"{'; '.join(changed)}. Bring the old rows back, or add --checkpoint.allow_changed_rows to go on with "
-                f"the new ones; {self._p.checkpoints.offer()}"
+                f"the new ones; {self._parts.checkpoints.list_resumable()}"
             )
         self._notes += [f"{text}; the run goes on with the new rows" for text in changed]
         return {name for name, how in changes.items() if how}
@@ -391,9 +398,9 @@ class Orchestrator:
     @property
     def checkpoint(self) -> Path | None:
         """The newest checkpoint."""
-        return next(reversed(self._p.checkpoints.all()), None)
+        return next(reversed(self._parts.checkpoints.all()), None)
 
 
-def _all(groups: Iterable[Group]) -> list[Rollout]:
+def _all_rollouts(groups: Iterable[Group]) -> list[Rollout]:
     """Those that finished and those that failed, group by group."""
     return [rollout for group in groups for rollout in (*group.rollouts, *group.failed)]

@@ -8,10 +8,10 @@ from statistics import fmean, pstdev
 from paceline.data import Sample
 from paceline.orchestrator.admission import Tally
 from paceline.orchestrator.gate import staleness
-from paceline.orchestrator.train_env import ReplayedGroup, unfined
+from paceline.orchestrator.train_env import ReplayedGroup, reward_before_penalty
 from paceline.rollout import Group, Rollout
-from paceline.rollout.assemble import rewritten
-from paceline.util.deadlines import Clock, beat, waiting
+from paceline.rollout.assemble import count_rewritten_turns
+from paceline.util.deadlines import Clock, named_wait, record_progress
 
 PHASES = ("sample", "score", "train", "publish")
 
@@ -49,8 +49,8 @@ class Stopwatch:
         """Time spent in a phase within this one counts there alone. To the watchdog a phase is what the run waits for,
         and the beginning of one is progress."""
         what, on = DOING.get(name, (name, ()))
-        beat()
-        with waiting(what, on):
+        record_progress()
+        with named_wait(what, on):
             outer, self._inner = self._inner, (0.0, 0.0)
             start, busy = self._clock.now(), self._engine_busy()
             try:
@@ -131,11 +131,11 @@ def _rewards(prefix: str, rollouts: Sequence[Rollout], spread: bool) -> dict[str
     out: dict[str, float] = {}
     for env in dict.fromkeys(rollout.env for rollout in rollouts):
         of_env = [rollout for rollout in rollouts if rollout.env == env]
-        rewards = [unfined(rollout) for rollout in of_env]
+        rewards = [reward_before_penalty(rollout) for rollout in of_env]
         out[f"{prefix}/{env}/mean"] = fmean(rewards)
         actors = dict.fromkeys(rollout.actor for rollout in of_env)
         for actor in actors if len(actors) > 1 else ():
-            out[f"{prefix}/{env}/{actor}/mean"] = fmean(unfined(r) for r in of_env if r.actor == actor)
+            out[f"{prefix}/{env}/{actor}/mean"] = fmean(reward_before_penalty(r) for r in of_env if r.actor == actor)
         if spread:
             out[f"{prefix}/{env}/std"] = pstdev(rewards)
             for name in sorted({name for rollout in of_env for name in rollout.metrics}):
@@ -147,14 +147,14 @@ def _mismatch(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Mismatch of sampler and trainer that is known before any number is compared, over all rollouts of the batch.
 
     `mask`: top-p and top-k sample from q = p / Z on the tokens they keep, the trainer computes p over all; the mean of
-    -log Z is KL(q || p). `template`: the share of turns whose prompt rewrote what was recorded (`rewritten`).
+    -log Z is KL(q || p). `template`: the share of turns whose prompt rewrote recorded text (`count_rewritten_turns`).
     """
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     cut = sum(-sum(turn.log_z) for turn in turns if turn.log_z)
     tokens = sum(len(turn.completion_ids) for turn in turns) if cut else 1
     # Where all turns are in one sample, as mostly, each went on from the one before.
     apart = (r.turns for r in rollouts if len(r.samples) != 1 or len(r.samples[0].spans) != len(r.turns))
-    changed = sum(rewritten(some) for some in apart)
+    changed = sum(count_rewritten_turns(some) for some in apart)
     return {"mismatch/mask": cut / max(1, tokens), "mismatch/template": changed / max(1, len(turns))}
 
 

@@ -33,19 +33,19 @@ class Pauses:
         self, config: RunConfig, envs: Mapping[str, TrainEnv], advisor: Advisor | None, note: Callable[[str], None]
     ) -> None:
         self._envs, self._note = envs, note
-        self._every, self._rest = config.advice.interval, config.advice.steps
+        self._every, self._pause_len = config.advice.interval, config.advice.steps
         usual = config.advice.pause
-        self._grounds = {
+        self._pause_rules = {
             name: frozenset(usual if env.config.pause is None else env.config.pause) for name, env in envs.items()
         }
-        self._rules: frozenset[str] = frozenset().union(*self._grounds.values()) if advisor else frozenset()
+        self._rules: frozenset[str] = frozenset().union(*self._pause_rules.values()) if advisor else frozenset()
         self._advisor = advisor
         self._played: Played = []
-        self._look: asyncio.Task[Sequence[Any]] | None = None
+        self._advice_task: asyncio.Task[Sequence[Any]] | None = None
         self._step = 0
         self._until: dict[str, int] = {}
         """The step after which a resting environment is drawn from again."""
-        self._because: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
         for env in envs.values():
             env.paused = False
 
@@ -59,37 +59,37 @@ class Pauses:
         self._step = step
         if self._rules:
             played, self._played = self._played, []
-            self._look = asyncio.create_task(asyncio.to_thread(self._advise, step, dict(metrics), played))
+            self._advice_task = asyncio.create_task(asyncio.to_thread(self._advise, step, dict(metrics), played))
 
-    async def settle(self) -> None:
+    async def apply(self) -> None:
         """Let what was seen take effect, before anything is drawn."""
-        if self._look is None:
+        if self._advice_task is None:
             return
-        look, self._look = self._look, None
+        look, self._advice_task = self._advice_task, None
         try:
             found = await look  # bounded: some thousand rows in memory, asked for a step ago
         except Exception as error:  # a run is worth more than advice
             self._rules, found = frozenset(), []
             self._note(f"advice failed and pauses no environment from now on: {type(error).__name__}: {error}")
-        self._keep_up()
+        self._limit_catch_up()
         for name, until in list(self._until.items()):
             if self._step >= until:
-                self._wake(name)
+                self._resume(name)
         for advisory in found:
             for name in [advisory.env] if advisory.env else list(self._envs):
-                if advisory.rule in self._grounds[name] and name not in self._until:
+                if advisory.rule in self._pause_rules[name] and name not in self._until:
                     self._pause(name, advisory)
 
     def close(self) -> None:
-        if self._look is not None:
-            self._look.cancel()
+        if self._advice_task is not None:
+            self._advice_task.cancel()
 
-    def halt(self) -> str:
+    def halt_reason(self) -> str:
         """Why a run that has drawn all it may ends, if that is because environments are paused; else empty."""
         left = [name for name, env in self._envs.items() if env.paused and not env.exhausted]
         if not left:
             return ""
-        why = "; ".join(dict.fromkeys(self._because[name] for name in left))
+        why = "; ".join(dict.fromkeys(self._reasons[name] for name in left))
         return (
             f"only environments that rest are left to draw from. {why}. Mend that, or take it out of `advice.pause`, "
             "and go on with --resume latest"
@@ -102,14 +102,14 @@ class Pauses:
 
     def _pause(self, name: str, advisory: Any) -> None:
         self._envs[name].paused = True
-        self._until[name] = self._step + self._rest
-        self._because[name] = f"`{advisory.rule}` of `{name}`: {advisory.title}. {advisory.seen}".rstrip(".")
+        self._until[name] = self._step + self._pause_len
+        self._reasons[name] = f"`{advisory.rule}` of `{name}`: {advisory.title}. {advisory.seen}".rstrip(".")
         self._note(
-            f"step {self._step}: nothing more is drawn from `{name}` for {self._rest} steps, since `advice.pause` "
+            f"step {self._step}: nothing more is drawn from `{name}` for {self._pause_len} steps, since `advice.pause` "
             f"names `{advisory.rule}`: {advisory.title}. {advisory.seen}"
         )
 
-    def _wake(self, name: str) -> None:
+    def _resume(self, name: str) -> None:
         """Drawn from again, and judged by what comes from now on."""
         self._envs[name].paused = False
         del self._until[name]
@@ -117,9 +117,9 @@ class Pauses:
             self._advisor.forget(name)
         self._note(f"step {self._step}: `{name}` has rested and is drawn from again")
 
-    def _keep_up(self) -> None:
+    def _limit_catch_up(self) -> None:
         """A paused environment must not have all draws to itself afterwards."""
         awake = [env.share for env in self._envs.values() if not (env.paused or env.exhausted)]
         for env in self._envs.values():
             if env.paused and awake:
-                env.forgone += max(0.0, min(awake) - env.share)
+                env.forgone_share += max(0.0, min(awake) - env.share)

@@ -27,15 +27,15 @@ from paceline.clients.frozen import FrozenPool, attach
 from paceline.config import ReplayConfig as Config
 from paceline.config import RunConfig
 from paceline.config.env import EnvConfig
-from paceline.config.failures import USUAL, FailurePolicy, FailuresConfig
+from paceline.config.failures import DEFAULT_POLICY, FailurePolicy, FailuresConfig
 from paceline.config.filters import LengthConfig
 from paceline.config.model import ModelRef
-from paceline.data import BadRows, Cursor, Row, Sample, Ticket, decontaminate, order_of, row_digest, skipped
+from paceline.data import BadRows, Cursor, Row, Sample, Ticket, decontaminate, make_cursor, row_digest, skipped_rows
 from paceline.envs import EnvError, Environment, build_environment
 from paceline.errors import PacelineError
-from paceline.orchestrator.buffered import fitting
+from paceline.orchestrator.buffered import groups_that_fit
 from paceline.orchestrator.failures import Policies, policies
-from paceline.orchestrator.gate import fresh_enough
+from paceline.orchestrator.gate import mask_stale_tokens
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
@@ -53,17 +53,17 @@ class TrainEnv:
     cursor: Cursor
     draws: int | None = None
     """Tickets to draw in all; None is no end."""
-    late: int = 0
+    late_groups: int = 0
     """Groups of it that were dropped because they came too late for any batch."""
     paused: bool = False
     """Nothing is drawn from it for now."""
-    forgone: float = 0.0
+    forgone_share: float = 0.0
     """Places over the weight that went to others while it was paused."""
     note: str = ""
     """Something about the rows that the user should hear of."""
     policies: Policies = field(default_factory=lambda: policies(FailuresConfig()))
     """Policy for a failed episode, by kind of failure."""
-    teacher: FailurePolicy = USUAL
+    teacher: FailurePolicy = DEFAULT_POLICY
     """Policy for a sample that a reference could not score."""
 
     row_digest: dict[str, Any] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class TrainEnv:
         """Places drawn so far over the weight: the environment with the least is next. Groups that came too late do not
         count, so a slow environment draws them again and has its share of what trains. Filtered groups count: an
         environment without a signal must not keep the others waiting."""
-        return (self.cursor.draws - self.late) * self.group_size / self.config.weight + self.forgone
+        return (self.cursor.draws - self.late_groups) * self.group_size / self.config.weight + self.forgone_share
 
     def draw(self, number: int) -> Ticket:
         epoch, draw, row = self.cursor.draw()
@@ -114,7 +114,7 @@ def build_train_envs(config: RunConfig, given: dict[str, Environment] | None = N
 
 
 @asynccontextmanager
-async def opened(
+async def open_algorithms(
     envs: Mapping[str, TrainEnv],
     client: SamplingClient,
     find: Callable[[ModelRef], Awaitable[FrozenPool]] | None = None,
@@ -159,20 +159,20 @@ def _train_env(env: EnvConfig, config: RunConfig, given: Environment | None) -> 
         algorithm=algorithm,
         rows=rows,
         eval_rows=eval_rows,
-        cursor=order_of(rows, config.seed, env.name, env.curriculum),
+        cursor=make_cursor(rows, config.seed, env.name, env.curriculum),
         draws=None if config.epochs is None else config.epochs * len(rows),
         note=note,
         policies=policies(config.failures),
         teacher=FailurePolicy(config.failures.teacher, config.failures.tries),
         row_digest=digest,
     )
-    train_env.skip(*skipped(rows), *skipped(eval_rows))
+    train_env.skip(*skipped_rows(rows), *skipped_rows(eval_rows))
     return train_env
 
 
-FINE = "length/penalty"
+LENGTH_PENALTY = "length/penalty"
 """The metric of a rollout that says what its length cost it: `reward` is what is left."""
-USERS = "group_filter"
+GROUP_FILTER = "group_filter"
 """Why a group was dropped that the user's filter does not keep."""
 
 
@@ -186,15 +186,15 @@ class Filters:
     def __init__(self, config: RunConfig) -> None:
         self._hook = config.filters.group
         self._length, self._max_tokens = config.length, config.sampling.max_tokens
-        self._users: Callable[..., Any] | None = import_object(self._hook.import_path) if self._hook else None
-        if self._hook and not callable(self._users):
+        self._user_filter: Callable[..., Any] | None = import_object(self._hook.import_path) if self._hook else None
+        if self._hook and not callable(self._user_filter):
             raise FilterError(f"filters.group: {self._hook.import_path} is no function: name one `fn(group, **kwargs)`")
 
     def before_credit(self, group: Group) -> None:
         """Take what length costs off the rewards."""
         if self._length.buffer:
             for rollout in group.rollouts:
-                fine(rollout, self._length, self._max_tokens)
+                apply_length_penalty(rollout, self._length, self._max_tokens)
 
     def after_credit(self, group: Group) -> None:
         """Silence what must not train."""
@@ -202,21 +202,21 @@ class Filters:
             # A reply that was cut off may have been right so far: its reward blames tokens that did nothing wrong. So
             # nothing it said trains; its context may.
             if any(sample.ended == "truncated" for sample in rollout.samples):
-                rollout.samples = [_silent(sample) for sample in rollout.samples]
+                rollout.samples = [_mask_sample(sample) for sample in rollout.samples]
 
     def keeps(self, group: Group) -> bool:
         """The user's own judgement."""
-        if self._users is None or self._hook is None:
+        if self._user_filter is None or self._hook is None:
             return True
         where = f"filters.group: {self._hook.import_path}, env `{group.ticket.env}`, ticket {group.ticket.number}"
         with user_code(where):
-            kept = self._users(group, **self._hook.kwargs)
+            kept = self._user_filter(group, **self._hook.kwargs)
         if not isinstance(kept, bool | np.bool_):
             raise FilterError(f"{where}: gave {kept!r}: answer True to keep the group, False to drop it")
         return bool(kept)
 
 
-def fine(rollout: Rollout, rule: LengthConfig, max_tokens: int) -> None:
+def apply_length_penalty(rollout: Rollout, rule: LengthConfig, max_tokens: int) -> None:
     """The soft over-long penalty of DAPO (arXiv 2503.14476): with n the rollout's longest reply,
 
         0 for n <= max_tokens - buffer, then penalty * (n - (max_tokens - buffer)) / buffer, up to the whole penalty.
@@ -225,16 +225,16 @@ def fine(rollout: Rollout, rule: LengthConfig, max_tokens: int) -> None:
     """
     longest = max((len(turn.completion_ids) for turn in rollout.turns), default=0)
     share = min(1.0, max(0.0, (longest - (max_tokens - rule.buffer)) / rule.buffer))
-    rollout.metrics = rollout.metrics | {FINE: rule.penalty * share}
+    rollout.metrics = rollout.metrics | {LENGTH_PENALTY: rule.penalty * share}
     rollout.reward = (rollout.reward or 0.0) - rule.penalty * share
 
 
-def unfined(rollout: Rollout) -> float:
+def reward_before_penalty(rollout: Rollout) -> float:
     """The environment's reward, before the length penalty."""
-    return (rollout.reward or 0.0) + rollout.metrics.get(FINE, 0.0)
+    return (rollout.reward or 0.0) + rollout.metrics.get(LENGTH_PENALTY, 0.0)
 
 
-def _silent(sample: Sample) -> Sample:
+def _mask_sample(sample: Sample) -> Sample:
     context = None if sample.ce_weights is None else np.where(sample.loss_mask, np.float32(0), sample.ce_weights)
     nothing = np.zeros(len(sample), np.float32)
     return sample.with_streams(
@@ -257,23 +257,23 @@ class Replay:
         self._size = config.groups if config.share else 0
         self._times = config.times
         self._staleness = staleness
-        self._kept: dict[Ticket, tuple[Group, int]] = {}
+        self._memory: dict[Ticket, tuple[Group, int]] = {}
         """Groups, newest first, with how often each may still be replayed."""
 
     def remember(self, batch: Sequence[Group]) -> None:
         """A batch was trained. What it replayed is remembered by its first ticket, if at all."""
         new = {group.ticket: (group, self._times) for group in batch if not isinstance(group, ReplayedGroup)}
-        kept = self._kept | new
-        self._kept = {ticket: kept[ticket] for ticket in sorted(kept, reverse=True)[: self._size]}
+        kept = self._memory | new
+        self._memory = {ticket: kept[ticket] for ticket in sorted(kept, reverse=True)[: self._size]}
 
     def choose(self, version: int, room: int) -> list[Group]:
         """The newest groups that may train at this version, as many as fit."""
-        self._kept = {g.ticket: (g, left) for g, left in self._kept.values() if left and self._young(g, version)}
-        return fitting((group for group, _ in self._kept.values()), room)
+        self._memory = {g.ticket: (g, left) for g, left in self._memory.values() if left and self._is_fresh(g, version)}
+        return groups_that_fit((group for group, _ in self._memory.values()), room)
 
-    def again(self, group: Group, number: int) -> ReplayedGroup:
+    def reissue(self, group: Group, number: int) -> ReplayedGroup:
         """The group under a new ticket: a copy, so that whatever becomes of one leaves the other alone."""
-        self._kept[group.ticket] = group, self._kept[group.ticket][1] - 1
+        self._memory[group.ticket] = group, self._memory[group.ticket][1] - 1
         ticket = group.ticket._replace(number=number)
         rollouts = [
             replace(r, ticket=ticket, samples=[replace(s, ticket=ticket) for s in r.samples]) for r in group.rollouts
@@ -282,16 +282,18 @@ class Replay:
 
     def state(self) -> list[tuple[Group, int]]:
         """The memory, newest first, with how often each group may still be replayed."""
-        return list(self._kept.values())
+        return list(self._memory.values())
 
     def load(self, state: Sequence[tuple[Group, int]]) -> None:
         """Back to a checkpoint's memory, as far as the run file leaves room for it."""
-        self._kept = {group.ticket: (group, left) for group, left in state[: self._size]}
+        self._memory = {group.ticket: (group, left) for group, left in state[: self._size]}
 
-    def still(self, groups: Sequence[Group], version: int, room: int) -> list[Group]:
+    def still_fresh(self, groups: Sequence[Group], version: int, room: int) -> list[Group]:
         """Of groups chosen before a restart, those that may train now."""
-        return fitting((group for group in groups if group.ticket in self._kept and self._young(group, version)), room)
+        return groups_that_fit(
+            (group for group in groups if group.ticket in self._memory and self._is_fresh(group, version)), room
+        )
 
-    def _young(self, group: Group, version: int) -> bool:
+    def _is_fresh(self, group: Group, version: int) -> bool:
         """Whole or not at all: `on_stale` is for what came late, not a licence to choose what is too old."""
-        return all(fresh_enough(s, version, self._staleness, "drop") is not None for s in group.samples())
+        return all(mask_stale_tokens(s, version, self._staleness, "drop") is not None for s in group.samples())

@@ -2,6 +2,16 @@
 
 from paceline.planner.compare import Comparison, compare
 from paceline.planner.hardware import Hardware, found, parse, with_memory
-from paceline.planner.plan import ResourcePlan, keep_plan, predict
+from paceline.planner.plan import ResourcePlan, predict, write_plan
 
-__all__ = ["Comparison", "Hardware", "ResourcePlan", "compare", "found", "keep_plan", "parse", "predict", "with_memory"]
+__all__ = [
+    "Comparison",
+    "Hardware",
+    "ResourcePlan",
+    "compare",
+    "found",
+    "parse",
+    "predict",
+    "with_memory",
+    "write_plan",
+]

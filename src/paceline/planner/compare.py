@@ -14,7 +14,7 @@ from rich.text import Text
 from paceline.config import load
 from paceline.errors import PacelineError
 from paceline.observe.record.folder import Columns, open_run
-from paceline.planner.plan import FILE, ResourcePlan, kept_hardware, predict
+from paceline.planner.plan import FILE, ResourcePlan, plan_hardware, predict
 from paceline.planner.shape import shape_of
 from paceline.planner.speed import Times
 from paceline.planner.work import Work, assumed
@@ -83,7 +83,7 @@ def compare(directory: Path) -> Comparison:
     warm = steps[int(WARM * len(steps)) :]
     config = load(str(directory / "config.toml")).config
     work = measured_work(assumed(config, shape_of(config.model.name)), warm)
-    hardware = kept_hardware(table)
+    hardware = plan_hardware(table)
     informed = predict(config, hardware, work)
     problems = run.problems(patient=False)
     return Comparison(directory, len(steps), _lines(table, informed, warm), hardware.busy, problems)

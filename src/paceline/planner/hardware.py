@@ -12,8 +12,16 @@ from functools import cache
 from pathlib import Path
 
 from paceline.config import RunConfig
-from paceline.config.apple import on_mlx
-from paceline.config.hardware import CARDS, HALVES, WITHOUT_BFLOAT16, HardwareSpec, cpu_halves, fitting, stored_dtype
+from paceline.config.apple import uses_mlx
+from paceline.config.hardware import (
+    CARDS,
+    HALF_DTYPES,
+    WITHOUT_BFLOAT16,
+    HardwareSpec,
+    compute_dtype,
+    cpu_half_dtypes,
+    stored_dtype,
+)
 from paceline.config.model import Dtype
 from paceline.errors import PacelineError
 
@@ -147,7 +155,7 @@ def found(device: str = "auto", seconds: float = 0.3, backend: str = "torch") ->
     `seconds`; where the run computes with mlx, the memory its GPU may take."""
     cores = usable_cores()
     host, load = _host_memory(), os.getloadavg()[0]
-    if on_mlx(backend):
+    if uses_mlx(backend):
         return replace(mac(host, "found"), cores=cores, load=load)
     if device != "cpu" and (gpus := _gpus()):
         name, memory = gpus[0]
@@ -196,9 +204,9 @@ def with_planned_dtype(config: RunConfig, hardware: Hardware) -> RunConfig:
     """The run file with the type that `auto` means on this hardware."""
     if config.model.dtype != "auto":
         return config
-    on_gpu: frozenset[Dtype] = frozenset(("float16",)) if hardware.card.name in WITHOUT_BFLOAT16 else HALVES
-    fast = cpu_halves() if hardware.kind == "cpu" else on_gpu
-    return with_dtype(config, fitting(stored_dtype(config.model.name), fast))
+    on_gpu: frozenset[Dtype] = frozenset(("float16",)) if hardware.card.name in WITHOUT_BFLOAT16 else HALF_DTYPES
+    fast = cpu_half_dtypes() if hardware.kind == "cpu" else on_gpu
+    return with_dtype(config, compute_dtype(stored_dtype(config.model.name), fast))
 
 
 def with_dtype(config: RunConfig, dtype: Dtype) -> RunConfig:

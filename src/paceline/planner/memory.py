@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from paceline.config import RunConfig
-from paceline.config.cluster import scored_here
+from paceline.config.cluster import scored_models
 from paceline.planner.hardware import Hardware
 from paceline.planner.shape import BYTES, ModelShape, shape_of
 
@@ -88,7 +88,7 @@ def layout_of(config: RunConfig, hardware: Hardware) -> PlannedLayout:
         processes=1 if config.placement in ("local", "colocated") else 2,
         tensor=parallel.tensor,
         context=parallel.context,
-        scorers=config.cluster.scorers * len(scored_here(config)),
+        scorers=config.cluster.scorers * len(scored_models(config)),
         colocated=colocated,
     )
 
@@ -156,7 +156,7 @@ class _Sizes:
 
     def cache(self, free: float) -> tuple[float, int]:
         """Bytes of keys and values, and requests of full length that they hold."""
-        per_token = self.shape.kv * self.item
+        per_token = self.shape.kv_elements * self.item
         running, engine = self.c.engine.max_running, self.c.engine
         if not self.on_gpu and engine.cache != "pages":
             slot = FIRST_SLOTS
@@ -183,7 +183,7 @@ class _Sizes:
             yield from _moved("trainer weights", self.held * self.item / split, to)
         if split > 1:
             # Embeddings and head stay whole, and of the layers this one and the next.
-            gathered = min(self.shape.gathered / self.layout.tensor, self.held * (1 - 1 / split))
+            gathered = min(self.shape.gathered_elements / self.layout.tensor, self.held * (1 - 1 / split))
             yield "trainer gathered blocks", gathered * self.item
         yield from self._optimizer("trainer", self.trainable / (1 if self.adapters else split), host)
         if t.kl is not None and not (self.adapters and t.kl.reference == "base"):
@@ -296,7 +296,7 @@ def scorer_places(config: RunConfig, device: float | None, runtime: float) -> li
     item, places = BYTES[config.model.dtype], []
     budget = config.trainer.micro_batch_tokens
     tokens = SCORED_AT_ONCE if budget == "auto" else budget
-    for name in scored_here(config):
+    for name in scored_models(config):
         shape = shape_of(name)
         wide = 6 * shape.hidden + 2 * shape.mlp * shape.active_experts
         parts = {

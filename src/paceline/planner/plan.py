@@ -14,11 +14,11 @@ from typing import Any
 from paceline.config import ConfigError, RunConfig, load
 from paceline.config.hardware import HardwareSpec
 from paceline.errors import PacelineError
-from paceline.observe.monitor.directory import plain, replace_file
+from paceline.observe.monitor.directory import replace_file, to_json_value
 from paceline.planner.hardware import Hardware, found, with_planned_dtype
 from paceline.planner.memory import MemoryPlan, PlannedLayout, layout_of, memory
 from paceline.planner.shape import ModelShape, shape_of
-from paceline.planner.speed import Speeds, Times, Way, reach, ways
+from paceline.planner.speed import Speeds, Times, Way, efficiency_of, ways
 from paceline.planner.work import Work, assumed
 
 Look = Callable[[RunConfig], MemoryPlan]
@@ -45,7 +45,7 @@ class Advice:
         return f"set {keys} (saves {self.saves / 1e9:.1f} GB)"
 
 
-def applied(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
     """The run file with keys set by their dotted paths."""
     return load(config, settings=overrides).config
 
@@ -59,43 +59,43 @@ def advise(config: RunConfig, hardware: Hardware, look: Look) -> list[Advice]:
     singles = []
     for knob in _knobs(config, hardware, before):
         for overrides in knob:  # the gentlest setting that is enough by itself
-            after = _tried(config, overrides, look)
+            after = _try_overrides(config, overrides, look)
             if after is not None and after.fits:
                 singles.append(Advice(overrides, before.used - after.used))
                 break
-    return singles or [_together(config, hardware, before, look)]
+    return singles or [_combine_knobs(config, hardware, before, look)]
 
 
 def token_budget(config: RunConfig, look: Look, most: int = 1 << 17) -> int:
     """The largest micro-batch that fits, in tokens; 0 where not even the smallest does."""
     for tokens in _halves(most, 256):
-        tried = _tried(config, {"trainer.micro_batch_tokens": tokens}, look)
+        tried = _try_overrides(config, {"trainer.micro_batch_tokens": tokens}, look)
         if tried is not None and tried.fits:
             return tokens
     return 0
 
 
-def _together(config: RunConfig, hardware: Hardware, before: MemoryPlan, look: Look) -> Advice:
+def _combine_knobs(config: RunConfig, hardware: Hardware, before: MemoryPlan, look: Look) -> Advice:
     """All knobs at their strongest, then each taken back that is not needed."""
     chosen: dict[str, Any] = {}
     after = before
     for knob in _knobs(config, hardware, before):
-        if (with_it := _tried(config, chosen | knob[-1], look)) is not None:
+        if (with_it := _try_overrides(config, chosen | knob[-1], look)) is not None:
             chosen, after = chosen | knob[-1], with_it
     if not after.fits:
         return Advice(chosen, before.used - after.used, False, after.missing)
     for key in reversed(list(chosen)):
         fewer = {name: value for name, value in chosen.items() if name != key}
-        without = _tried(config, fewer, look) if fewer else None
+        without = _try_overrides(config, fewer, look) if fewer else None
         if without is not None and without.fits:
             chosen, after = fewer, without
     return Advice(chosen, before.used - after.used)
 
 
-def _tried(config: RunConfig, overrides: Mapping[str, Any], look: Look) -> MemoryPlan | None:
+def _try_overrides(config: RunConfig, overrides: Mapping[str, Any], look: Look) -> MemoryPlan | None:
     """None where the run file does not allow it."""
     try:
-        return look(applied(config, overrides))
+        return look(with_overrides(config, overrides))
     except ConfigError:
         return None
 
@@ -191,7 +191,7 @@ class ResourcePlan:
 
     def table(self) -> dict[str, Any]:
         """As JSON has it."""
-        out = plain(asdict(self))
+        out = to_json_value(asdict(self))
         out["fits"] = self.memory.fits
         out["advice"] = [one.sentence for one in self.advice]
         for place, shown in zip(self.memory.places, out["memory"]["places"], strict=True):
@@ -234,7 +234,7 @@ def predict(
         ways=routes,
         times=times,
         verdict=verdict,
-        source=reach(hardware.kind).source,
+        source=efficiency_of(hardware.kind).source,
     )
 
 
@@ -270,14 +270,14 @@ def _verdict(config: RunConfig, times: Times, layout: PlannedLayout, hardware: H
 # -- in the run directory -----------------------------------------------------------------------------------------
 
 
-def keep_plan(config: RunConfig, directory: Path) -> None:
+def write_plan(config: RunConfig, directory: Path) -> None:
     """Write what is expected of a run that begins. The run does not depend on it, so a plan that fails is left out."""
     with contextlib.suppress(PacelineError, OSError, ValueError):
         plan = predict(config, found(config.device, AT_START, config.backend))
         replace_file(directory / FILE, [json.dumps(plan.table(), indent=1).encode()])
 
 
-def kept_hardware(table: dict[str, Any]) -> Hardware:
+def plan_hardware(table: dict[str, Any]) -> Hardware:
     """The hardware that a kept plan was made for."""
     fields = dict(table["hardware"])
     return replace(Hardware(**fields), card=HardwareSpec(**fields["card"]))

@@ -45,22 +45,22 @@ class ModelShape:
         return embeddings + self.layers * self._layer(self.experts) + self.hidden
 
     @property
-    def multiplied(self) -> int:
+    def active_parameters(self) -> int:
         """Parameters a token is multiplied with: those of its experts and the output layer, no embedding table."""
         return self.vocabulary * self.hidden + self.layers * self._layer(self.active_experts)
 
     @property
-    def read(self) -> int:
+    def decode_parameters(self) -> int:
         """Parameters a decode step of many requests reads: all but a table that is only looked up in."""
         return self.parameters - (0 if self.tied else self.vocabulary * self.hidden)
 
     @property
-    def kv(self) -> int:
+    def kv_elements(self) -> int:
         """Elements of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     @property
-    def gathered(self) -> int:
+    def gathered_elements(self) -> int:
         """Elements a rank holds whole while a sharded model computes: embeddings, head, and two layers."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + 2 * self._layer(self.experts)
 

@@ -13,7 +13,7 @@ from paceline.planner.work import Work, teachers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class Efficiency:
     """Shares of what the device could do, and the fixed costs that no data sheet has."""
 
     bandwidth: float
@@ -41,7 +41,7 @@ class Reach:
     source: str
 
 
-GPU = Reach(
+GPU = Efficiency(
     bandwidth=0.66,
     flops=0.60,
     launch=48.5e-6,
@@ -54,7 +54,7 @@ GPU = Reach(
 )
 """Two models at three sizes give bandwidth, flops and launches of decoding; two packed steps those of training."""
 
-CPU = Reach(
+CPU = Efficiency(
     bandwidth=0.66,
     flops=0.90,
     launch=1.07e-3,
@@ -66,19 +66,19 @@ CPU = Reach(
 )
 """The quickstart's model alone. `launch`, `request` and `rollout` have no file in `benchmarks/results` behind them."""
 
-ADAPTED = 0.63
+LORA_SPEED = 0.63
 """Speed of decoding through adapters: 65.5k of 107.7k tokens/s at 0.5B, 41.0k of 62.2k at 1.5B (engine-h200.json)."""
-DETERMINISTIC = 0.44
+DETERMINISTIC_SPEED = 0.44
 """Speed of decoding with `deterministic = true` on a GPU (engine-h200.json)."""
-OVER_HTTP = 0.93
+HTTP_SPEED = 0.93
 """Speed of an engine behind HTTP (engine-http-h200.json)."""
 RANKS = 0.9
 """Speed of each of several ranks, relative to one alone. Assumed, not measured."""
-ORCHESTRATED = 5170.0
+ROLLOUTS_PER_SECOND = 5170.0
 """Rollouts a second that one core can orchestrate (orchestrator-cpu.json)."""
 
 
-def reach(kind: str) -> Reach:
+def efficiency_of(kind: str) -> Efficiency:
     return GPU if kind == "cuda" else CPU
 
 
@@ -90,9 +90,9 @@ HOST_LINK = 25e9
 """Bytes a second between a GPU and its host: PCIe 4, 16 lanes."""
 OBJECTS = 4e9
 """Bytes a second through a shared object store. Assumed, not measured."""
-CHANGED = 0.03
+DELTA_SHARE = 0.03
 """Share of the bytes that differ after a step; verl and slime publish 1 to 3%."""
-LINKED = 0.7
+LINK_SHARE = 0.7
 """Share of a link's rate that a broadcast reaches. Assumed, not measured."""
 
 
@@ -110,26 +110,26 @@ def ways(config: RunConfig, shape: ModelShape, hardware: Hardware) -> list[Way]:
     """All of them, the run's own marked."""
     lora = config.model.lora
     size = float(BYTES[config.model.dtype] * (shape.adapters(lora) if lora else shape.parameters))
-    r = reach(hardware.kind)
+    r = efficiency_of(hardware.kind)
     memory = hardware.card.bandwidth * r.bandwidth
     host = 2 * size / (HOST_LINK if hardware.kind == "cuda" else memory)  # out of one device, into another
-    link = hardware.card.link * LINKED
+    link = hardware.card.link * LINK_SHARE
     seconds = {
         "in process": 2 * size / memory,
         "disk": 2 * size / DISK + host,
         "http": 2 * size / LOOPBACK + host,
-        "delta": 2 * size / memory + CHANGED * (2 * size / DISK + host),
+        "delta": 2 * size / memory + DELTA_SHARE * (2 * size / DISK + host),
         "broadcast": size / link,
         "object store": 2 * size / OBJECTS + host,
     }
-    mine = _taken(config)
+    mine = _route_name(config)
     return [
-        Way(name, r.handover + time, size * (CHANGED if name == "delta" else 1), name == mine)
+        Way(name, r.handover + time, size * (DELTA_SHARE if name == "delta" else 1), name == mine)
         for name, time in seconds.items()
     ]
 
 
-def _taken(config: RunConfig) -> str:
+def _route_name(config: RunConfig) -> str:
     """As the run file says, or as `auto` decides on one machine."""
     if config.placement in ("local", "colocated"):
         return "in process"
@@ -168,7 +168,7 @@ class Speeds:
 
     def __init__(self, config: RunConfig, shape: ModelShape, hardware: Hardware, layout: PlannedLayout) -> None:
         self.c, self.shape, self.hardware, self.layout = config, shape, hardware, layout
-        self.r: Reach = reach(hardware.kind)
+        self.r: Efficiency = efficiency_of(hardware.kind)
         self.item = BYTES[config.model.dtype]
         card = hardware.card
         on_gpu = hardware.kind == "cuda"
@@ -193,20 +193,20 @@ class Speeds:
     def decode_seconds(self, running: float, context: float) -> float:
         """One token for each request: launches; weights read or multiplied, whichever takes longer; keys and values;
         logits."""
-        read = self.shape.read * self.item / self._bandwidth
-        multiply = 2 * self.shape.multiplied * running / self._engine_flops
-        kv = running * context * self.shape.kv * self.item / self._bandwidth
+        read = self.shape.decode_parameters * self.item / self._bandwidth
+        multiply = 2 * self.shape.active_parameters * running / self._engine_flops
+        kv = running * context * self.shape.kv_elements * self.item / self._bandwidth
         logits = running * self.shape.vocabulary * self.r.logits / self._bandwidth
         plain = self.launches() + max(read, multiply) + kv + logits + running * self.r.request
-        return plain / self._slowed()
+        return plain / self._speed_factor()
 
     def prefill_seconds(self, tokens: float) -> float:
-        return 2 * self.shape.multiplied * tokens / self._engine_flops / self._slowed()
+        return 2 * self.shape.active_parameters * tokens / self._engine_flops / self._speed_factor()
 
-    def _slowed(self) -> float:
-        adapted = ADAPTED if self.c.model.lora and self.on_gpu else 1.0
-        steady = DETERMINISTIC if self.c.deterministic and self.on_gpu else 1.0
-        return adapted * steady * (OVER_HTTP if self.c.placement not in ("local", "colocated") else 1.0)
+    def _speed_factor(self) -> float:
+        adapted = LORA_SPEED if self.c.model.lora and self.on_gpu else 1.0
+        steady = DETERMINISTIC_SPEED if self.c.deterministic and self.on_gpu else 1.0
+        return adapted * steady * (HTTP_SPEED if self.c.placement not in ("local", "colocated") else 1.0)
 
     def sample(self, work: Work, memory: MemoryPlan) -> tuple[float, float, float]:
         """Seconds to sample a batch, seconds of it that the device computes, and requests at once in one engine.
@@ -227,7 +227,7 @@ class Speeds:
         prompts = self.prefill_seconds(work.sampled / work.group * work.prompt / engines)
         decode = steps * self.decode_seconds(running, context)
         host = work.sampled * self.r.rollout
-        seconds = max(decode + prompts + host, work.sampled / ORCHESTRATED)
+        seconds = max(decode + prompts + host, work.sampled / ROLLOUTS_PER_SECOND)
         return seconds, seconds - steps * self.launches(), running
 
     # -- trainer ----------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class Speeds:
     def token_seconds(self, length: float) -> float:
         """Of one token in a sequence of so many, on one rank."""
         c, shape = self.c.trainer, self.shape
-        flops = 6 * shape.multiplied + 6 * shape.layers * shape.heads * shape.head_dim * length
+        flops = 6 * shape.active_parameters + 6 * shape.layers * shape.heads * shape.head_dim * length
         flops += 2 * shape.vocabulary * shape.hidden  # the head's logits, once more in the backward pass
         moved = self.r.train_bytes * shape.layers * shape.hidden * self.item / 2
         moved *= 1 if c.compile or not self.on_gpu else self.r.eager_train
@@ -264,14 +264,14 @@ class Speeds:
 
     def score_seconds(self, work: Work) -> float:
         """Until all teachers have said what they think of a batch; they are asked at once."""
-        return max((self._scored(work, share, shape) for share, shape in teachers(self.c)), default=0.0)
+        return max((self._teacher_seconds(work, share, shape) for share, shape in teachers(self.c)), default=0.0)
 
-    def _scored(self, work: Work, share: float, shape: ModelShape | None) -> float:
+    def _teacher_seconds(self, work: Work, share: float, shape: ModelShape | None) -> float:
         length = work.prompt + work.reply
         tokens = share * work.rollouts * length
         if shape is None:
             return self.prefill_seconds(tokens) / self.layout.engines
-        flops = 2 * shape.multiplied + 2 * shape.layers * shape.heads * shape.head_dim * length
+        flops = 2 * shape.active_parameters + 2 * shape.layers * shape.heads * shape.head_dim * length
         flops += 2 * shape.vocabulary * shape.hidden
         return tokens * flops / self._trainer_flops / self.c.cluster.scorers
 

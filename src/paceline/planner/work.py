@@ -16,7 +16,7 @@ def teachers(config: RunConfig) -> Iterator[tuple[float, ModelShape | None]]:
     total = sum(env.weight for env in config.env)
     shares: dict[str, float] = {}
     for env in config.env:
-        asked = [getattr(algo, "teacher", None) for _, algo in env.credits]
+        asked = [getattr(algo, "teacher", None) for _, algo in env.algorithms]
         names = {ref.name for ref in asked if isinstance(ref, ModelRef) and ref.base_url is None}
         for name in names | ({POLICY} if "policy" in asked else set()):
             shares[name] = shares.get(name, 0.0) + env.weight / total

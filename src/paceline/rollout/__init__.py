@@ -4,7 +4,7 @@ from paceline.data.rollout import Group, Message, Rollout, Turn
 from paceline.rollout.assemble import assemble, threads
 from paceline.rollout.recording import RecordingServer
 from paceline.rollout.render import Renderer, RenderError
-from paceline.rollout.seat import Reply, SamplingClient, Seat, SeatLeft, SessionMap
+from paceline.rollout.seat import Reply, SamplingClient, Seat, SeatClosed, SessionMap
 
 __all__ = [
     "Group",
@@ -16,7 +16,7 @@ __all__ = [
     "Rollout",
     "SamplingClient",
     "Seat",
-    "SeatLeft",
+    "SeatClosed",
     "SessionMap",
     "Turn",
     "assemble",

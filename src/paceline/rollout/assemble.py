@@ -7,7 +7,7 @@ import numpy as np
 
 from paceline.data import Sample
 from paceline.data.rollout import Rollout, Turn
-from paceline.data.streams import Packed, all_equal, each, floats, ids, one_or_each
+from paceline.data.streams import PackedTurn, all_equal, expand_versions, pack_floats, pack_ids, pack_versions
 
 
 def assemble(rollout: Rollout) -> list[Sample]:
@@ -36,7 +36,7 @@ def threads(turns: Sequence[Turn]) -> list[Thread]:
     go on from the same place the later one starts anew: there the common past is context and trains no second time."""
     threads: list[Thread] = []
     for turn in turns:
-        fitting = [thread for thread in threads if _begins(turn.prompt_ids, thread.tokens)]
+        fitting = [thread for thread in threads if _starts_with(turn.prompt_ids, thread.tokens)]
         thread = max(fitting, key=lambda thread: len(thread.tokens)) if fitting else None
         if thread is None:
             threads.append(thread := Thread())
@@ -44,7 +44,7 @@ def threads(turns: Sequence[Turn]) -> list[Thread]:
     return threads
 
 
-def rewritten(turns: Sequence[Turn]) -> int:
+def count_rewritten_turns(turns: Sequence[Turn]) -> int:
     """Turns that go on from something said before while their prompt does not repeat its tokens: the chat template, or
     the code that wrote the prompt, changed the past, and a new sample had to be started.
 
@@ -53,28 +53,28 @@ def rewritten(turns: Sequence[Turn]) -> int:
     """
     if len(turns) < 2:
         return 0
-    return sum(_goes_on(turn, turns[:place]) for place, turn in enumerate(turns) if place)
+    return sum(_rewrites_history(turn, turns[:place]) for place, turn in enumerate(turns) if place)
 
 
-def _goes_on(turn: Turn, earlier: Sequence[Turn]) -> bool:
+def _rewrites_history(turn: Turn, earlier: Sequence[Turn]) -> bool:
     """Whether a turn claims to go on from one of the earlier ones, and exactly from none."""
     prompt, claims = turn.prompt_ids, False
     for past in reversed(earlier):
-        begun = len(past.prompt_ids)
-        if len(prompt) > begun and prompt[:begun] == past.prompt_ids:
-            said = past.completion_ids
-            if prompt[begun : begun + len(said)] == said:
+        length = len(past.prompt_ids)
+        if len(prompt) > length and prompt[:length] == past.prompt_ids:
+            completion = past.completion_ids
+            if prompt[length : length + len(completion)] == completion:
                 return False
             claims = True
-    return claims or (turn.messages is not None and _replies(turn) > _replies(earlier[0]))
+    return claims or (turn.messages is not None and _count_replies(turn) > _count_replies(earlier[0]))
 
 
-def _replies(turn: Turn) -> int:
+def _count_replies(turn: Turn) -> int:
     """Messages of the assistant in a prompt; the first prompt's are all the environment's."""
     return sum(message.get("role") == "assistant" for message in turn.messages or ())
 
 
-def _begins(prompt: list[int], tokens: list[int]) -> bool:
+def _starts_with(prompt: list[int], tokens: list[int]) -> bool:
     """Whether the prompt begins with these tokens. Most that do not differ at the end already."""
     length = len(tokens)
     return prompt[length - 1 : length] == tokens[-1:] and prompt[:length] == tokens
@@ -82,44 +82,44 @@ def _begins(prompt: list[int], tokens: list[int]) -> bool:
 
 def _sample(thread: Thread, rollout: Rollout) -> Sample:
     """Most tokens are context, which is the same for all: only what was sampled is written one by one."""
-    length, spoken = len(thread.tokens), list(zip(thread.turns, thread.spans, strict=True))
+    length, turn_spans = len(thread.tokens), list(zip(thread.turns, thread.spans, strict=True))
     mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
     versions, temperatures = np.empty(length, np.int32), np.empty(length, np.float32)
     versions.fill(-1)
     temperatures.fill(1.0)
     mixed = False
-    for turn, (start, end) in spoken:
+    for turn, (start, end) in turn_spans:
         mask[start:end] = True
         temperatures[start:end] = turn.temperature or 1.0
     try:
-        packed = ids(thread.tokens)
+        packed = pack_ids(thread.tokens)
         tokens = np.frombuffer(packed, np.int32).astype(np.int64)
-        for turn, (start, end) in spoken:
-            said, by = floats(turn.logprobs), one_or_each(turn.versions)
-            logprobs[start:end] = np.frombuffer(said, np.float32)
-            versions[start:end] = np.frombuffer(each(by, len(turn.versions)), np.int32)
-            turn.pack(Packed(packed, start, end, said, by, (tokens, logprobs, temperatures)))
-            mixed |= type(by) is bytes
+        for turn, (start, end) in turn_spans:
+            logprob_bytes, version_bytes = pack_floats(turn.logprobs), pack_versions(turn.versions)
+            logprobs[start:end] = np.frombuffer(logprob_bytes, np.float32)
+            versions[start:end] = np.frombuffer(expand_versions(version_bytes, len(turn.versions)), np.int32)
+            turn.pack(PackedTurn(packed, start, end, logprob_bytes, version_bytes, (tokens, logprobs, temperatures)))
+            mixed |= type(version_bytes) is bytes
     except (OverflowError, TypeError):  # numbers of an engine of the user's own, which numpy may still take
         tokens, mixed = np.array(thread.tokens, np.int64), True
-        for turn, (start, end) in spoken:
+        for turn, (start, end) in turn_spans:
             logprobs[start:end] = turn.logprobs
             versions[start:end] = turn.versions
     for stream in (tokens, logprobs, temperatures):
         stream.flags.writeable = False
-    kept = None
-    for turn, (start, end) in spoken if mixed else ():
+    stale_kv = None
+    for turn, (start, end) in turn_spans if mixed else ():
         # The weights changed under it, and its cache stayed as it was.
         if not turn.recomputed and start < end and not all_equal(turn.versions):
-            kept = np.zeros(length, np.bool_) if kept is None else kept
-            kept[start:end] = versions[start:end] != versions[start]
+            stale_kv = np.zeros(length, np.bool_) if stale_kv is None else stale_kv
+            stale_kv[start:end] = versions[start:end] != versions[start]
     return Sample(
         token_ids=tokens,
         loss_mask=mask,
         logprobs=logprobs,
         versions=versions,
         temperatures=temperatures,
-        kv_kept=kept,
+        kv_kept=stale_kv,
         ended="truncated" if thread.turns[-1].finish == "length" else "terminated",
         env=rollout.env,
         ticket=rollout.ticket,

@@ -1,6 +1,6 @@
-"""Provides seats that other sources answer, such as any OpenAI-compatible endpoint.
+"""Seats that are answered from outside the run, such as by an OpenAI-compatible endpoint.
 
-They are for looking at episodes, not for training on them, since no tokens are recorded.
+No tokens are recorded, so their episodes can be inspected but not trained on.
 """
 
 import json
@@ -15,14 +15,14 @@ from paceline.config.inference import SamplingConfig
 from paceline.data.rollout import Message, Turn
 from paceline.engine import Finish
 from paceline.errors import EngineError, PacelineError, RequestError, Unreachable
-from paceline.rollout.seat import Guests, Reply, Seat, SeatLeft, SessionAddress, SessionMap
+from paceline.rollout.seat import AddressProvider, Reply, Seat, SeatClosed, SeatFactories, SessionMap
 
 CONNECT_SECONDS = 10.0
 Tools = Sequence[dict[str, Any]]
 
 
 class Endpoint:
-    """vLLM, SGLang, OpenAI, another `paceline serve`: whatever answers `POST /chat/completions` below a base URL."""
+    """An OpenAI-compatible server (vLLM, SGLang, `paceline serve`): it answers `POST /chat/completions`."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Endpoint:
         *,
         model: str | None = None,
         api_key: str | None = None,
-        recorder: SessionAddress | None = None,
+        recorder: AddressProvider | None = None,
         timeout: float = 600.0,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/chat/completions")
@@ -101,11 +101,13 @@ class Endpoint:
         raise kind(f"{self.url}{path} answered {response.status_code}: {sentence}")
 
 
-class WordSeat(Seat):
-    """A seat that is answered in words. Turns hold what was said but no tokens."""
+class TextSeat(Seat):
+    """A seat that is answered with text. Its turns hold messages but no tokens."""
 
-    def __init__(self, sampling: SamplingConfig, recorder: SessionAddress | None, actor: str = "policy") -> None:
-        self._start(actor, sampling, recorder)  # not the parent's __init__, which is about tokens: none are seen here
+    def __init__(self, sampling: SamplingConfig, recorder: AddressProvider | None, actor: str = "policy") -> None:
+        self._init_session(
+            actor, sampling, recorder
+        )  # not the parent's __init__, which is about tokens: none are seen here
         self.tokens = 0
         """Tokens sampled, as far as answers count them in `usage`."""
 
@@ -114,27 +116,27 @@ class WordSeat(Seat):
         """The next message of a conversation: `message`, `finish` and `usage` as OpenAI's API has them."""
 
     async def chat(self, messages: Sequence[Message], tools: Tools | None = None) -> Reply:
-        if self._left:
-            raise SeatLeft("the episode is over: this seat takes no more calls")
-        given = [dict(message) for message in messages]
-        choice = await self.answer(given, tools)
-        if self._left:
-            raise SeatLeft("the episode ended while the policy was speaking")
-        return self.note(choice, given, tools)
+        if self._closed:
+            raise SeatClosed("the episode is over: this seat takes no more calls")
+        conversation = [dict(message) for message in messages]
+        choice = await self.answer(conversation, tools)
+        if self._closed:
+            raise SeatClosed("the episode ended while the policy was speaking")
+        return self.record_reply(choice, conversation, tools)
 
     @property
     def vocabulary(self) -> int:
         """No limit: the source that answers has tokens of its own."""
         return 2**31
 
-    def note(self, choice: dict[str, Any], messages: list[Message] | None, tools: Tools | None = None) -> Reply:
-        """Record what was said."""
-        given = choice["message"]
+    def record_reply(self, choice: dict[str, Any], messages: list[Message] | None, tools: Tools | None = None) -> Reply:
+        """Record a reply as a turn."""
+        answer = choice["message"]
         # Only what a conversation needs: endpoints add fields that they refuse when they come back.
-        said: Message = {"role": "assistant", "content": given.get("content") or ""}
-        said |= {"tool_calls": given["tool_calls"]} if given.get("tool_calls") else {}
+        message: Message = {"role": "assistant", "content": answer.get("content") or ""}
+        message |= {"tool_calls": answer["tool_calls"]} if answer.get("tool_calls") else {}
         finish: Finish = "length" if choice["finish"] == "length" else "stop"
-        text = said["content"] + "".join(_spelled(call) for call in said.get("tool_calls", []))
+        text = message["content"] + "".join(_tool_call_text(call) for call in message.get("tool_calls", []))
         self.turns.append(
             Turn(
                 prompt_ids=[],
@@ -146,17 +148,17 @@ class WordSeat(Seat):
                 messages=messages,
                 tools=list(tools) if tools else None,
                 text=text,
-                said=said,
+                said=message,
             )
         )
         usage = choice["usage"] or {}
         prompt, sampled = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         self.tokens += sampled
-        return Reply(text, finish == "length", said, tokens=sampled, prompt_tokens=prompt)
+        return Reply(text, finish == "length", message, tokens=sampled, prompt_tokens=prompt)
 
 
-class EndpointSeat(WordSeat):
-    """A seat whose words come from an endpoint."""
+class EndpointSeat(TextSeat):
+    """A seat that an endpoint answers."""
 
     def __init__(self, endpoint: Endpoint, actor: str = "policy", model: str = "") -> None:
         super().__init__(endpoint.sampling, endpoint.recorder, actor)
@@ -172,18 +174,18 @@ class EndpointSeat(WordSeat):
         )
 
 
-class EndpointTable(SessionMap):
+class EndpointSessionMap(SessionMap):
     """The seats of one episode at an endpoint. A seat's `model` is then the endpoint's name of it."""
 
-    def __init__(self, endpoint: Endpoint, actors: Sequence[str], guests: Guests | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, actors: Sequence[str], seat_factories: SeatFactories | None = None) -> None:
         self._endpoint = endpoint
-        self._lay(actors, guests)
+        self._open_seats(actors, seat_factories)
 
-    def _seat(self, place: int, actor: str, model: str) -> Seat:
+    def _make_seat(self, place: int, actor: str, model: str) -> Seat:
         return EndpointSeat(self._endpoint, actor=actor, model=model)
 
 
-def _spelled(call: dict[str, Any]) -> str:
+def _tool_call_text(call: dict[str, Any]) -> str:
     function = call.get("function", {})
     name = json.dumps(function.get("name"))
     return f'<tool_call>{{"name": {name}, "arguments": {function.get("arguments")}}}</tool_call>'

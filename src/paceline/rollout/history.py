@@ -13,13 +13,23 @@ from paceline.data.rollout import Message, Turn, is_text
 
 Tools = Sequence[dict[str, Any]]
 
-_UNSAID = {"id", "tool_call_id", "tool_calls", "content", "role", "refusal", "annotations", "audio", "function_call"}
-"""Keys that are compared otherwise, or that clients add to what was said."""
+_IGNORED_KEYS = {
+    "id",
+    "tool_call_id",
+    "tool_calls",
+    "content",
+    "role",
+    "refusal",
+    "annotations",
+    "audio",
+    "function_call",
+}
+"""Keys that are compared separately, or that clients add to messages."""
 
-TEXTS = 4
-"""Prompts kept as text, per seat."""
-LONGEST_KNOWN = 1024
-"""Characters of a call that is remembered as read."""
+MAX_PROMPT_TEXTS = 4
+"""Prompt texts that are kept per seat."""
+MAX_CACHED_CALL_CHARS = 1024
+"""Longest tool call whose canonical form is cached."""
 
 
 @dataclass(slots=True)
@@ -27,7 +37,7 @@ class RecordedTurn:
     """A turn, and the text of its prompt while that is kept."""
 
     turn: Turn
-    opening: str | None
+    prompt_text: str | None
 
 
 class TurnIndex:
@@ -42,60 +52,60 @@ class TurnIndex:
         self._turns: dict[bytes, RecordedTurn] = {}
         self._with_text: deque[RecordedTurn] = deque()
 
-    def add(self, turn: Turn, opening: str | None = None, so_far: "Chain | None" = None) -> None:
+    def add(self, turn: Turn, prompt_text: str | None = None, prefixes: "PrefixHashes | None" = None) -> None:
         """Remember a turn, and for a while the text of its prompt: most conversations go on from where they are.
 
-        `so_far` is the conversation up to the turn as `find` read it, which need not be read twice.
+        `prefixes` is the conversation up to the turn as `find` read it, which need not be read twice.
         """
         if turn.messages is None:
             return
-        chain = so_far or Chain(turn.messages, turn.tools)
-        self._turns[chain.then(turn.message)] = past = RecordedTurn(turn, opening)
+        prefixes = prefixes or PrefixHashes(turn.messages, turn.tools)
+        self._turns[prefixes.append(turn.message)] = past = RecordedTurn(turn, prompt_text)
         self._with_text.append(past)
-        if len(self._with_text) > TEXTS:
-            self._with_text.popleft().opening = None
+        if len(self._with_text) > MAX_PROMPT_TEXTS:
+            self._with_text.popleft().prompt_text = None
 
-    def find(self, messages: Sequence[Message], tools: Tools | None) -> tuple[RecordedTurn | None, "Chain"]:
+    def find(self, messages: Sequence[Message], tools: Tools | None) -> tuple[RecordedTurn | None, "PrefixHashes"]:
         """The turn to go on from, if there is one, and the conversation as it was read."""
-        chain = Chain(messages, tools)
-        known = (self._turns[digest] for digest in reversed(chain.digests) if digest in self._turns)
-        return next(known, None), chain
+        prefixes = PrefixHashes(messages, tools)
+        known = (self._turns[digest] for digest in reversed(prefixes.digests) if digest in self._turns)
+        return next(known, None), prefixes
 
 
-class Chain:
-    """A digest of each beginning of a conversation, shortest first."""
+class PrefixHashes:
+    """A digest of each prefix of a conversation, shortest first."""
 
     def __init__(self, messages: Sequence[Message], tools: Tools | None) -> None:
         spelled = json.dumps(list(tools), sort_keys=True, default=str) if tools else "[]"
         self._hash = blake2b(spelled.encode(), digest_size=16)
-        self.digests = [self.then(message) for message in messages]
+        self.digests = [self.append(message) for message in messages]
 
-    def then(self, message: Message) -> bytes:
-        """The digest once this is said too."""
-        self._hash.update(meaning(message).encode(errors="surrogatepass"))
+    def append(self, message: Message) -> bytes:
+        """Add a message and return the digest of the longer prefix."""
+        self._hash.update(canonical_text(message).encode(errors="surrogatepass"))
         return self._hash.digest()
 
 
-def same(ours: Sequence[Message], theirs: Sequence[Message]) -> bool:
-    """Whether two conversations say the same."""
+def same_conversation(ours: Sequence[Message], theirs: Sequence[Message]) -> bool:
+    """Whether two conversations are equal in their canonical texts."""
     return len(ours) == len(theirs) and all(
-        a == b or meaning(a) == meaning(b) for a, b in zip(ours, theirs, strict=True)
+        a == b or canonical_text(a) == canonical_text(b) for a, b in zip(ours, theirs, strict=True)
     )
 
 
-def meaning(message: Message) -> str:
-    """A message as text that is equal when the messages say the same. The lengths keep neighbours apart.
+def canonical_text(message: Message) -> str:
+    """A text that is equal for equivalent messages. The lengths delimit its parts.
 
     >>> call = {"id": "a", "function": {"name": "add", "arguments": '{"x":1}'}}
-    >>> meaning({"role": "assistant", "content": None, "tool_calls": [call]})
+    >>> canonical_text({"role": "assistant", "content": None, "tool_calls": [call]})
     'assistant 0 25 [[["add", {"x": 1}]], {}] '
-    >>> meaning({"role": "user", "content": "hello", "name": None})
+    >>> canonical_text({"role": "user", "content": "hello", "name": None})
     'user 5 0  hello'
     """
     role, text, more = message.get("role"), message_text(message), ""
     if not is_text(message):
-        calls = ", ".join([_called(call) for call in message.get("tool_calls") or ()])
-        rest = {key: value for key, value in message.items() if key not in _UNSAID and value is not None}
+        calls = ", ".join([_canonical_call(call) for call in message.get("tool_calls") or ()])
+        rest = {key: value for key, value in message.items() if key not in _IGNORED_KEYS and value is not None}
         more = f"[[{calls}], {_json(rest) if rest else '{}'}]" if calls or rest else ""
     return f"{'system' if role == 'developer' else role} {len(text)} {len(more)} {more} {text}"
 
@@ -106,13 +116,13 @@ def message_text(message: Message) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def _called(call: dict[str, Any]) -> str:
+def _canonical_call(call: dict[str, Any]) -> str:
     function = call.get("function", call)
     name, arguments = function.get("name"), function.get("arguments", {})
     if not isinstance(arguments, str):
         return _json([name, arguments])
-    known = type(name) is type(arguments) is str and len(name) + len(arguments) <= LONGEST_KNOWN
-    return _remembered_call(name, arguments) if known else _parsed_call(name, arguments)
+    known = type(name) is type(arguments) is str and len(name) + len(arguments) <= MAX_CACHED_CALL_CHARS
+    return _cached_call(name, arguments) if known else _parsed_call(name, arguments)
 
 
 def _parsed_call(name: Any, arguments: str) -> str:
@@ -122,7 +132,7 @@ def _parsed_call(name: Any, arguments: str) -> str:
     return _json([name, parsed])
 
 
-_remembered_call = lru_cache(maxsize=4096)(_parsed_call)
+_cached_call = lru_cache(maxsize=4096)(_parsed_call)
 """A call stays in its conversation, and is read again at each turn of it."""
 
 

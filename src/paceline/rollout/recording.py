@@ -18,26 +18,33 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from paceline.rollout.render import RenderError
-from paceline.rollout.seat import Reply, Seat, SeatLeft
-from paceline.server.answers import heading
+from paceline.rollout.seat import Reply, Seat, SeatClosed
+from paceline.server.answers import response_head
 from paceline.server.app import allow_many_connections
 from paceline.server.bodies import ChatBody
-from paceline.server.errors import PROMPT_FIELDS, Refusal, bad, error_response, ignored_fields, install_error_handlers
-from paceline.server.http import DONE, EventStream, FastJsonResponse, event, read_body, unless_gone
-from paceline.server.responses import ResponseBody, ResponseWriter, as_chat
-from paceline.util.connections import listen, server_config, why_foreign
-from paceline.util.deadlines import together
+from paceline.server.errors import (
+    PROMPT_FIELDS,
+    Refusal,
+    bad_request,
+    error_response,
+    ignored_fields,
+    install_error_handlers,
+)
+from paceline.server.http import SSE_DONE, EventStream, FastJsonResponse, cancel_on_disconnect, read_body, sse_event
+from paceline.server.responses import ResponseBody, ResponseWriter, to_chat_body
+from paceline.util.connections import listen, refusal_reason, server_config
+from paceline.util.deadlines import gather_or_cancel
 from paceline.util.user_code import is_cancelled
 
 MAX_BODY_BYTES = 16 << 20
 START_SECONDS = 30.0
-"""For the server to come up, or to go down: both are a matter of milliseconds."""
+"""Limit for the server to start or to stop; both take milliseconds."""
 MODEL = "policy"
 
-_RUNS = ("temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop_token_ids")
-"""Settings an agent may ask for that the run has settled."""
+_RUN_SETTINGS = ("temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop_token_ids")
+"""Settings in agents' requests that the run file decides."""
 
-_WITHOUT_EFFECT = {
+_UNSUPPORTED_SETTINGS = {
     "seed": None,
     "noise": None,
     "order": None,
@@ -60,12 +67,12 @@ _WITHOUT_EFFECT = {
     "verbosity": None,
     "prediction": None,
 }
-"""Settings an agent may ask for that are never granted, with the value that asks for nothing."""
+"""Settings in agents' requests that have no effect, with their neutral value."""
 
 
-# Somewhere outside, in blocks that are kept for documentation, and home.
-_V4 = (socket.AF_INET, "192.0.2.1", "127.0.0.1")
-_V6 = (socket.AF_INET6, "2001:db8::1", "::1")
+# Family, an outside address from the blocks reserved for documentation, and loopback.
+_IPV4_PROBE = (socket.AF_INET, "192.0.2.1", "127.0.0.1")
+_IPV6_PROBE = (socket.AF_INET6, "2001:db8::1", "::1")
 
 
 class AgentBody(ChatBody):
@@ -108,7 +115,7 @@ class RecordingSession:
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
-            raise SeatLeft("the episode ended while the policy was speaking") from None
+            raise SeatClosed("the episode ended while the policy was speaking") from None
         finally:
             self.calls.discard(task)
 
@@ -118,7 +125,7 @@ class RecordingServer:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise: str | None = None) -> None:
         self._host, self._port = host, port
-        self._advertised = advertise or reachable(host)
+        self._advertised = advertise or reachable_host(host)
         self._by_seat: dict[Seat, RecordingSession] = {}
         self._by_key: dict[str, RecordingSession] = {}
         self._starting: asyncio.Task[int] | None = None
@@ -140,7 +147,7 @@ class RecordingServer:
         host = f"[{self._advertised}]" if ":" in self._advertised else self._advertised
         return f"http://{host}:{port}/{self._by_seat[seat].key}/v1"
 
-    def vacate(self, seat: Seat) -> None:
+    def release(self, seat: Seat) -> None:
         if session := self._by_seat.pop(seat, None):
             del self._by_key[session.key]
             for call in session.calls:
@@ -152,7 +159,7 @@ class RecordingServer:
             await asyncio.wait({self._starting}, timeout=START_SECONDS)
             self._starting = None
         for seat in list(self._by_seat):
-            self.vacate(seat)
+            self.release(seat)
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=START_SECONDS)
@@ -162,7 +169,7 @@ class RecordingServer:
         allow_many_connections()
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         listener = listen(self._host, self._port)
-        server = _Quiet(server_config(self._app(), 1, timeout_keep_alive=60))
+        server = _NoSignalServer(server_config(self._app(), 1, timeout_keep_alive=60))
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="recording server")
         async with asyncio.timeout(START_SECONDS):
             while not server.started:
@@ -179,17 +186,17 @@ class RecordingServer:
         app.add_api_route("/{key}/v1/responses", self._responses, methods=["POST"], response_model=None)
         app.add_api_route("/{key}/v1/models", self._models, methods=["GET"], response_model=None)
         install_error_handlers(app)
-        app.add_exception_handler(SeatLeft, _refused)
-        app.add_exception_handler(RenderError, _refused)
-        app.add_exception_handler(HTTPException, _refused)
+        app.add_exception_handler(SeatClosed, _handle_error)
+        app.add_exception_handler(RenderError, _handle_error)
+        app.add_exception_handler(HTTPException, _handle_error)
         return app
 
     def _session(self, request: Request) -> RecordingSession:
-        if why := why_foreign(request.scope["headers"], has_key=True):  # the path is the key
+        if why := refusal_reason(request.scope["headers"], has_key=True):  # the path is the key
             raise Refusal(403, why, code="foreign_caller")
         session = self._by_key.get(request.path_params["key"])
         if session is None:
-            raise SeatLeft("this episode is over: its address answers no more")
+            raise SeatClosed("this episode is over: its address answers no more")
         return session
 
     async def _models(self, request: Request) -> Response:
@@ -203,8 +210,8 @@ class RecordingServer:
         body = await read_body(request, AgentBody)
         replies = await self._replies(request, session, body)
         if body.stream:
-            return await EventStream.begin(request, _events(replies, body))
-        head = heading("chat.completion", "chatcmpl", body.model or MODEL)
+            return await EventStream.begin(request, _chat_events(replies, body))
+        head = response_head("chat.completion", "chatcmpl", body.model or MODEL)
         return FastJsonResponse(
             head | {"choices": [_choice(i, r) for i, r in enumerate(replies)], "usage": _usage(replies)}
         )
@@ -212,7 +219,7 @@ class RecordingServer:
     async def _responses(self, request: Request) -> Response:
         session = self._session(request)
         body = await read_body(request, AgentResponseBody)
-        chat = as_chat(body, AgentBody)
+        chat = to_chat_body(body, AgentBody)
         chat.top_logprobs = body.top_logprobs
         (reply,) = replies = await self._replies(request, session, chat)
         writer = ResponseWriter(  # settings as the run has them, and not as the agent asked
@@ -227,36 +234,38 @@ class RecordingServer:
         )
         if body.stream:
             return await EventStream.begin(request, _response_events(writer, reply))
-        return FastJsonResponse(writer.whole(reply.message, _finish(reply), _usage(replies)))
+        return FastJsonResponse(writer.full_response(reply.message, _finish_reason(reply), _usage(replies)))
 
     async def _replies(self, request: Request, session: RecordingSession, body: AgentBody) -> list[Reply]:
         """The policy's replies. Settings in whose place the run's own are used are counted."""
         given = body.model_dump(exclude_none=True)
         if body.chat_template_kwargs:
-            raise bad("the run decides how the chat template is filled in: leave this out", "chat_template_kwargs")
+            raise bad_request(
+                "the run decides how the chat template is filled in: leave this out", "chat_template_kwargs"
+            )
         if body.stream_options and not body.stream:
-            raise bad("stream_options needs `stream: true`", "stream_options")
+            raise bad_request("stream_options needs `stream: true`", "stream_options")
         seat = session.seat
-        for name in (*_overridden(given, seat), *ignored_fields(request)):
+        for name in (*_overridden_settings(given, seat), *ignored_fields(request)):
             seat.overrides[name] = seat.overrides.get(name, 0) + 1
         tools = given.get("tools") if body.tool_choice != "none" else None
 
         async def chat() -> list[Reply]:
-            return await together([seat.chat(given["messages"], tools) for _ in range(body.n or 1)])
+            return await gather_or_cancel([seat.chat(given["messages"], tools) for _ in range(body.n or 1)])
 
-        return await unless_gone(request.receive, session.answer(chat()))
+        return await cancel_on_disconnect(request.receive, session.answer(chat()))
 
 
-def reachable(host: str) -> str:
+def reachable_host(host: str) -> str:
     """The host to reach a listener by. One that listens on every address is nowhere to connect to: it is reached by the
     address this machine sends from, or by loopback where there is no network."""
     try:
-        everywhere = not host or ipaddress.ip_address(host).is_unspecified
+        is_unspecified = not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:
-        everywhere = False
-    if not everywhere:
+        is_unspecified = False
+    if not is_unspecified:
         return host
-    family, outside, inside = _V6 if ":" in host else _V4
+    family, outside, inside = _IPV6_PROBE if ":" in host else _IPV4_PROBE
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((outside, 9))  # picks a way and sends nothing
@@ -265,15 +274,15 @@ def reachable(host: str) -> str:
         return inside
 
 
-class _Quiet(uvicorn.Server):
+class _NoSignalServer(uvicorn.Server):
     """Leaves signal handling to the process it runs in."""
 
     def capture_signals(self) -> Any:
         return nullcontext()
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    if isinstance(error, SeatLeft):
+async def _handle_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, SeatClosed):
         return error_response(410, str(error), code="episode_over")
     if isinstance(error, RenderError):
         return error_response(400, str(error), "messages")
@@ -284,51 +293,53 @@ async def _refused(request: Request, error: Exception) -> Response:
     return error_response(error.status_code, message, headers=error.headers)
 
 
-def _overridden(given: dict[str, Any], seat: Seat) -> list[str]:
+def _overridden_settings(given: dict[str, Any], seat: Seat) -> list[str]:
     """Settings an agent asked for that differ from what it gets."""
-    asked = given | ({"top_k": 0} if given.get("top_k") == -1 else {})
-    differs = [name for name in _RUNS if name in asked and asked[name] != seat.setting(name)]
+    requested = given | ({"top_k": 0} if given.get("top_k") == -1 else {})
+    differs = [name for name in _RUN_SETTINGS if name in requested and requested[name] != seat.setting(name)]
     if given.get("tool_choice", "auto") not in ("auto", "none"):  # the policy decides by itself whether it calls a tool
         differs.append("tool_choice")
-    return differs + [name for name, nothing in _WITHOUT_EFFECT.items() if name in asked and asked[name] != nothing]
+    return differs + [
+        name for name, default in _UNSUPPORTED_SETTINGS.items() if name in requested and requested[name] != default
+    ]
 
 
 def _choice(index: int, reply: Reply) -> dict[str, Any]:
     message = reply.message | {"refusal": None}
     if reply.tool_calls and not message["content"]:
         message["content"] = None
-    return {"index": index, "message": message, "logprobs": None, "finish_reason": _finish(reply)}
+    return {"index": index, "message": message, "logprobs": None, "finish_reason": _finish_reason(reply)}
 
 
-async def _events(replies: list[Reply], body: ChatBody) -> AsyncGenerator[bytes]:
-    """A stream whose text comes in one piece: it is recorded when it is whole."""
-    head = heading("chat.completion.chunk", "chatcmpl", body.model or MODEL)
+async def _chat_events(replies: list[Reply], body: ChatBody) -> AsyncGenerator[bytes]:
+    """A stream with each reply in one piece, since a reply is recorded when it is complete."""
+    head = response_head("chat.completion.chunk", "chatcmpl", body.model or MODEL)
     options = body.stream_options
-    counts = bool(options and options.include_usage)
-    always = bool(options and counts and options.continuous_usage_stats)
+    include_usage = bool(options and options.include_usage)
+    continuous_usage = bool(options and include_usage and options.continuous_usage_stats)
     for index, reply in enumerate(replies):
         delta = dict(reply.message)
         if reply.tool_calls:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(reply.tool_calls)]
         first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": _finish(reply)}
-        usage = {"usage": _usage([reply]) if always else None} if counts else {}
-        yield event(head | {"choices": [first], **usage})
-        yield event(head | {"choices": [last], **usage})
-    if counts:
-        yield event(head | {"choices": [], "usage": _usage(replies)})
-    yield DONE
+        last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": _finish_reason(reply)}
+        usage = {"usage": _usage([reply]) if continuous_usage else None} if include_usage else {}
+        yield sse_event(head | {"choices": [first], **usage})
+        yield sse_event(head | {"choices": [last], **usage})
+    if include_usage:
+        yield sse_event(head | {"choices": [], "usage": _usage(replies)})
+    yield SSE_DONE
 
 
 async def _response_events(writer: ResponseWriter, reply: Reply) -> AsyncGenerator[bytes]:
     yield writer.begin() + writer.add(reply.message)
-    yield writer.end(_finish(reply), _usage([reply]))
+    yield writer.end(_finish_reason(reply), _usage([reply]))
 
 
-def _finish(reply: Reply) -> str:
+def _finish_reason(reply: Reply) -> str:
     return "tool_calls" if reply.tool_calls else "length" if reply.truncated else "stop"
 
 
 def _usage(replies: list[Reply]) -> dict[str, int]:
-    prompt, said = replies[0].prompt_tokens, sum(reply.tokens for reply in replies)
-    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+    prompt, completion = replies[0].prompt_tokens, sum(reply.tokens for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

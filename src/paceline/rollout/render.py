@@ -16,71 +16,71 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from paceline.clients.tools import ToolReader, for_template, with_calls_as_text
+from paceline.clients.tools import ToolParser, inline_tool_calls, template_message
 from paceline.data import part_problem
-from paceline.data.rollout import Message, Turn, copied, is_text
+from paceline.data.rollout import Message, Turn, copy_message, is_text
 from paceline.errors import PacelineError
-from paceline.rollout.history import same
+from paceline.rollout.history import same_conversation
 
 V = TypeVar("V")
 
-ENTRY = 16
-"""Weight of an entry by itself: a great many small ones fill the memory too."""
+ENTRY_OVERHEAD = 16
+"""Weight added to each entry, so that many small entries cannot fill the memory."""
 
 
-class Recent(Generic[V]):
-    """Values by their text; those unused for longest make room for new ones.
+class LruCache(Generic[V]):
+    """A cache bounded by weight that evicts the least recently used entries.
 
-    >>> recent = Recent(2 * ENTRY + 5)
+    >>> cache = LruCache(2 * ENTRY_OVERHEAD + 5)
     >>> for key, weight in [("a", 2), ("b", 3)]:
-    ...     recent.put(key, weight, weight)
-    >>> recent.get("a")
+    ...     cache.put(key, weight, weight)
+    >>> cache.get("a")
     2
-    >>> recent.put("c", 1, 1)
-    >>> recent.get("b"), recent.get("a"), recent.get("c")
+    >>> cache.put("c", 1, 1)
+    >>> cache.get("b"), cache.get("a"), cache.get("c")
     (None, 2, 1)
     """
 
-    def __init__(self, room: int) -> None:
-        self._room = room
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
         self._weight = 0
-        self._kept: OrderedDict[str, tuple[V, int]] = OrderedDict()
+        self._entries: OrderedDict[str, tuple[V, int]] = OrderedDict()
 
     def get(self, key: str) -> V | None:
-        kept = self._kept.get(key)
-        if kept is None:
+        entry = self._entries.get(key)
+        if entry is None:
             return None
-        self._kept.move_to_end(key)
-        return kept[0]
+        self._entries.move_to_end(key)
+        return entry[0]
 
     def put(self, key: str, value: V, weight: int) -> None:
-        """A value under a key that has none; one too heavy for the whole room is not kept."""
-        weight += ENTRY
-        if weight > self._room:
+        """Add a key that is not cached yet; a value heavier than the capacity is not cached."""
+        weight += ENTRY_OVERHEAD
+        if weight > self._capacity:
             return
-        self._kept[key] = value, weight
+        self._entries[key] = value, weight
         self._weight += weight
-        while self._weight > self._room:
-            _, (_, lost) = self._kept.popitem(last=False)
-            self._weight -= lost
+        while self._weight > self._capacity:
+            _, (_, evicted) = self._entries.popitem(last=False)
+            self._weight -= evicted
 
 
-MOST_PARTS = 10_000
-"""Larger data is not called plain: it may contain itself."""
+MAX_JSON_NODES = 10_000
+"""Larger values do not count as JSON data: they may contain themselves."""
 
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _MISSING = object()
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Allows and forbids what its parent does, and asks it only where the answer is not known."""
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """Has the rules of its parent class, with a fast path for attributes that are known to be safe."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
-        if kind is dict and attribute not in _OF_DICTS:
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
             value = obj.get(attribute, _MISSING)
             return value if value is not _MISSING else self.undefined(obj=obj, name=attribute)
-        if (kind, attribute) in _HARMLESS:
+        if (kind, attribute) in _SAFE_ATTRIBUTES:
             return getattr(obj, attribute)
         if isinstance(obj, Namespace) and attribute[:1] != "_":
             value = getattr(obj, attribute, _MISSING)
@@ -97,19 +97,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 @lru_cache(maxsize=32)
-def compiled(source: str) -> jinja2.Template | None:
-    """The template as transformers would run it, in our sandbox; None where it would run it in one we do not know."""
-    by_transformers = getattr(chat_template_utils, "_compile_jinja_template", None)
-    theirs = None if by_transformers is None else by_transformers(source).environment
-    if type(theirs) is not ImmutableSandboxedEnvironment:
+def compile_template(source: str) -> jinja2.Template | None:
+    """Compile a template as transformers does, in `TemplateSandbox`; None if transformers uses an unknown sandbox."""
+    compile_theirs = getattr(chat_template_utils, "_compile_jinja_template", None)
+    base = None if compile_theirs is None else compile_theirs(source).environment
+    if type(base) is not ImmutableSandboxedEnvironment:
         return None
-    ours = theirs.overlay()
-    ours.__class__ = Sandbox
-    return ours.from_string(source)
+    environment = base.overlay()
+    environment.__class__ = TemplateSandbox
+    return environment.from_string(source)
 
 
-def is_plain(value: Any) -> bool:
-    """Whether it is data as a JSON parser gives it: no subclass, no object that could do anything, nothing endless."""
+def is_json_data(value: Any) -> bool:
+    """Whether a value is what a JSON parser returns: no subclasses, no other objects, no cycles."""
     rest = [value]
     for item in rest:
         kind = type(item)
@@ -122,34 +122,34 @@ def is_plain(value: Any) -> bool:
             rest += item
         else:
             return False
-        if len(rest) > MOST_PARTS:
+        if len(rest) > MAX_JSON_NODES:
             return False
     return True
 
 
-def _harmless(example: Any) -> set[str]:
+def _safe_attributes(example: Any) -> set[str]:
     """Attributes of strings, or of loops, that the sandbox hands out as they are."""
     sandbox = ImmutableSandboxedEnvironment()
     safe = {name for name in dir(example) if sandbox.is_safe_attribute(example, name, None)}
     return {name for name in safe if sandbox.wrap_str_format(getattr(example, name, None)) is None}
 
 
-_COUNTERS = {"index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"}
-_OF_DICTS = frozenset(dir(dict))
-_HARMLESS = {(str, name) for name in _harmless("")} | {
-    (LoopContext, name) for name in _COUNTERS & _harmless(LoopContext([1], jinja2.Undefined))
+_LOOP_COUNTERS = {"index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"}
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_SAFE_ATTRIBUTES = {(str, name) for name in _safe_attributes("")} | {
+    (LoopContext, name) for name in _LOOP_COUNTERS & _safe_attributes(LoopContext([1], jinja2.Undefined))
 }
 
 
-REMEMBERED_MESSAGES = 1 << 21
-"""Characters of messages kept as the template is given them."""
+MESSAGE_CACHE_CHARS = 1 << 21
+"""Characters of prepared messages that are cached."""
 PROBE = "paceline-probe"
 """A word to find again in what a template writes."""
 
 Tools = Sequence[dict[str, Any]]
 
-_KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
-"""Keys a message may have and go the short way: none that transformers rewrites for the template."""
+_TEMPLATE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
+"""Message keys that the fast path supports: transformers rewrites none of them for the template."""
 
 
 class RenderError(PacelineError):
@@ -157,10 +157,10 @@ class RenderError(PacelineError):
 
 
 class ToolsDropped(RenderError):
-    """An environment offers tools of which the model would not see a word."""
+    """An environment offers tools that the chat template does not render."""
 
 
-DROPPED = (
+DROPPED_TOOLS_MESSAGE = (
     "the model's chat template ignores `tools`: the environment offers {names}, and the prompt is the same without. "
     "Name a template that writes them with model.chat_template, choose another model (Qwen2.5, Qwen3 and Llama 3 write "
     "them), or describe them in the messages yourself and set model.allow_dropped_tools = true"
@@ -168,15 +168,15 @@ DROPPED = (
 _TOOL = {"type": "function", "function": {"name": PROBE, "description": PROBE, "parameters": {"type": "object"}}}
 
 
-def dropped_tools(tokenizer: PreTrainedTokenizerBase, tools: Tools = (_TOOL,)) -> str:
-    """Why these tools cannot be offered, if the tokenizer's chat template writes nothing of them; else nothing."""
-    template, asked = ChatTemplate(tokenizer), [{"role": "user", "content": PROBE}]
-    if template.write(asked, tools, reply=True) != template.write(asked, None, reply=True):
+def dropped_tools_problem(tokenizer: PreTrainedTokenizerBase, tools: Tools = (_TOOL,)) -> str:
+    """Why these tools cannot be offered, if the chat template does not render them; else empty."""
+    template, messages = ChatTemplate(tokenizer), [{"role": "user", "content": PROBE}]
+    if template.write(messages, tools, reply=True) != template.write(messages, None, reply=True):
         return ""
-    return DROPPED.format(names=names_of(tools))
+    return DROPPED_TOOLS_MESSAGE.format(names=tool_names(tools))
 
 
-def names_of(tools: Tools) -> str:
+def tool_names(tools: Tools) -> str:
     """Their names, for a sentence."""
     return ", ".join(f"`{tool.get('function', tool).get('name', '?')}`" for tool in tools)
 
@@ -184,59 +184,59 @@ def names_of(tools: Tools) -> str:
 class ChatTemplate:
     """Writes what `tokenizer.apply_chat_template` writes, to the letter, in about a third of its time.
 
-    The short way is the same template in a quicker sandbox, for messages that are plain data. All others
-    take the long way, where transformers first makes them harmless.
+    The fast path runs the same template in `TemplateSandbox`, for messages that are plain JSON data. All others go
+    through transformers, which sanitizes them first.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if tokenizer.chat_template is None:
             raise RenderError("the tokenizer has no chat template: name one with model.chat_template")
         self._tokenizer = tokenizer
-        self._given: Recent[tuple[Message, bool]] = Recent(REMEMBERED_MESSAGES)
-        self._most_calls = 2
-        """How many calls in one message the template knows to write, where 2 is any number."""
-        self._most_calls = next((n for n in (2, 1) if self._writes_calls(n)), 0)
-        self._given = Recent(REMEMBERED_MESSAGES)
+        self._message_cache: LruCache[tuple[Message, bool]] = LruCache(MESSAGE_CACHE_CHARS)
+        self._max_calls = 2
+        """Tool calls that the template can render in one message: 0, 1, or 2 for any number."""
+        self._max_calls = next((n for n in (2, 1) if self._writes_calls(n)), 0)
+        self._message_cache = LruCache(MESSAGE_CACHE_CHARS)
 
     def write(self, messages: Sequence[Message], tools: Tools | None, reply: bool) -> str:
         """The conversation as text, with the opening of a reply if asked for."""
         try:
             return self._write(messages, list(tools) if tools else None, reply)
-        # A template is a small program that is run on what an environment says; what it trips over is that.
+        # A template is a program that runs on the environment's messages: its errors are errors of those messages.
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise RenderError(f"the model's chat template cannot express this conversation: {error}") from error
 
     def _write(self, messages: Sequence[Message], tools: list[Any] | None, reply: bool) -> str:
-        tokenizer, given, short = self._tokenizer, [], bool(messages)
+        tokenizer, prepared, fast = self._tokenizer, [], bool(messages)
         for message in messages:
-            expressed, plain = self._give(message)
-            given.append(expressed)
-            short = short and plain
+            expressed, plain = self._prepare_message(message)
+            prepared.append(expressed)
+            fast = fast and plain
         special = tokenizer.special_tokens_map
-        if short and is_plain(tools) and is_plain(special):
-            template = compiled(tokenizer.get_chat_template(None, tools))
+        if fast and is_json_data(tools) and is_json_data(special):
+            template = compile_template(tokenizer.get_chat_template(None, tools))
             if template is not None:
                 settings = {"documents": None, "add_generation_prompt": reply, **special}
-                return template.render(messages=given, tools=tools, **settings)
-        text = tokenizer.apply_chat_template(given, tools=tools, tokenize=False, add_generation_prompt=reply)
+                return template.render(messages=prepared, tools=tools, **settings)
+        text = tokenizer.apply_chat_template(prepared, tools=tools, tokenize=False, add_generation_prompt=reply)
         assert isinstance(text, str)
         return text
 
-    def _give(self, message: Message) -> tuple[Message, bool]:
-        """A message as templates expect it, and whether it may go the short way."""
+    def _prepare_message(self, message: Message) -> tuple[Message, bool]:
+        """A message as templates expect it, and whether the fast path may render it."""
         if is_text(message):
-            return (message if message["role"] != "developer" else for_template(message)), True
-        known = self._given.get(key := repr(message))
-        if known is None:
+            return (message if message["role"] != "developer" else template_message(message)), True
+        cached = self._message_cache.get(key := repr(message))
+        if cached is None:
             if problem := part_problem(message.get("content")):
                 raise RenderError(problem)
-            expressed = for_template(copied(message))
+            expressed = template_message(copy_message(message))
             # Calls the template would leave out, or refuse, are part of the text instead: nothing said is lost.
-            if min(len(expressed.get("tool_calls", ())), 2) > self._most_calls:
-                expressed = with_calls_as_text(expressed)
-            known = expressed, _KNOWN.issuperset(expressed) and is_plain(expressed)
-            self._given.put(key, known, len(key))
-        return known
+            if min(len(expressed.get("tool_calls", ())), 2) > self._max_calls:
+                expressed = inline_tool_calls(expressed)
+            cached = expressed, _TEMPLATE_KEYS.issuperset(expressed) and is_json_data(expressed)
+            self._message_cache.put(key, cached, len(key))
+        return cached
 
     def _writes_calls(self, count: int) -> bool:
         names = [f"{PROBE}-{place}" for place in range(count)]
@@ -248,13 +248,13 @@ class ChatTemplate:
         return all(name in text for name in names)
 
 
-REMEMBERED_PIECES = 1 << 20
-"""Tokens of pieces kept."""
-SHORTEST = 32
+PIECE_CACHE_TOKENS = 1 << 20
+"""Tokens of pieces that are cached."""
+MIN_PIECE_CHARS = 32
 """Characters of a piece: those between an end-of-turn token and the next role belong to what follows."""
 
 
-class Pieces:
+class CachedEncoder:
     """The tokenizer's ids of a text, exactly as it would give them for the whole.
 
     Before it does anything else a tokenizer looks for its added tokens in the text as it stands, the leftmost first and
@@ -268,54 +268,57 @@ class Pieces:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._quick: Tokenizer | None = None
-        self._cut: re.Pattern[str] | None = None
-        self._known: Recent[list[int]] = Recent(REMEMBERED_PIECES)
+        self._fast_tokenizer: Tokenizer | None = None
+        self._split_at: re.Pattern[str] | None = None
+        self._cache: LruCache[list[int]] = LruCache(PIECE_CACHE_TOKENS)
         backend = None if tokenizer.split_special_tokens else getattr(tokenizer, "backend_tokenizer", None)
         if isinstance(backend, Tokenizer):
-            self._quick, self._cut = backend, _cut(list(backend.get_added_tokens_decoder().values()))
+            self._fast_tokenizer, self._split_at = (
+                backend,
+                _split_pattern(list(backend.get_added_tokens_decoder().values())),
+            )
 
     def encode(self, text: str) -> list[int]:
-        if self._cut is None:
-            return self._whole(text)
+        if self._split_at is None:
+            return self._tokenize(text)
         ids: list[int] = []
         start = 0
-        for match in self._cut.finditer(text):
+        for match in self._split_at.finditer(text):
             at = match.start()
-            if at - start >= SHORTEST:
-                ids += self._piece(text[start:at])
+            if at - start >= MIN_PIECE_CHARS:
+                ids += self._encode_piece(text[start:at])
                 start = at
-        ids += self._piece(text[start:])
+        ids += self._encode_piece(text[start:])
         return ids
 
-    def _piece(self, text: str) -> list[int]:
-        ids = self._known.get(text)
+    def _encode_piece(self, text: str) -> list[int]:
+        ids = self._cache.get(text)
         if ids is None:
-            ids = self._whole(text)
-            self._known.put(text, ids, len(ids))
+            ids = self._tokenize(text)
+            self._cache.put(text, ids, len(ids))
         return ids
 
-    def _whole(self, text: str) -> list[int]:
-        # The same tokens by the shorter way: half of the time would go into options that are not set.
-        quick = self._quick
-        if quick is not None and quick.truncation is None and quick.padding is None:
-            return quick.encode(text, add_special_tokens=False).ids
+    def _tokenize(self, text: str) -> list[int]:
+        # Gives the same tokens in half the time: it skips the handling of options that are not set.
+        fast = self._fast_tokenizer
+        if fast is not None and fast.truncation is None and fast.padding is None:
+            return fast.encode(text, add_special_tokens=False).ids
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def _cut(added: list[AddedToken]) -> re.Pattern[str] | None:
-    """Finds the tokens a text may be cut at; None if it may not."""
+def _split_pattern(added: list[AddedToken]) -> re.Pattern[str] | None:
+    """A pattern of the added tokens that a text may be split at; None if it may not be split."""
     plain = [token for token in added if token.content and not token.normalized]
     if not plain or any(token.lstrip or token.rstrip or token.single_word for token in plain):
         return None
     return re.compile("|".join(re.escape(token.content) for token in sorted(plain, key=lambda t: -len(t.content))))
 
 
-REMEMBERED = 1 << 20
-"""Tokens of prompts kept rendered, so that a group renders its prompt once."""
+PROMPT_CACHE_TOKENS = 1 << 20
+"""Tokens of rendered prompts that are cached, so that a group renders its prompt once."""
 
 
-Dropped = Literal["allow", "warn", "refuse"]
+OnDroppedTools = Literal["allow", "warn", "refuse"]
 log = logging.getLogger(__name__)
 
 
@@ -334,18 +337,18 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ends = frozenset(end_tokens)
-        self._pieces = Pieces(tokenizer)
+        self._pieces = CachedEncoder(tokenizer)
         self._template = ChatTemplate(tokenizer)
         # What `decode` calls for a list of ids, once it has looked at each of them.
-        plainly = type(tokenizer).decode is PreTrainedTokenizerBase.decode
-        self._decoded = tokenizer._decode if plainly else tokenizer.decode
-        self._rendered: Recent[Prompt] = Recent(REMEMBERED)
+        default_decode = type(tokenizer).decode is PreTrainedTokenizerBase.decode
+        self._decode_ids = tokenizer._decode if default_decode else tokenizer.decode
+        self._prompt_cache: LruCache[Prompt] = LruCache(PROMPT_CACHE_TOKENS)
         self._end_texts = {token: self.decode([token]) for token in self._ends}
-        self.on_dropped_tools: Dropped = "allow"
+        self.on_dropped_tools: OnDroppedTools = "allow"
         """What to do where the template writes nothing of the tools it is given: nothing, one warning, or an error."""
-        self.refused_tools: ToolsDropped | None = None
-        """The error, once it was raised: an agent behind a URL may make another of it."""
-        self._tools_written = False
+        self.dropped_tools_error: ToolsDropped | None = None
+        """The error, once it was raised: an agent behind a URL may turn it into another one."""
+        self._tools_checked = False
 
     @property
     def vocabulary(self) -> int:
@@ -367,41 +370,41 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """The whole conversation and the opening of the reply."""
-        return list(self.open(messages, tools).ids)
+        return list(self.render(messages, tools).ids)
 
-    def open(self, messages: Sequence[Message], tools: Tools | None = None) -> Prompt:
-        """The same with its text. All tries of one example ask for the same one."""
+    def render(self, messages: Sequence[Message], tools: Tools | None = None) -> Prompt:
+        """The prompt as ids and text, cached: all rollouts of one example share it."""
         key = repr((messages, tools))
-        prompt = self._rendered.get(key)
+        prompt = self._prompt_cache.get(key)
         if prompt is None:
             text = self.text(messages, tools)
-            if tools and not self._tools_written:
-                self._look_for(tools, messages, text)
+            if tools and not self._tools_checked:
+                self._check_tools_rendered(tools, messages, text)
             prompt = Prompt(self.encode(text), text)
             # A template may ignore long tools, which the key does not.
-            self._rendered.put(key, prompt, max(len(prompt.ids), len(key) // 4))
+            self._prompt_cache.put(key, prompt, max(len(prompt.ids), len(key) // 4))
         return prompt
 
-    def _look_for(self, tools: Tools, messages: Sequence[Message], text: str) -> None:
-        """Refuse tools that the model would not see, or warn of it, until a prompt has shown some."""
+    def _check_tools_rendered(self, tools: Tools, messages: Sequence[Message], text: str) -> None:
+        """Raise or warn if the prompt does not show the tools; later prompts are not checked once one did."""
         if self.on_dropped_tools == "allow" or text != self.text(messages, None):
-            self._tools_written = True
+            self._tools_checked = True
             return
-        sentence = DROPPED.format(names=names_of(tools))
+        sentence = DROPPED_TOOLS_MESSAGE.format(names=tool_names(tools))
         if self.on_dropped_tools == "refuse":
-            self.refused_tools = ToolsDropped(sentence)
-            raise self.refused_tools
-        self._tools_written = True
+            self.dropped_tools_error = ToolsDropped(sentence)
+            raise self.dropped_tools_error
+        self._tools_checked = True
         log.warning(sentence)
 
     def extend(self, turn: Turn, messages: Sequence[Message]) -> list[int]:
         """A prompt that continues a recorded turn, or the whole conversation anew if it does not."""
-        said = [] if turn.messages is None else [*turn.messages, turn.message]
-        if said and same(messages[: len(said)], said):
-            return list(self.go_on(turn, messages).ids)
+        recorded = [] if turn.messages is None else [*turn.messages, turn.message]
+        if recorded and same_conversation(messages[: len(recorded)], recorded):
+            return list(self.render_continuation(turn, messages).ids)
         return self.prompt(messages, turn.tools)
 
-    def go_on(self, turn: Turn, messages: Sequence[Message], opening: str | None = None) -> Prompt:
+    def render_continuation(self, turn: Turn, messages: Sequence[Message], opening: str | None = None) -> Prompt:
         """The same with its text, for messages that begin with what was said up to the end of the turn. `opening` is
         the text of the turn's own prompt, if that is still known.
 
@@ -409,7 +412,7 @@ class Renderer:
         the suffix and is kept.
         """
         if turn.messages is None or turn.finish != "stop":
-            return self.open(messages, turn.tools)
+            return self.render(messages, turn.tools)
         # The end-of-turn token, if that is what ended the turn and not a stop token that belongs to the text.
         end = self._end_texts.get(turn.completion_ids[-1], "") if turn.completion_ids else ""
         whole = self.text(messages, turn.tools)
@@ -424,19 +427,19 @@ class Renderer:
 
     def reply(self, completion_ids: Sequence[int]) -> str:
         """The text of a completion, without the token that ended it."""
-        said = completion_ids[:-1] if completion_ids and completion_ids[-1] in self._ends else completion_ids
-        return self.decode(said)
+        ids = completion_ids[:-1] if completion_ids and completion_ids[-1] in self._ends else completion_ids
+        return self.decode(ids)
 
     def message(self, text: str, tools: Tools | None) -> Message:
         """The text as a message: calls of the tools there are, and the text around them."""
         if not tools:
             return {"role": "assistant", "content": text}
-        reader = ToolReader([tool.get("function", tool).get("name", "") for tool in tools])
-        said, calls = reader.feed(text)
+        reader = ToolParser([tool.get("function", tool).get("name", "") for tool in tools])
+        content, calls = reader.feed(text)
         rest, more = reader.flush()
         if not (calls := calls + more):
             return {"role": "assistant", "content": text}
-        return {"role": "assistant", "content": said + rest, "tool_calls": [call.as_dict() for call in calls]}
+        return {"role": "assistant", "content": content + rest, "tool_calls": [call.as_dict() for call in calls]}
 
     def _suffix(self, turn: Turn, messages: Sequence[Message], opening: str, whole: str, end: str) -> str | None:
         """The text the template writes after the turn, if it writes all that came before as it was recorded.
@@ -447,24 +450,24 @@ class Renderer:
         """
         if whole.startswith(head := opening + turn.text + end):
             return whole[len(head) :]
-        said = _squeezed(turn.message["content"])
-        if not whole.startswith(opening) or said not in _squeezed(whole[len(opening) :]):
+        content = _strip_whitespace(turn.message["content"])
+        if not whole.startswith(opening) or content not in _strip_whitespace(whole[len(opening) :]):
             return None
         body, ended, after = whole[len(opening) :].partition(end) if end else ("", "", "")
-        if ended and _squeezed(body) == _squeezed(turn.text):
+        if ended and _strip_whitespace(body) == _strip_whitespace(turn.text):
             return after
         # In other words than the model's own: where the reply ends is seen by putting another in its place.
         place = len(turn.messages or ())
         marked = [*messages[:place], {"role": "assistant", "content": PROBE}, *messages[place + 1 :]]
         before, _, after = self.text(marked, turn.tools)[len(opening) :].partition(PROBE)
         body = whole[len(opening) : len(whole) - len(after)]
-        kept = said in _squeezed(body)
-        if not (kept and whole == opening + body + after and body.startswith(before) and after.startswith(end)):
+        has_content = content in _strip_whitespace(body)
+        if not (has_content and whole == opening + body + after and body.startswith(before) and after.startswith(end)):
             return None
         return after[len(end) :]
 
     def decode(self, ids: Sequence[int]) -> str:
-        text = self._decoded(list(ids), skip_special_tokens=False)
+        text = self._decode_ids(list(ids), skip_special_tokens=False)
         assert isinstance(text, str)
         return text
 
@@ -475,5 +478,5 @@ class Renderer:
             raise RenderError(f"the tokenizer cannot read this conversation: {error}") from error
 
 
-def _squeezed(text: str) -> str:
+def _strip_whitespace(text: str) -> str:
     return "".join(text.split())

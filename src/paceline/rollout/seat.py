@@ -7,32 +7,32 @@ from typing import Any, Protocol
 
 from paceline.clients import Pool
 from paceline.config.inference import SamplingConfig
-from paceline.data.rollout import Message, Turn, copied
+from paceline.data.rollout import Message, Turn, copy_message
 from paceline.engine import Completion, GenerateRequest, noise_key
 from paceline.errors import PacelineError
 from paceline.rollout.history import TurnIndex
 from paceline.rollout.render import Renderer
 
 
-class SessionAddress(Protocol):
-    """Gives a seat an address of its own (`recording.py`)."""
+class AddressProvider(Protocol):
+    """Serves each seat under an address of its own (`recording.py`)."""
 
     async def address(self, seat: "Seat") -> str: ...
 
-    def vacate(self, seat: "Seat") -> None: ...
+    def release(self, seat: "Seat") -> None: ...
 
     async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingClient:
-    """How a seat speaks: through which pool, in which template, sampled how. Shared by all seats of a run."""
+    """The pool, renderer and sampling settings that all seats of a run share."""
 
     pool: Pool
     renderer: Renderer
     sampling: SamplingConfig
     end_tokens: frozenset[int]
-    recorder: SessionAddress | None = None
+    recorder: AddressProvider | None = None
 
     async def close(self) -> None:
         if self.recorder is not None:
@@ -46,7 +46,7 @@ class Reply:
     text: str
     """All of it, tool calls as the model wrote them."""
     truncated: bool
-    """It hit the token limit before it was done."""
+    """Whether it hit the token limit."""
     message: Message = field(default_factory=dict)
     """To append to the conversation, with `tool_calls` if it made any."""
     tokens: int = 0
@@ -67,7 +67,7 @@ class Reply:
         return self.message.get("tool_calls", [])
 
 
-class SeatLeft(PacelineError):
+class SeatClosed(PacelineError):
     """A call to a seat whose episode is over."""
 
 
@@ -87,7 +87,7 @@ class Seat:
         model: str = "",
         trained: bool = True,
     ) -> None:
-        self._start(actor, client.sampling, client.recorder, trained)
+        self._init_session(actor, client.sampling, client.recorder, trained)
         self._client = client
         self._model = model
         self._noise = tuple(noise)
@@ -95,10 +95,10 @@ class Seat:
         self._calls = 0
         self._history: TurnIndex | None = None
 
-    def _start(
-        self, actor: str, sampling: SamplingConfig, recorder: SessionAddress | None, trained: bool = True
+    def _init_session(
+        self, actor: str, sampling: SamplingConfig, recorder: AddressProvider | None, trained: bool = True
     ) -> None:
-        """Set what every seat has, whatever answers it."""
+        """Set the fields that every kind of seat has."""
         self.actor, self.trained = actor, trained
         self.parent, self.kind = "", ""
         """The seat whose episode opened this one, and what kind of episode it plays (`SessionMap`)."""
@@ -108,15 +108,19 @@ class Seat:
         self.overrides: dict[str, int] = {}
         """Settings an agent asked for over its URL, in whose place the run's own were used."""
         self._sampling, self._recorder = sampling, recorder
-        self._left = False
+        self._closed = False
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Reply:
         """The policy's next message in this conversation; `tools` in OpenAI's form."""
         renderer = self._client.renderer
-        messages = [copied(message) for message in messages]
+        messages = [copy_message(message) for message in messages]
         history = self._history = self._history or TurnIndex()
         past, so_far = history.find(messages, tools)
-        prompt = renderer.open(messages, tools) if past is None else renderer.go_on(past.turn, messages, past.opening)
+        prompt = (
+            renderer.render(messages, tools)
+            if past is None
+            else renderer.render_continuation(past.turn, messages, past.prompt_text)
+        )
         completion = await self._sample(prompt.ids)
         said = self._record(list(prompt.ids), completion, messages, list(tools) if tools else None)
         history.add(self.turns[-1], prompt.text, so_far)
@@ -132,9 +136,9 @@ class Seat:
         if self._recorder is None:
             raise PacelineError("this seat has no recording server behind it")
         address = await self._recorder.address(self)
-        if self._left:
-            self._recorder.vacate(self)
-            raise SeatLeft("the episode is over: this seat has no address any more")
+        if self._closed:
+            self._recorder.release(self)
+            raise SeatClosed("the episode is over: this seat has no address any more")
         return address
 
     @property
@@ -148,14 +152,14 @@ class Seat:
 
     def leave(self) -> None:
         """The episode is over: nothing said from here on counts."""
-        self._left = True
+        self._closed = True
         if self._recorder is not None:
-            self._recorder.vacate(self)
+            self._recorder.release(self)
 
     async def _sample(self, prompt: Sequence[int]) -> Completion:
         sampling = self._sampling
-        if self._left:
-            raise SeatLeft("the episode is over: this seat takes no more calls")
+        if self._closed:
+            raise SeatClosed("the episode is over: this seat takes no more calls")
         noise = noise_key(*self._noise, self._calls)
         self._calls += 1
         completion = await self._client.pool.generate(
@@ -171,8 +175,8 @@ class Seat:
                 model=self._model,
             )
         )
-        if self._left:
-            raise SeatLeft("the episode ended while the policy was speaking")
+        if self._closed:
+            raise SeatClosed("the episode ended while the policy was speaking")
         return completion
 
     def _record(
@@ -203,14 +207,14 @@ class Seat:
         return Reply(
             text=text,
             truncated=completion.finish == "length",
-            message=copied(turn.message),
+            message=copy_message(turn.message),
             tokens=len(completion.token_ids),
             prompt_tokens=len(prompt),
         )
 
 
-Guests = Mapping[str, Callable[[str], Seat]]
-"""Actors whose words are not the policy's, and what makes their seats, by name."""
+SeatFactories = Mapping[str, Callable[[str], Seat]]
+"""Factories of the seats that the policy does not play, by actor."""
 
 
 class SessionMap(Mapping[str, Seat]):
@@ -227,40 +231,40 @@ class SessionMap(Mapping[str, Seat]):
         noise: Sequence[int],
         order: int,
         actors: Sequence[str],
-        guests: Guests | None = None,
+        seat_factories: SeatFactories | None = None,
     ) -> None:
         self._client, self._noise, self._order = client, tuple(noise), order
-        self._lay(actors, guests)
+        self._open_seats(actors, seat_factories)
 
-    def _lay(self, actors: Sequence[str], guests: Guests | None) -> None:
+    def _open_seats(self, actors: Sequence[str], seat_factories: SeatFactories | None) -> None:
         self._seats: dict[str, Seat] = {}
-        self._guests = guests or {}
-        self._left = False
+        self._seat_factories = seat_factories or {}
+        self._closed = False
         for actor in actors:
             self.open(actor)
 
     def open(self, actor: str, *, parent: str = "", kind: str = "", model: str = "", trained: bool = True) -> str:
         """Another seat; answers with its name. `model` is an adapter's name; the policy when left out."""
-        if self._left:
-            raise SeatLeft("the episode is over: no seat can be opened any more")
+        if self._closed:
+            raise SeatClosed("the episode is over: no seat can be opened any more")
         place = len(self._seats)
         name = actor
         if name in self._seats:
             name = next(name for number in count(place) if (name := f"{actor}#{number}") not in self._seats)
-        guest = self._guests.get(actor)
-        seat = guest(name) if guest else self._seat(place, actor, model)
+        factory = self._seat_factories.get(actor)
+        seat = factory(name) if factory else self._make_seat(place, actor, model)
         seat.parent, seat.kind, seat.trained = parent, kind, trained
         self._seats[name] = seat
         return name
 
-    def _seat(self, place: int, actor: str, model: str) -> Seat:
+    def _make_seat(self, place: int, actor: str, model: str) -> Seat:
         # The first seat draws the noise a one-player task has always drawn.
         noise = (*self._noise, place) if place else self._noise
         return Seat(self._client, noise, self._order, actor=actor, model=model)
 
     def leave(self) -> None:
         """The episode is over."""
-        self._left = True
+        self._closed = True
         for seat in self._seats.values():
             seat.leave()
 

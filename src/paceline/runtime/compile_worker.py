@@ -30,7 +30,7 @@ LAYERS = 2
 TOKENS, SAMPLES = 512, 16
 
 
-def few_layers(config: dict[str, Any]) -> dict[str, Any]:
+def truncate_layers(config: dict[str, Any]) -> dict[str, Any]:
     """A model's config cut to its first layers: one of each kind, and two at least."""
     text = config.get("text_config") or config
     total = text["num_hidden_layers"]
@@ -43,9 +43,9 @@ def few_layers(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"text_config": cut} if "text_config" in config else cut
 
 
-def blank_model(spec: dict[str, Any]) -> PreTrainedModel:
+def random_model(spec: dict[str, Any]) -> PreTrainedModel:
     """A model of the run's shape with a few layers and random weights."""
-    config = AutoConfig.for_model(**few_layers(spec["model"]))
+    config = AutoConfig.for_model(**truncate_layers(spec["model"]))
     device = torch.device("cuda", spec["device"]) if torch.cuda.is_available() else torch.device("cpu")
     with device:
         model = AutoModelForCausalLM.from_config(
@@ -57,7 +57,7 @@ def blank_model(spec: dict[str, Any]) -> PreTrainedModel:
 
 def compile_engine(spec: dict[str, Any], config: RunConfig) -> None:
     config = with_sections(config, engine={"compile": True, "cache_gib": 0.25})
-    engine = engine_for(blank_model(spec).requires_grad_(False), config)
+    engine = engine_for(random_model(spec).requires_grad_(False), config)
     try:
         engine.start()
     finally:
@@ -66,7 +66,7 @@ def compile_engine(spec: dict[str, Any], config: RunConfig) -> None:
 
 def compile_trainer(spec: dict[str, Any], config: RunConfig) -> None:
     changes = {"compile": True, "micro_batch_tokens": SAMPLES * TOKENS, "critic": None}
-    model = attach_lora(blank_model(spec), config.model, seed=0)
+    model = attach_lora(random_model(spec), config.model, seed=0)
     trainer = torch_trainer(with_sections(config, trainer=changes), model)
     try:
         asyncio.run(trainer.step([_sample()] * SAMPLES))

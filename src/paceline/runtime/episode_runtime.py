@@ -13,20 +13,20 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from paceline.clients import HttpEngine, Pool
 from paceline.config import RunConfig
-from paceline.config.apple import on_mlx
+from paceline.config.apple import uses_mlx
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import ModelConfig
-from paceline.config.secret import in_address
+from paceline.config.secret import address_secret
 from paceline.engine import Engine
 from paceline.errors import EngineError, PacelineError
 from paceline.model import end_tokens, load_tokenizer
 from paceline.model.source import resolve
 from paceline.rollout import RecordingServer, SamplingClient, SessionMap
-from paceline.rollout.endpoint import Endpoint, EndpointTable
-from paceline.rollout.seat import Guests
+from paceline.rollout.endpoint import Endpoint, EndpointSessionMap
+from paceline.rollout.seat import SeatFactories
 from paceline.runtime.local import recording_server, renderer_of, sampling_clients, with_sections
 from paceline.runtime.model_backends import checkpoint_compute_dtype, with_settled_dtype
-from paceline.runtime.serving import embedded
+from paceline.runtime.serving import embedded_engine
 from paceline.trainer.checkpoint import is_checkpoint as is_checkpoint
 from paceline.trainer.checkpoint import read_state
 from paceline.weights.update import Adapter, WeightUpdate
@@ -38,7 +38,7 @@ ASK_SECONDS = 10.0
 class EpisodeRuntime:
     """Makes the seats of episodes."""
 
-    table: Callable[[Sequence[int], Sequence[str], Guests], SessionMap]
+    table: Callable[[Sequence[int], Sequence[str], SeatFactories], SessionMap]
     """Seats for some actors, with some noise; guests speak for themselves."""
     recorder: RecordingServer
     """Gives a guest's seat its address."""
@@ -60,14 +60,14 @@ class OpenAIServer:
 
     def __post_init__(self) -> None:
         """The address is in every sentence about the server; a secret must not be."""
-        if secret := in_address(self.url):
+        if secret := address_secret(self.url):
             raise PacelineError(
                 f"the address has {secret}, where others may read it: give the key with --api-key instead"
             )
 
 
 @contextmanager
-def open_house(
+def open_episode_runtime(
     config: RunConfig,
     sampling: SamplingConfig,
     address: OpenAIServer | None,
@@ -80,11 +80,11 @@ def open_house(
     config = with_settled_dtype(config, checkpoint)
     if address is None:
         room = {"max_running": min(config.engine.max_running, concurrency)}
-        with embedded(with_sections(config, engine=room)) as (engine, ends):
+        with embedded_engine(with_sections(config, engine=room)) as (engine, ends):
             if checkpoint is not None:
-                asyncio.run(engine.load_weights(saved_weights(checkpoint, config.model, on_mlx(config.backend))))
+                asyncio.run(engine.load_weights(saved_weights(checkpoint, config.model, uses_mlx(config.backend))))
             yield _exact(engine, load_tokenizer(config.model), ends, config.model, sampling, recorder)
-    elif serves(address, config.model.name):
+    elif serves_model(address, config.model.name):
         engine, tokenizer = HttpEngine(address.url, api_key=address.api_key), load_tokenizer(config.model)
         engine.start()
         try:  # the model itself is not loaded for the tokens that end a turn
@@ -96,8 +96,8 @@ def open_house(
     else:
         endpoint = Endpoint(address.url, sampling, model=address.model, api_key=address.api_key, recorder=recorder)
 
-        def table(noise: Sequence[int], actors: Sequence[str], guests: Guests) -> SessionMap:
-            return EndpointTable(endpoint, actors, guests)
+        def table(noise: Sequence[int], actors: Sequence[str], guests: SeatFactories) -> SessionMap:
+            return EndpointSessionMap(endpoint, actors, guests)
 
         yield EpisodeRuntime(table, recorder, endpoint.close, lambda ids: f"{len(ids)} tokens")
 
@@ -110,10 +110,10 @@ def saved_weights(folder: Path, model: ModelConfig, mlx: bool = False) -> Weight
         import mlx.core as mx
 
         from paceline.trainer.mlx import checkpoint as mlx_checkpoint
-        from paceline.weights.mlx_arrays import settled
+        from paceline.weights.mlx_arrays import evaluate
 
         own = getattr(mx, "float32" if model.lora else dtype)  # adapters are float32 whatever the base is
-        tensors = settled({name: master.astype(own) for name, master in mlx_checkpoint.masters(folder).items()})
+        tensors = evaluate({name: master.astype(own) for name, master in mlx_checkpoint.masters(folder).items()})
     else:
         import torch
 
@@ -127,7 +127,7 @@ def saved_weights(folder: Path, model: ModelConfig, mlx: bool = False) -> Weight
     return WeightUpdate(version, adapter, Adapter("", model.lora.alpha / model.lora.rank))
 
 
-def serves(address: OpenAIServer, name: str) -> bool:
+def serves_model(address: OpenAIServer, name: str) -> bool:
     """Whether the endpoint is a `paceline serve` of the model of this name, so that tokens can be exchanged."""
     if address.model not in (None, name):
         return False
@@ -163,7 +163,7 @@ def _exact(
     def spell(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def table(noise: Sequence[int], actors: Sequence[str], guests: Guests) -> SessionMap:
+    def table(noise: Sequence[int], actors: Sequence[str], guests: SeatFactories) -> SessionMap:
         return SessionMap(client, noise, 0, actors, guests)
 
     return EpisodeRuntime(table, recorder, close, spell, client)

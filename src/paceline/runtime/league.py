@@ -24,7 +24,7 @@ def leagues(run: Path) -> dict[str, Payoff]:
     return {name: payoff for name, payoff in found.items() if payoff.counts}
 
 
-def picture(run: Path, name: str, payoff: Payoff) -> Path:
+def save_picture(run: Path, name: str, payoff: Payoff) -> Path:
     """Draw a league into the run's directory."""
     path = run / f"league-{name.replace('/', '-')}.png"
     draw_league(payoff, path, f"{run.name}: {name}")
@@ -36,5 +36,5 @@ def standings(run: Path) -> list[str]:
     lines = []
     for name, payoff in leagues(run).items():
         ratings = ", ".join(f"{r.player} {r.points:+.0f} ({r.low:+.0f} to {r.high:+.0f})" for r in payoff.ratings())
-        lines.append(f"league {name}: {ratings}; picture {picture(run, name, payoff)}")
+        lines.append(f"league {name}: {ratings}; picture {save_picture(run, name, payoff)}")
     return lines

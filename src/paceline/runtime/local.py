@@ -19,17 +19,17 @@ from paceline.engine.base import Engine
 from paceline.envs import Environment
 from paceline.model import end_tokens, load_tokenizer, quick_handover
 from paceline.orchestrator import TrainEnv, build_train_envs
-from paceline.orchestrator.league_checkpoints import members
+from paceline.orchestrator.league_checkpoints import league_envs
 from paceline.planner.hardware import split_threads, usable_cores
 from paceline.rollout import RecordingServer, Renderer, SamplingClient
-from paceline.rollout.known import make_renderer
-from paceline.rollout.render import Dropped
+from paceline.rollout.bridge_renderer import make_renderer
+from paceline.rollout.render import OnDroppedTools
 from paceline.runtime.model_backends import ModelBackend, load_backend
 from paceline.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class RunParts:
     """A run's parts, wherever they live."""
 
     pool: Pool
@@ -58,11 +58,11 @@ class DriverParts:
         of this process where it is left out."""
         return LeaguePool(engines, make or partial(league_engine, self.config)) if self.past else Pool(engines)
 
-    def placed(self, pool: Pool, trainer: Trainer, ends: Sequence[int], device: str, parameters: int) -> Placed:
+    def placed(self, pool: Pool, trainer: Trainer, ends: Sequence[int], device: str, parameters: int) -> RunParts:
         """All parts, with clients that render and record as the run file says."""
         renderer = renderer_of(self.tokenizer, ends, self.config.model)
         make_client = sampling_clients(pool, renderer, ends, recording_server(self.config))
-        return Placed(pool, trainer, self.tokenizer, self.envs, make_client, device, parameters)
+        return RunParts(pool, trainer, self.tokenizer, self.envs, make_client, device, parameters)
 
 
 def prepare(
@@ -73,8 +73,8 @@ def prepare(
     envs = build_train_envs(config, environments)
     if then:
         phase(then)
-    past = sum(member.league.size for member in members(envs))
-    return DriverParts(make_room_for_adapters(config, past), load_tokenizer(config.model), envs, past)
+    past = sum(member.league.size for member in league_envs(envs))
+    return DriverParts(with_adapter_slots(config, past), load_tokenizer(config.model), envs, past)
 
 
 def league_engine(config: RunConfig) -> Engine:
@@ -85,7 +85,7 @@ def league_engine(config: RunConfig) -> Engine:
 @contextmanager
 def local(
     config: RunConfig, dumps: Path, phase: Callable[[str], None], environments: dict[str, Environment] | None = None
-) -> Generator[Placed]:
+) -> Generator[RunParts]:
     """Build the parts, and take them down again whatever happens."""
     driver = prepare(config, phase, environments, f"loading model {config.model.name}")
     backend = load_backend(config)
@@ -116,7 +116,7 @@ def with_trainer(
     pool: Pool,
     ready: Callable[[], None] = lambda: None,
     done: Callable[[], None] = lambda: None,
-) -> Generator[Placed]:
+) -> Generator[RunParts]:
     """A trainer beside a pool, and sampling clients for episodes. `ready` is called once the trainer is built, `done`
     before it is closed: its last step may take long, and no episode samples for it any more."""
     trainer = backend.trainer(driver.config, dumps)
@@ -145,7 +145,10 @@ def recording_server(config: RunConfig) -> RecordingServer:
 
 
 def renderer_of(
-    tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], model: ModelConfig, dropped_tools: Dropped = "refuse"
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+    model: ModelConfig,
+    dropped_tools: OnDroppedTools = "refuse",
 ) -> Renderer:
     """The renderer of conversations; `dropped_tools` says what it does where the template drops tools."""
     renderer = make_renderer(tokenizer, ends, model.renderer, model.known_as, model.keep_thoughts)
@@ -153,7 +156,7 @@ def renderer_of(
     return renderer
 
 
-def make_room_for_adapters(config: RunConfig, past: int) -> RunConfig:
+def with_adapter_slots(config: RunConfig, past: int) -> RunConfig:
     """Under LoRA the policy is an adapter: add engine slots for it and for each past version to those asked for."""
     lora, engine = config.model.lora, config.engine
     if lora is None:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from transformers import PreTrainedTokenizerBase
 
 from paceline.config import RunConfig
-from paceline.config.apple import on_mlx
+from paceline.config.apple import uses_mlx
 from paceline.config.hardware import DTYPES
 from paceline.config.model import Dtype
 from paceline.config.trainer import TrainerConfig as Section
 from paceline.engine.base import Engine, Grammar
 from paceline.engine.sequence import Guide
 from paceline.errors import PacelineError
-from paceline.model.dtypes import compute_dtype
+from paceline.model.dtypes import resolve_dtype
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
 from paceline.planner.hardware import with_dtype
@@ -72,11 +72,11 @@ class MlxBackend:
         return None
 
     def trainer(self, config: RunConfig, dumps: Path) -> "MlxTrainer":
-        from paceline.model.mlx.loading import twin
+        from paceline.model.mlx.loading import clone_model
         from paceline.model.mlx.lora import attach_lora
         from paceline.trainer.mlx.trainer import MlxTrainer
 
-        model = attach_lora(twin(self.model), config.model.lora, config.seed)
+        model = attach_lora(clone_model(self.model), config.model.lora, config.seed)
         return MlxTrainer(model, config.trainer, total_steps=config.steps, dumps=dumps)
 
     def at_work(self) -> AbstractContextManager[object]:
@@ -85,7 +85,7 @@ class MlxBackend:
 
 def load_backend(config: RunConfig) -> ModelBackend:
     """Load the run's model for what this run computes with."""
-    if on_mlx(config.backend):
+    if uses_mlx(config.backend):
         return MlxBackend(config)
     from paceline.runtime.torch_backend import TorchBackend
 
@@ -116,7 +116,7 @@ def with_settled_dtype(config: RunConfig, checkpoint: Path | None = None) -> Run
     if checkpoint is not None:
         return with_dtype(config, checkpoint_compute_dtype(checkpoint))
     device = device_of(config)
-    dtype = compute_dtype(config.model, device)
+    dtype = resolve_dtype(config.model, device)
     if dtype == "float32" and device == "cuda":
         log.warning(
             "`%s` computes in float32, the type of its weights (or this GPU has no bfloat16): %s is several times "
@@ -150,7 +150,7 @@ def resumed_checkpoint(config: RunConfig) -> tuple[Path, dict[str, Any]] | None:
 
 def device_of(config: RunConfig) -> str:
     """The kind of device that the run computes on."""
-    if on_mlx(config.backend):
+    if uses_mlx(config.backend):
         if importlib.util.find_spec("mlx") is None:
             return "mlx-cpu"  # building the model says what to install
         from paceline.model.mlx.loading import mlx_device

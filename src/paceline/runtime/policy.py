@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paceline.clients import Pool
 from paceline.config import ConfigError, EvalConfig, RunConfig, load
-from paceline.config.apple import on_mlx
+from paceline.config.apple import uses_mlx
 from paceline.config.errors import explain_values
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import LoRAConfig
@@ -28,16 +28,16 @@ from paceline.model import load_tokenizer
 from paceline.observe.monitor import RunDirectory, RunOutcome
 from paceline.observe.monitor.plot import reward_picture
 from paceline.observe.monitor.summary import Curve, MetricHistory
-from paceline.observe.monitor.text import amount, one_line, score
+from paceline.observe.monitor.text import format_amount, format_score, one_line
 from paceline.orchestrator import Checkpoints
 from paceline.rollout import Message, Reply, Seat
 from paceline.runtime.episode_runtime import is_checkpoint, saved_weights
 from paceline.runtime.local import renderer_of, sampling_clients, with_sections
-from paceline.runtime.serving import embedded
+from paceline.runtime.serving import embedded_engine
 from paceline.weights.update import Adapter, WeightUpdate
 
 ADAPTER = "adapter_config.json"
-AT_ONCE = 16
+MAX_CONCURRENCY = 16
 """Requests decoded together: calls from several threads at most."""
 Speak = Callable[[Seat, PreTrainedTokenizerBase], Awaitable[Reply]]
 Weights = Callable[[], WeightUpdate]
@@ -75,7 +75,7 @@ class Policy:
         self.source = str(source)
         config, weights = _find(self.source, settings)
         # Without the room that a batch of training needs.
-        self._config = with_sections(config, engine={"max_running": min(config.engine.max_running, AT_ONCE)})
+        self._config = with_sections(config, engine={"max_running": min(config.engine.max_running, MAX_CONCURRENCY)})
         self._worker = _EngineThread(self._config, weights)
         self._finalizer = weakref.finalize(self, self._worker.close)
 
@@ -159,7 +159,7 @@ class _EngineThread:
 
     def _run(self, ready: "Future[_Serving]") -> None:
         try:
-            with embedded(self._config) as (engine, ends), asyncio.Runner() as runner:
+            with embedded_engine(self._config) as (engine, ends), asyncio.Runner() as runner:
                 tokenizer = load_tokenizer(self._config.model)
                 make_client = sampling_clients(Pool([engine]), renderer_of(tokenizer, ends, self._config.model), ends)
 
@@ -205,7 +205,7 @@ def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights 
                 f"checkpoint {checkpoint} lies in no run directory: there is no {run.config_file} to read"
             )
         config = load(run.config_file, settings=settings).config
-        return config, lambda: saved_weights(checkpoint, config.model, on_mlx(config.backend))
+        return config, lambda: saved_weights(checkpoint, config.model, uses_mlx(config.backend))
     if (folder / ADAPTER).is_file():
         return _adapter(folder, settings)
     run = RunDirectory(folder.resolve().parent)
@@ -269,8 +269,10 @@ class RunResult:
 
     def __repr__(self) -> str:
         curves = {key: curve for key, curve in self._rewards().items() if curve}
-        rewards = [f"{key}: {score(curve[0][1])} → {score(curve[-1][1])}" for key, curve in curves.items()]
-        parts = [f"{self.directory.name}: {self.outcome.status} after {amount(self.outcome.step, 'step')}"]
+        rewards = [
+            f"{key}: {format_score(curve[0][1])} → {format_score(curve[-1][1])}" for key, curve in curves.items()
+        ]
+        parts = [f"{self.directory.name}: {self.outcome.status} after {format_amount(self.outcome.step, 'step')}"]
         parts += [f"reward {rewards[0].partition(': ')[2]}"] if len(rewards) == 1 else rewards
         parts += [one_line(self.outcome.message)] if self.outcome.status == "failed" else []
         return f"RunResult({', '.join([*parts, str(self.directory)])})"

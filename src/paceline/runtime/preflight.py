@@ -19,9 +19,9 @@ from transformers import AutoConfig
 
 from paceline.algorithms import credit_for
 from paceline.config import RunConfig
-from paceline.config.apple import on_mlx, refused
+from paceline.config.apple import unsupported_settings, uses_mlx
 from paceline.config.base import Hook
-from paceline.config.cluster import references, scored_here
+from paceline.config.cluster import frozen_models, scored_models
 from paceline.config.env import (
     ArenaEnvConfig,
     BaseEnvConfig,
@@ -36,7 +36,7 @@ from paceline.config.model import ModelConfig
 from paceline.data import Row, parse_address, part_problem
 from paceline.data.sources import hub_name
 from paceline.envs import EnvError, build_environment
-from paceline.envs.base import dataset_rows, first_rows
+from paceline.envs.base import dataset_rows, limit_rows
 from paceline.envs.custom import ASYNC_ONLY, NEEDS_ROWS
 from paceline.envs.module import ModuleEnvironment
 from paceline.envs.questions import TokenIn
@@ -85,7 +85,7 @@ class Preflight:
 def check_policy(config: RunConfig, found: Preflight) -> None:
     """The model that is trained, its tokenizer, and how conversations become tokens."""
     model = config.model
-    check_model(model, found, mlx=on_mlx(config.backend))
+    check_model(model, found, mlx=uses_mlx(config.backend))
     source = found.attempt(lambda: model_files.resolve(model.tokenizer or model.name))
     folder = None if source is None else _folder(source)
     if folder is None or (not Path(source).is_dir() and model_files.tokenizer_problem(folder)):
@@ -144,7 +144,7 @@ def _check_family(folder: Path, model: ModelConfig, found: Preflight) -> bool:
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, ImportError) as error:
-            raise model_files.ModelError(model_files.unloadable("model", model.name, error)) from error
+            raise model_files.ModelError(model_files.unloadable_message("model", model.name, error)) from error
         with refusals_name(model.name):
             check_family(config)
         return True
@@ -169,20 +169,20 @@ SIZES = ("size", "eval_size", "train_examples", "eval_examples")
 """Keys that say how many rows an environment makes itself."""
 
 
-def hooks(*values: object) -> Iterator[str]:
+def hook_paths(*values: object) -> Iterator[str]:
     """Import paths of the user code that sections of a run file name."""
     for value in values:
         if isinstance(value, Hook):
             yield value.import_path
         if isinstance(value, BaseModel):
-            yield from hooks(*(part for _, part in value))
+            yield from hook_paths(*(part for _, part in value))
         elif isinstance(value, list):
-            yield from hooks(*value)
+            yield from hook_paths(*value)
 
 
 def check_environment(env: BaseEnvConfig, found: Preflight, given: bool) -> None:
     """The user code an environment names, then its rows."""
-    paths = list(hooks(env.algo, env.seats) if given else hooks(env))
+    paths = list(hook_paths(env.algo, env.seats) if given else hook_paths(env))
     if isinstance(env, ModuleEnvConfig) and not given:
         paths.append(f"{env.module}:reward_fn")
     if isinstance(env, TextArenaConfig) and not given and env.opponent not in ("self", "random"):
@@ -209,10 +209,10 @@ def _try_environment(env: BaseEnvConfig, found: Preflight) -> None:
         if isinstance(defined, ast.AsyncFunctionDef) and env.dataset is None:
             raise EnvError(NEEDS_ROWS.format(env.name))
     sizes = {key: min(ROWS, size) for key in SIZES if isinstance(size := getattr(env, key, None), int)}
-    sources = {key: _here(getattr(env, key), found) for key in ("dataset", "eval_dataset") if hasattr(env, key)}
+    sources = {key: _local_part(getattr(env, key), found) for key in ("dataset", "eval_dataset") if hasattr(env, key)}
     away = any(value is None and getattr(env, key) is not None for key, value in sources.items())
     small = env.model_copy(update=sizes | sources)
-    with first_rows(ROWS):
+    with limit_rows(ROWS):
         rows, held_out = _examples(small)
     # A user's class makes its own rows; those of all others are known.
     known = not isinstance(env, ArenaEnvConfig) and (not isinstance(env, CustomEnvConfig) or env.dataset is not None)
@@ -242,12 +242,12 @@ def _examples(env: BaseEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:
             load_corpus(env.corpus)
         env = env.model_copy(update={"corpus": None})  # an index of all documents takes long
     environment = build_environment(env)
-    if not any(hooks(env.algo, env.seats)):
+    if not any(hook_paths(env.algo, env.seats)):
         environment = credit_for(env, environment.actors).stage(environment)
     return environment.examples("train"), environment.examples("eval")
 
 
-def _here(source: Any, found: Preflight) -> Any:
+def _local_part(source: Any, found: Preflight) -> Any:
     """The part of a dataset that is on this machine; None where nothing is left."""
     names = [source] if isinstance(source, str) else list(source or ())
     for name in names:
@@ -280,9 +280,9 @@ def preflight(config: RunConfig, given: Collection[str] = (), *, elsewhere: bool
     else:
         found.add(machine.problems)
     check_policy(config, found)
-    for name in scored_here(config):
+    for name in scored_models(config):
         check_model(config.model.model_copy(update={"name": name}), found, mlx=False)
-    for path in hooks(config.model_copy(update={"env": []})):
+    for path in hook_paths(config.model_copy(update={"env": []})):
         found.attempt(lambda path=path: check_import(path))
     for env in config.env:
         check_environment(env, found, env.name in given)
@@ -291,10 +291,10 @@ def preflight(config: RunConfig, given: Collection[str] = (), *, elsewhere: bool
 
 def _check_machine(config: RunConfig, found: Preflight) -> None:
     """Packages, devices and keys that the run file asks for."""
-    if on_mlx(config.backend):
+    if uses_mlx(config.backend):
         from paceline.runtime.model_backends import require_mlx
 
-        found.add(refused(config))
+        found.add(unsupported_settings(config))
         found.attempt(require_mlx)
     elif config.placement != "ray" and config.device == "cuda":
         from paceline.runtime.torch_backend import pick_device
@@ -308,7 +308,7 @@ def _check_machine(config: RunConfig, found: Preflight) -> None:
     if launch is not None and shutil.which(launch.python) is None:
         found.add([f"engine.launch.python: there is no interpreter `{launch.python}`: name the one that vLLM is in"])
     keys = [("engine.api_key_env", config.engine.api_key_env)]
-    keys += [(f"{where}: teacher.api_key_env", ref.api_key_env) for where, _, ref in references(config)]
+    keys += [(f"{where}: teacher.api_key_env", ref.api_key_env) for where, _, ref in frozen_models(config)]
     for where, variable in keys:
         if variable is not None and not os.environ.get(variable):
             found.add([f"{where}: the environment variable {variable} is not set: put the key there"])

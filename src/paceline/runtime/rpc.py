@@ -15,18 +15,18 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from paceline.clients.rpc import HEAD
+from paceline.clients.rpc import FRAME_HEADER
 from paceline.config import RunConfig
 from paceline.data import Sample, decode, encode
 from paceline.data.balance import Cost
 from paceline.data.packing import owners
 from paceline.errors import PacelineError
 from paceline.trainer import StepReport, Trainer, TrainerError
-from paceline.util.deadlines import beat
-from paceline.util.user_code import UserCodeError, described, failure_traces, user_frames, whole
+from paceline.util.deadlines import record_progress
+from paceline.util.user_code import UserCodeError, describe_error, failure_traces, full_traceback, user_frames
 from paceline.weights.update import Adapter, Canary
 
-What = Literal["feed", "step", "weights", "save", "load", "export"]
+RpcMethod = Literal["feed", "step", "weights", "save", "load", "export"]
 
 
 class RpcHello(msgspec.Struct, array_like=True, tag=True):
@@ -45,7 +45,7 @@ class RpcCall(msgspec.Struct, array_like=True):
 
     caller: str
     number: int
-    what: What
+    what: RpcMethod
     path: str = ""
     data: bytes = b""
     """Samples the trainer has not seen yet."""
@@ -106,9 +106,9 @@ decode_call = msgspec.msgpack.Decoder(RpcCall).decode
 decode_answer = msgspec.msgpack.Decoder(FromTrainer).decode
 
 
-def framed(message: RpcCall | FromTrainer) -> bytes:
+def encode_frame(message: RpcCall | FromTrainer) -> bytes:
     body = _encoder.encode(message)
-    return HEAD.pack(len(body)) + body
+    return FRAME_HEADER.pack(len(body)) + body
 
 
 class TrainerRpcHandler:
@@ -120,7 +120,7 @@ class TrainerRpcHandler:
         self._fed: list[Sample] = []
 
     async def answer(self, call: RpcCall) -> RpcAnswer:
-        return await answered(call, self._do(call), self._log)
+        return await answer_call(call, self._do(call), self._log)
 
     async def _do(self, call: RpcCall) -> RpcResult:
         trainer, folder = self.trainer, Path(call.path)
@@ -149,7 +149,7 @@ class TrainerRpcHandler:
         raise NotImplementedError
 
 
-async def answered(call: RpcCall, doing: Awaitable[RpcResult], log: Path | None = None) -> RpcAnswer:
+async def answer_call(call: RpcCall, doing: Awaitable[RpcResult], log: Path | None = None) -> RpcAnswer:
     """The call's result or failure. The traceback of a bug is printed on this side too, or written to `log`."""
     try:
         return await doing  # bounded: by the call itself
@@ -164,10 +164,10 @@ async def answered(call: RpcCall, doing: Awaitable[RpcResult], log: Path | None 
         else:
             with log.open("a", encoding="utf-8") as file:
                 traceback.print_exc(file=file)
-        return RpcFailure(call.number, described(error), None, user_frames(error), whole(error))
+        return RpcFailure(call.number, describe_error(error), None, user_frames(error), full_traceback(error))
 
 
-def spread(batch: Sequence[Sample], ranks: int, cost: Cost) -> list[list[Sample]]:
+def split_batch(batch: Sequence[Sample], ranks: int, cost: Cost) -> list[list[Sample]]:
     """One share of the batch for each rank: neighbours, the first rank's first, so that the shares end to end are the
     batch again. Of like cost, and a rollout's samples stay together, for a rank that trains its share as it comes."""
     rollouts: dict[Hashable, list[Sample]] = {}
@@ -203,7 +203,7 @@ class RankGroup(ABC):
 
     async def step(self, batch: Sequence[Sample]) -> StepReport:
         parallel = self._config.trainer.parallel
-        shares = spread(batch, parallel.data_ranks, self._cost)
+        shares = split_batch(batch, parallel.data_ranks, self._cost)
         alike = parallel.ranks // parallel.data_ranks  # neighbours that train the same samples
         done, *_ = await self._call("step", shares=[share for share in shares for _ in range(alike)])
         assert done.report is not None
@@ -239,7 +239,7 @@ class RankGroup(ABC):
     # -- all at once --------------------------------------------------------------------------------------------------
 
     async def _call(
-        self, what: What, *, path: Path | None = None, shares: Sequence[list[Sample]] = ()
+        self, what: RpcMethod, *, path: Path | None = None, shares: Sequence[list[Sample]] = ()
     ) -> list[RpcResult]:
         self._there()
         self._number += 1
@@ -262,7 +262,7 @@ class RankGroup(ABC):
             while left:
                 done, left = await asyncio.wait(left, timeout=PULSE_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
                 if done:
-                    beat()  # a rank's answer is progress of the run
+                    record_progress()  # a rank's answer is progress of the run
                 if any(task.exception() for task in done):
                     # A rank that dies is missed by the others first: the cause comes a moment after its echo.
                     late, left = await asyncio.wait(left, timeout=ECHO_SECONDS) if left else (set(), left)

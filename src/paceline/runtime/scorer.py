@@ -22,15 +22,15 @@ from paceline.data import Sample
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, Overloaded, RequestError
 from paceline.model import ServedPolicy, WeightUpdate, fingerprint, set_cpu_threads
-from paceline.trainer.batch import score
+from paceline.trainer.batch import score_samples
 from paceline.trainer.torch.forward import ForwardPass
 
-MOST_WAITING = 1 << 24
+MAX_WAITING_TOKENS = 1 << 24
 """Tokens that may wait before further questions are sent away."""
 
 
 @dataclass(slots=True)
-class Question:
+class ScoreRequest:
     """Sequences of one request, and what is known of them so far."""
 
     sequences: Sequence[Sequence[int]]
@@ -49,7 +49,7 @@ class Scorer:
         self._context = getattr(text, "max_position_embeddings", None) or 1 << 20
         self._vocabulary = text.vocab_size
         self._budget, self._cores = budget, threads
-        self._waiting: deque[tuple[Question, int]] = deque()
+        self._waiting: deque[tuple[ScoreRequest, int]] = deque()
         """Single sequences, the oldest question's first."""
         self._tokens = 0
         self._news = threading.Condition()
@@ -88,11 +88,11 @@ class Scorer:
                 raise RequestError(f"a sequence of {len(ids)} tokens cannot be scored: from 1 to {self._context} fit")
             if min(ids) < 0 or max(ids) >= self._vocabulary:
                 raise RequestError(f"a token is outside the vocabulary of {self._vocabulary}")
-        question = Question(sequences, temperature)
+        question = ScoreRequest(sequences, temperature)
         with self._news:
             if self._closed or self._failure is not None:
                 raise EngineError(f"the scorer has stopped: {self._failure or 'it was closed'}")
-            if self._tokens > MOST_WAITING:
+            if self._tokens > MAX_WAITING_TOKENS:
                 raise Overloaded(f"{self._tokens:,} tokens wait to be scored: ask later, or start another worker")
             self._waiting.extend((question, at) for at in range(len(sequences)))
             self._tokens += sum(map(len, sequences))
@@ -121,7 +121,7 @@ class Scorer:
                 return
             self._busy += time.perf_counter() - began
 
-    def _next(self) -> list[tuple[Question, int]]:
+    def _next(self) -> list[tuple[ScoreRequest, int]]:
         """The oldest sequences that fit into one micro-batch; nothing once closed."""
         with self._news:
             while not self._closed:
@@ -142,9 +142,9 @@ class Scorer:
                 self._news.wait()  # unbounded: being asked is its job
         return []
 
-    def _score(self, pack: Sequence[tuple[Question, int]]) -> None:
+    def _score(self, pack: Sequence[tuple[ScoreRequest, int]]) -> None:
         samples = [_sample(question.sequences[at], question.temperature) for question, at in pack]
-        scores = score(self._forward, samples, [list(range(len(samples)))])
+        scores = score_samples(self._forward, samples, [list(range(len(samples)))])
         self.packs += 1
         self.scored += sum(map(len, samples))
         for number, (question, at) in enumerate(pack):
@@ -152,7 +152,7 @@ class Scorer:
             if len(question.scores) == len(question.sequences) and question.answer.set_running_or_notify_cancel():
                 question.answer.set_result([question.scores[i] for i in range(len(question.sequences))])
 
-    def _tell(self, error: Exception, pack: Sequence[tuple[Question, int]]) -> None:
+    def _tell(self, error: Exception, pack: Sequence[tuple[ScoreRequest, int]]) -> None:
         for question, _ in pack:
             with contextlib.suppress(InvalidStateError):  # told before, or gone meanwhile
                 question.answer.set_exception(EngineError(f"scoring failed: {error}"))

@@ -32,7 +32,7 @@ from paceline.clients import HttpEngine, Pool
 from paceline.config import BreakerConfig
 from paceline.config import algorithm as credit
 from paceline.config import trainer as sections
-from paceline.config.apple import on_mlx
+from paceline.config.apple import uses_mlx
 from paceline.config.env.base import ArenaEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import LoRAConfig, ModelConfig
@@ -40,15 +40,15 @@ from paceline.data import Cursor, Sample, Ticket
 from paceline.errors import PacelineError
 from paceline.model import end_tokens, load_tokenizer
 from paceline.orchestrator import Breaker, RealClock, TrainEnv
-from paceline.orchestrator.admission import without_signal
+from paceline.orchestrator.admission import has_no_signal
 from paceline.orchestrator.episodes import RolloutRunner
-from paceline.orchestrator.gate import fresh_enough
+from paceline.orchestrator.gate import mask_stale_tokens
 from paceline.rollout import Group, Renderer, Rollout, SamplingClient
 from paceline.runtime.model_backends import trainer_of
 from paceline.selfplay import Arena, ArenaEnvironment, ArenaError, EpisodeRequest
 from paceline.trainer import StepReport
-from paceline.util.deadlines import together
-from paceline.util.lazy_import import renamed_names
+from paceline.util.deadlines import gather_or_cancel
+from paceline.util.lazy_import import renamed_getattr
 
 __all__ = [
     "Client",
@@ -66,7 +66,7 @@ __all__ = [
     "training_loop",
 ]
 
-__getattr__ = renamed_names(__name__, {"Trainer": "SelfPlayTrainer", "TrainerConfig": "SelfPlayTrainerConfig"})
+__getattr__ = renamed_getattr(__name__, {"Trainer": "SelfPlayTrainer", "TrainerConfig": "SelfPlayTrainerConfig"})
 
 
 ADAPTER = LoRAConfig()
@@ -77,7 +77,7 @@ def load(
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """A model ready to train, of torch or of mlx, with its tokenizer; `lora = None` trains all of it."""
     config = ModelConfig(name=name, lora=lora)
-    if on_mlx(backend):
+    if uses_mlx(backend):
         from paceline.model.mlx import loading
         from paceline.model.mlx import lora as adapters
 
@@ -233,7 +233,7 @@ class SelfPlayTrainer:
         self._trainer.close()
 
     def _fresh(self, records: Sequence[Sample]) -> list[Sample]:
-        aged = [fresh_enough(sample, self.version, self.config.staleness_limit, "drop") for sample in records]
+        aged = [mask_stale_tokens(sample, self.version, self.config.staleness_limit, "drop") for sample in records]
         self.stale += aged.count(None)
         return [sample for sample in aged if sample is not None]
 
@@ -290,15 +290,15 @@ class Stage:
         if not tries:
             raise ArenaError(f"{type(self._arena).__name__} has nothing to play: its get_batch() gave no request")
         places = asyncio.Semaphore(concurrency)
-        groups = await together([self._group(requests, places) for requests in tries.values()])
+        groups = await gather_or_cancel([self._group(requests, places) for requests in tries.values()])
         for group in groups:
             for rollout in (*group.failed, *group.rollouts):
                 if rollout.error is None:
-                    self._breaker.success()
+                    self._breaker.record_success()
                 elif not rollout.dropped:
-                    self._breaker.failure(rollout.error)
+                    self._breaker.record_failure(rollout.error)
             self._env.algorithm.assign(group)
-        telling = [group for group in groups if not without_signal(group)]
+        telling = [group for group in groups if not has_no_signal(group)]
         await self._env.algorithm.score(telling)
         records = [sample for group in telling for sample in group.samples()]
         return TrainingBatch(records, groups)
@@ -310,9 +310,9 @@ class Stage:
         async def one(member: int, request: EpisodeRequest) -> list[Rollout]:
             async with places:  # bounded: each episode before it has a timeout
                 row = {"split": "train", "request": request}
-                return await self._runner.episode(self._env, row, ticket, member, number)
+                return await self._runner.run_episode(self._env, row, ticket, member, number)
 
-        episodes = await together([one(member, request) for member, request in enumerate(requests)])
+        episodes = await gather_or_cancel([one(member, request) for member, request in enumerate(requests)])
         return self._runner.collect(self._env, ticket, episodes, len(requests))
 
 
@@ -338,7 +338,7 @@ async def training_loop(
             batch = await queue.get()  # unbounded: it is the sampler's turn, and its failure cancels this
             await trainer.accumulate(batch.records)
 
-    await together([generator(), consumer()])
+    await gather_or_cancel([generator(), consumer()])
     await trainer.flush()
 
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from paceline.clients.link import EngineLink
-from paceline.clients.rpc import EngineHello, EngineHost, FromEngine, frame
+from paceline.clients.rpc import EngineHello, EngineHost, FromEngine, encode_frame
 from paceline.config import RunConfig
-from paceline.config.apple import on_mlx
+from paceline.config.apple import uses_mlx
 from paceline.config.serve import ServeConfig
 from paceline.engine.base import Grammar
 from paceline.engine.engine import DecodingEngine
@@ -35,8 +35,8 @@ from paceline.model.tokenizer import find_tokenizer
 from paceline.planner.hardware import split_threads, usable_cores
 from paceline.runtime.local import with_sections
 from paceline.runtime.model_backends import device_of, load_backend
-from paceline.server import build_app, listen, quick_loop, serve
-from paceline.util.gc_tuning import rarely_collected
+from paceline.server import build_app, event_loop_factory, listen, serve
+from paceline.util.gc_tuning import tuned_gc
 from paceline.util.process_exit import end_child
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ MOST_SECONDS = 30.0
 """For those that are still not sent by then: a busy machine is slow."""
 
 
-def watch(engine: "DecodingEngine | Scorer", then: Callable[[BaseException], None]) -> None:
+def watch_engine(engine: "DecodingEngine | Scorer", then: Callable[[BaseException], None]) -> None:
     """Call `then`, on a thread of its own, once the engine has failed; never if it is only closed."""
 
     def wait() -> None:
@@ -59,7 +59,7 @@ def watch(engine: "DecodingEngine | Scorer", then: Callable[[BaseException], Non
     threading.Thread(target=wait, name="paceline-survivor", daemon=True).start()
 
 
-async def lost(engine: "DecodingEngine | Scorer") -> EngineError:
+async def wait_for_failure(engine: "DecodingEngine | Scorer") -> EngineError:
     """Waits in an event loop for the failure of an engine."""
     loop = asyncio.get_running_loop()
     end: asyncio.Future[BaseException] = loop.create_future()
@@ -68,12 +68,12 @@ async def lost(engine: "DecodingEngine | Scorer") -> EngineError:
         if not loop.is_closed():
             loop.call_soon_threadsafe(lambda: end.done() or end.set_result(cause))
 
-    watch(engine, tell)
+    watch_engine(engine, tell)
     cause = await end  # unbounded: as long as the engine serves
     return EngineError(f"the engine stopped: {cause}")
 
 
-def leave(cause: BaseException, waits: Callable[[], bool] = lambda: False) -> None:
+def exit_after_failure(cause: BaseException, waits: Callable[[], bool] = lambda: False) -> None:
     """End this process, after a moment for the last answers, and longer while a client `waits` for one. Nothing is
     unwound: threads of a broken device may hang."""
     end = time.monotonic() + MOST_SECONDS
@@ -101,7 +101,7 @@ def serve_model(config: RunConfig, settings: ServeConfig) -> None:
     address = f"http://{host}:{sock.getsockname()[1]}/v1"
     # Beside a GPU a process of its own pays off.
     alone = settings.isolate if settings.isolate is not None else device_of(config) == "cuda"
-    how = scoring if settings.scores_only else isolated if alone else embedded
+    how = embedded_scorer if settings.scores_only else isolated_engine if alone else embedded_engine
     with sock, how(config) as (engine, ends):
         app = build_app(
             engine,
@@ -113,15 +113,15 @@ def serve_model(config: RunConfig, settings: ServeConfig) -> None:
             peers=settings.peers,
             max_body_bytes=settings.max_body_bytes,
         )
-        gone = engine.lost if isinstance(engine, EngineLink) else partial(lost, engine)
+        gone = engine.wait_closed if isinstance(engine, EngineLink) else partial(wait_for_failure, engine)
         ready = f"paceline: serving {name} at {address}"
-        with asyncio.Runner(loop_factory=quick_loop()) as runner, rarely_collected():
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner, tuned_gc():
             runner.run(serve(app, sock, settings.grace, lambda: print(ready, flush=True), gone))
     print("paceline: stopped", file=sys.stderr)
 
 
 @contextmanager
-def embedded(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
+def embedded_engine(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
     """An engine in this process."""
     find_tokenizer(config.model)  # a missing one is found before weights are read
     backend = load_backend(config)
@@ -141,9 +141,9 @@ def embedded(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
 
 
 @contextmanager
-def scoring(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
+def embedded_scorer(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
     """A scorer in this process: no cache, no decode loop."""
-    if on_mlx(config.backend):
+    if uses_mlx(config.backend):
         raise PacelineError('--scores-only computes as the trainer of torch does: set backend = "torch"')
     from paceline.model import load_model, small_products
     from paceline.runtime.scorer import Scorer
@@ -165,7 +165,7 @@ def scoring(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
 
 
 @contextmanager
-def isolated(config: RunConfig) -> Generator[tuple[EngineLink, Ends]]:
+def isolated_engine(config: RunConfig) -> Generator[tuple[EngineLink, Ends]]:
     """An engine in a process of its own, so that HTTP and JSON never hold the lock of the decode loop."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-P", "-m", "paceline.runtime.serving", str(theirs.fileno())]
@@ -189,12 +189,12 @@ def host_engine(descriptor: int, config: RunConfig) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=descriptor)
     try:
-        with embedded(config) as (engine, ends), asyncio.Runner(loop_factory=quick_loop()) as runner:
+        with embedded_engine(config) as (engine, ends), asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             host = EngineHost(engine, ends)
-            watch(engine, lambda cause: leave(cause, lambda: host.waited_for))
+            watch_engine(engine, lambda cause: exit_after_failure(cause, lambda: host.has_pending))
             runner.run(host.serve(sock))
     except PacelineError as error:
-        sock.sendall(b"".join(frame(FromEngine([EngineHello(0, (), str(error))]))))
+        sock.sendall(b"".join(encode_frame(FromEngine([EngineHello(0, (), str(error))]))))
 
 
 def _cause(child: subprocess.Popen) -> str:
@@ -209,9 +209,9 @@ def _grammars(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Callable[[Gramm
     """The grammar compiler, where the packages it needs are installed."""
     if importlib.util.find_spec("torch") is None:  # which xgrammar needs
         return None
-    from paceline.engine.grammar import grammars
+    from paceline.engine.grammar import guide_factory
 
-    return grammars(tokenizer, ends)
+    return guide_factory(tokenizer, ends)
 
 
 def _threads(parameters: int) -> int:

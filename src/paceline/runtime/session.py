@@ -24,14 +24,14 @@ from paceline.observe.monitor import (
     RunOutcome,
     RunPlan,
     RunRecorder,
-    choose,
+    choose_view,
     exporter,
     plot_rewards,
-    read_sound,
+    read_valid_jsonl,
     summary,
-    watching,
+    watch_run,
 )
-from paceline.observe.monitor.text import show_as_written, shown
+from paceline.observe.monitor.text import register_path, restore_paths
 from paceline.observe.record import RolloutRecorder
 from paceline.observe.record.advice import AdviceMemory
 from paceline.orchestrator import (
@@ -43,26 +43,26 @@ from paceline.orchestrator import (
     RealClock,
     RollBack,
     RunStopped,
-    opened,
+    open_algorithms,
 )
-from paceline.planner import keep_plan
+from paceline.planner import write_plan
 from paceline.rollout import SamplingClient
-from paceline.runtime.colocated.ranks import again, find_rank, refuse_torchrun
+from paceline.runtime.colocated.ranks import find_rank, refuse_torchrun, without_first_resume
 from paceline.runtime.league import standings
-from paceline.runtime.local import Placed, local
+from paceline.runtime.local import RunParts, local
 from paceline.runtime.model_backends import resumed_checkpoint, with_settled_dtype
 from paceline.runtime.policy import RunResult
 from paceline.runtime.preflight import refuse_unready
-from paceline.runtime.signals import USER, ForcedEnd, Signals, run_to_the_end
+from paceline.runtime.signals import STOPPED_BY_USER, ForcedExit, Signals, run_until_complete
 from paceline.trainer import TrainerLost
-from paceline.util.gc_tuning import rarely_collected
-from paceline.util.user_code import UserCodeError, failure_traces, restore_interpreter, unexpected
+from paceline.util.gc_tuning import tuned_gc
+from paceline.util.user_code import UserCodeError, failure_traces, restore_interpreter, unexpected_failure
 
-MOST_RETURNS = 8
+MAX_ROLL_BACKS = 8
 """Times in a row that a run may go back to the same checkpoint."""
 
 Given = dict[str, Environment] | None
-Placement = Callable[[RunConfig, Path, Callable[[str], None], Given], AbstractAsyncContextManager[Placed]]
+Placement = Callable[[RunConfig, Path, Callable[[str], None], Given], AbstractAsyncContextManager[RunParts]]
 """Builds the parts of a run, and takes them down again."""
 
 
@@ -97,19 +97,19 @@ def train(
         if signals is not None:
             signals.on_interrupt(supervisor.interrupt)
         return supervisor.run()
-    place: Placement = here
+    place: Placement = in_process
     if config.placement == "ray":
         from paceline.runtime.ray.place import on_ray
 
         place = on_ray
     elif config.placement == "colocated":
-        from paceline.runtime.colocated.place import follow, in_place
+        from paceline.runtime.colocated.place import in_place, run_follower
 
         config, info = find_rank(config)
         if info.rank != 0:  # rank 0 leads the run and answers with all of it
-            follow(config, info)
+            run_follower(config, info)
             return RunResult(RunOutcome("finished", 0, ""), Path(config.runs) / config.name, [], [])
-        config, place = again(config), partial(in_place, info)
+        config, place = without_first_resume(config), partial(in_place, info)
     return run_session(config, place, environments, overwrite, screen, signals)
 
 
@@ -119,7 +119,7 @@ def _refuse_fewer_steps(config: RunConfig) -> None:
         return
     path, state = resumed
     if state["step"] > config.steps:
-        offer = Checkpoints(RunDirectory(Path(config.runs) / config.name).checkpoints, 1).offer()
+        offer = Checkpoints(RunDirectory(Path(config.runs) / config.name).checkpoints, 1).list_resumable()
         raise PacelineError(
             f"the run is already at step {state['step']} ({path.name}), and steps = {config.steps} is the total since "
             f"its beginning: write --steps {state['step'] + config.steps} to train {config.steps} more, or --resume "
@@ -128,7 +128,9 @@ def _refuse_fewer_steps(config: RunConfig) -> None:
 
 
 @asynccontextmanager
-async def here(config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given) -> AsyncGenerator[Placed]:
+async def in_process(
+    config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
+) -> AsyncGenerator[RunParts]:
     """Everything in this process."""
     with local(config, dumps, phase, given) as parts:
         yield parts
@@ -143,7 +145,7 @@ def run_session(
     signals: Signals | None = None,
 ) -> RunResult:
     """Lead a run whose parts are wherever the placement puts them."""
-    session = RunSession(config, placement, [choose(screen)] if screen is not None else [])
+    session = RunSession(config, placement, [choose_view(screen)] if screen is not None else [])
     return run_sessions([session], environments=environments, overwrite=overwrite, signals=signals)[0]
 
 
@@ -172,12 +174,12 @@ def run_sessions(
     with ExitStack() as stack:
         for run in runs:
             run.open(stack, overwrite)
-        stops.forced = ForcedEnd(end, note, min(run.config.breaker.blocked_seconds for run in runs))
-        with stops.forced.watching(), rarely_collected():
+        stops.forced = ForcedExit(end, note, min(run.config.breaker.blocked_seconds for run in runs))
+        with stops.forced.watching(), tuned_gc():
             try:
-                ends = run_to_the_end(lead_all())
+                ends = run_until_complete(lead_all())
             except (KeyboardInterrupt, asyncio.CancelledError):
-                end("interrupted", f"{USER}, at once")
+                end("interrupted", f"{STOPPED_BY_USER}, at once")
                 raise
             return [run.end(*ended) for run, ended in zip(runs, ends, strict=True)]
 
@@ -193,14 +195,14 @@ class RunSession:
     monitor: Monitors = field(init=False)
 
     def open(self, stack: ExitStack, overwrite: bool) -> None:
-        config = self.config = self.config.model_copy(update={"runs": show_as_written(self.config.runs)})
+        config = self.config = self.config.model_copy(update={"runs": register_path(self.config.runs)})
         path = Path(config.runs) / config.name
         self.directory = stack.enter_context(RunDirectory.claim(path, bool(config.resume), overwrite))
         exporters = [exporter(kind, config.record.project) for kind in config.record.exporters]
         recorders = [RolloutRecorder(path)] if config.record.all else []
         recorder = RunRecorder(path, keep_batches=config.record.batches)
         self.monitor = stack.enter_context(Monitors(recorder, *recorders, *self.shown, *exporters))
-        stack.enter_context(watching(self.monitor, path, config.record.watchdog_seconds))
+        stack.enter_context(watch_run(self.monitor, path, config.record.watchdog_seconds))
 
     async def lead(self, environments: Given, signals: Signals) -> tuple[RunOutcome, Exception | None]:
         """To the end, or to an error: of the user's code, of the machine, or a bug. Each is the outcome of its run."""
@@ -209,7 +211,7 @@ class RunSession:
             with _warnings_as_notes(self.monitor):
                 async with self.placement(config, root / "dumps", self.monitor.phase, environments) as parts:
                     client = parts.make_client(config.sampling)
-                    async with opened(parts.envs, client, parts.attach):
+                    async with open_algorithms(parts.envs, client, parts.attach):
                         return await self._orchestrate(parts, client, signals), None
         except PacelineError as failure:
             error: PacelineError = failure
@@ -219,7 +221,7 @@ class RunSession:
                 then = "add --resume latest" if saved else "start the run again (no checkpoint was saved)"
                 error = PacelineError(f"{root} cannot be written ({failure.strerror}): make room, then {then}")
             else:
-                error = unexpected(failure, self.directory.events_file)
+                error = unexpected_failure(failure, self.directory.events_file)
         signals.stop(f"{config.name} failed", f"{config.name} failed: {error}; stopping after this step")
         return _failed(self.directory, config, error), error
 
@@ -243,7 +245,7 @@ class RunSession:
             self.monitor.end(outcome)
         return _result(outcome, self.directory.root, metrics, error)
 
-    async def _orchestrate(self, parts: Placed, client: SamplingClient, signals: Signals) -> RunOutcome:
+    async def _orchestrate(self, parts: RunParts, client: SamplingClient, signals: Signals) -> RunOutcome:
         config, directory, monitor = self.config, self.directory, self.monitor
         given = OrchestratorParts(
             pool=parts.pool,
@@ -257,7 +259,7 @@ class RunSession:
             past=parts.pool if isinstance(parts.pool, LeaguePool) else None,
             advisor=AdviceMemory,
         )
-        returns = Returns()
+        returns = RollBackCount()
         with signals.run(monitor):
             while True:
                 orchestrator = Orchestrator(config, given, skipped_draws=returns.skipped_draws)
@@ -265,7 +267,7 @@ class RunSession:
                     await orchestrator.restore()  # a checkpoint that is refused leaves the run directory as it is
                     if not directory.begun:
                         directory.begin(dump_with_absolute_paths(config))
-                        keep_plan(config, directory.root)
+                        write_plan(config, directory.root)
                         monitor.begin(
                             RunPlan(
                                 name=config.name,
@@ -283,11 +285,11 @@ class RunSession:
                     signals.follow(monitor, orchestrator)
                     await orchestrator.run()
                     step, checkpoint = orchestrator.step, orchestrator.checkpoint
-                    if why := signals.why or orchestrator.halted:
+                    if why := signals.why or orchestrator.halt_reason:
                         return RunOutcome("interrupted", step, why, checkpoint)
                     monitor.phase("exporting the model")
                     await parts.trainer.export(directory.export, parts.tokenizer)
-                    return RunOutcome("finished", step, orchestrator.solved, checkpoint, directory.export)
+                    return RunOutcome("finished", step, orchestrator.solved_reason, checkpoint, directory.export)
                 except (RollBack, TrainerLost) as cause:
                     newest = orchestrator.checkpoint if directory.begun else None
                     if directory.begun and newest is None:
@@ -303,7 +305,7 @@ def result_of(directory: RunDirectory, outcome: RunOutcome) -> RunResult:
 
 def _metrics(directory: RunDirectory) -> list[dict[str, Any]]:
     """Line by line; a run is not lost for a damaged one."""
-    return read_sound(directory.metrics_file, {"step": int})[0]
+    return read_valid_jsonl(directory.metrics_file, {"step": int})[0]
 
 
 def _result(
@@ -316,7 +318,7 @@ def _result(
 
 
 @dataclass(slots=True)
-class Returns:
+class RollBackCount:
     """Counts a run's returns to a checkpoint, and keeps the draws that must not be trained again."""
 
     skipped_draws: frozenset[tuple[str, int]] = frozenset()
@@ -326,12 +328,12 @@ class Returns:
     _first: str = ""
 
     def back(self, config: RunConfig, newest: Path | None, cause: PacelineError, monitor: Monitor) -> RunConfig:
-        """The config that restarts the run from the newest checkpoint; raises after `MOST_RETURNS` times in a row."""
+        """The config that restarts the run from the newest checkpoint; raises after `MAX_ROLL_BACKS` times in a row."""
         if newest != self._at:
             self._at, self._times, self._first = newest, 0, str(cause)
         self._times += 1
-        if self._times > MOST_RETURNS:
-            times = f"{MOST_RETURNS} times in a row"
+        if self._times > MAX_ROLL_BACKS:
+            times = f"{MAX_ROLL_BACKS} times in a row"
             where = newest or config.resume
             raise RunStopped(f"the run went back to {where} {times}; the first cause: {self._first}")
         if isinstance(cause, RollBack):
@@ -371,15 +373,15 @@ def _warnings_as_notes(monitor: Monitor) -> Generator[None]:
 
 def _failed(directory: RunDirectory, config: RunConfig, error: PacelineError) -> RunOutcome:
     frames, trace = failure_traces(error)
-    message = shown(error)
+    message = restore_paths(error)
     if not directory.begun and not config.resume:
         return RunOutcome("failed", 0, message, frames=frames, trace=trace)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
     saved = next(reversed(checkpoints.all()), None)
     if isinstance(error, DamagedCheckpoint):
-        saved = error.whole
+        saved = error.newest_intact
     elif not directory.begun and not isinstance(error, CheckpointError):
-        message = f"{message}; {checkpoints.offer()}"
+        message = f"{message}; {checkpoints.list_resumable()}"
     metrics = _metrics(directory)
     step = metrics[-1]["step"] if metrics else 0
     return RunOutcome("failed", step, message, saved, frames=frames, trace=trace)

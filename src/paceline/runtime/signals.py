@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 from paceline.observe.monitor import Monitor
 from paceline.orchestrator import Orchestrator
 from paceline.util.deadlines import current_wait, registry
-from paceline.util.user_code import described, is_ctrl_c, is_foreign, open_hooks, user_place
+from paceline.util.user_code import describe_error, is_ctrl_c, is_foreign_frame, open_hooks, user_place
 
 STOP_SECONDS = 3.5
 """A run that was told to stop at once gets this long to end in good order."""
@@ -39,7 +39,7 @@ OWN_WORK = ("training on the batch", "publishing the weights", "writing a checkp
 _LOOK_SECONDS = 0.25
 _CALM_SECONDS = 1.0
 _PACKAGE = Path(__file__).resolve().parent.parent
-CALLS_USERS = tuple(str(_PACKAGE / part) for part in ("util/deadlines.py", "envs", "selfplay", "algorithms"))
+USER_CODE_CALLERS = tuple(str(_PACKAGE / part) for part in ("util/deadlines.py", "envs", "selfplay", "algorithms"))
 """Where Paceline calls user code, which may be an installed package."""
 _exit = os._exit
 
@@ -48,7 +48,7 @@ End = Callable[[Status, str], None]
 """Writes down how the runs of this process ended."""
 
 
-class ForcedEnd:
+class ForcedExit:
     """A thread beside the event loop. It ends the process
 
     - after a second Ctrl-C or SIGTERM, if the run has not ended by itself in `STOP_SECONDS`;
@@ -193,7 +193,7 @@ def _users_place(innermost: FrameType | None) -> str:
         innermost = innermost.f_back
     if innermost is None:
         return ""
-    others = [is_foreign] if file.startswith(CALLS_USERS) else []
+    others = [is_foreign_frame] if file.startswith(USER_CODE_CALLERS) else []
     return user_place(frames[::-1], *others)
 
 
@@ -208,7 +208,7 @@ class StoppedAtOnce(KeyboardInterrupt):
     """The user asked twice for the end of a run."""
 
 
-def run_to_the_end(main: Coroutine[Any, Any, T], farewell: float = FAREWELL_SECONDS) -> T:
+def run_until_complete(main: Coroutine[Any, Any, T], farewell: float = FAREWELL_SECONDS) -> T:
     """As `asyncio.run`, but leaves tasks behind that swallow their cancellation: an environment's, say."""
     loop = asyncio.new_event_loop()
     try:
@@ -218,18 +218,18 @@ def run_to_the_end(main: Coroutine[Any, Any, T], farewell: float = FAREWELL_SECO
         loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS, "paceline"))
         task = loop.create_task(main)
         try:
-            return _completed(loop, task)
+            return _run_main_task(loop, task)
         except BaseException:
-            _let_go(loop, {task}, farewell)  # Ctrl-C came in the middle of something
+            _cancel_tasks(loop, {task}, farewell)  # Ctrl-C came in the middle of something
             raise
     finally:
-        _let_go(loop, asyncio.all_tasks(loop), farewell)
+        _cancel_tasks(loop, asyncio.all_tasks(loop), farewell)
         loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), farewell))
         asyncio.set_event_loop(None)
         loop.close()
 
 
-def _completed(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
+def _run_main_task(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
     """The result of the main task. Any other task that raises SystemExit or KeyboardInterrupt stops its event loop, so
     that user code which starts one could end the run; the loop goes on, and what awaits that task gets the error."""
     while True:
@@ -238,10 +238,10 @@ def _completed(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
         except (SystemExit, KeyboardInterrupt) as error:
             if task.done() or isinstance(error, StoppedAtOnce) or is_ctrl_c(error):
                 raise
-            log.warning("a task of user code raised %s: raise an ordinary error", described(error))
+            log.warning("a task of user code raised %s: raise an ordinary error", describe_error(error))
 
 
-def _let_go(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[Any]], farewell: float) -> None:
+def _cancel_tasks(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[Any]], farewell: float) -> None:
     left = {task for task in tasks if not task.done()}
     for task in left:
         task.cancel()
@@ -249,8 +249,8 @@ def _let_go(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[Any]], fare
         loop.run_until_complete(asyncio.wait(left, timeout=farewell))
 
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM)
-USER = "stopped by the user"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOPPED_BY_USER = "stopped by the user"
 STOPPING = "stopping after this step, with a checkpoint; press Ctrl-C again to stop at once"
 
 
@@ -268,7 +268,7 @@ class Signals:
     _asked_twice_at: float = math.inf
     _stop: Callable[[], object] | None = None
     """What `interrupt` does, once there is something to stop."""
-    forced: ForcedEnd | None = None
+    forced: ForcedExit | None = None
     """Ends the process where the run does not end."""
 
     @contextmanager
@@ -282,7 +282,7 @@ class Signals:
         finally:
             del self._runs[monitor]
             if not self._runs:
-                for number in NUMBERS if self._heard else ():
+                for number in STOP_SIGNALS if self._heard else ():
                     asyncio.get_running_loop().remove_signal_handler(number)
                 self._heard = False
 
@@ -313,7 +313,7 @@ class Signals:
             if self.why or not self._runs:  # stopping already, or nothing has begun that a checkpoint could keep
                 task.cancel()
             else:
-                self.stop(USER, STOPPING)
+                self.stop(STOPPED_BY_USER, STOPPING)
 
         self.on_interrupt(lambda: loop.call_soon_threadsafe(stop))
 
@@ -343,7 +343,7 @@ class Signals:
                 self.forced.hear(number)
 
         try:
-            for number in NUMBERS:
+            for number in STOP_SIGNALS:
                 # The event loop hears it when it comes to that, and the thread beside it at once.
                 asyncio.get_running_loop().add_signal_handler(number, self._signalled)
                 signal.signal(number, at_once)
@@ -355,4 +355,4 @@ class Signals:
         self._signals += 1
         if self._signals > 1 or self.why:
             raise StoppedAtOnce
-        self.stop(USER, STOPPING)
+        self.stop(STOPPED_BY_USER, STOPPING)

@@ -19,13 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.clients.external_engine import ExternalEngine
 from paceline.clients.sglang import SglangEngine
-from paceline.clients.vllm import LaunchedVllm, VllmEngine, VllmProcess, lora_rank
+from paceline.clients.vllm import LaunchedVllm, VllmEngine, VllmProcess, max_lora_rank
 from paceline.config import RunConfig
 from paceline.engine import EmbeddedEngine
 from paceline.engine.base import Engine, Grammar
 from paceline.engine.sequence import Guide
 from paceline.errors import PacelineError
-from paceline.model import attach_lora, engine_twin, load_model, small_products
+from paceline.model import attach_lora, clone_for_engine, load_model, small_products
 from paceline.model.background_compile import BackgroundCompile, has_cached_code
 from paceline.model.dtypes import dtype_name
 from paceline.model.source import resolve
@@ -54,10 +54,10 @@ def external_engine(
         "vocabulary": int(model.config.get_text_config().vocab_size),
     }
     if engine.backend == "vllm":
-        shared |= {"tied": _tied(model), "recompute": engine.on_swap == "recompute"}
+        shared |= {"tied": _tied_embedding(model), "recompute": engine.on_swap == "recompute"}
     if engine.launch is not None:  # which only vLLM can be
         apart = shared["tied"] and model.device.type == "cpu" and config.model.lora is None
-        source = _untied(model, tokenizer, folder / "served") if apart else resolve(config.model.name)
+        source = _save_untied(model, tokenizer, folder / "served") if apart else resolve(config.model.name)
         return LaunchedVllm(_process(config, source, model, root), **shared)
     assert engine.base_url is not None
     kind = {"vllm": VllmEngine, "sglang": SglangEngine}[engine.backend]
@@ -83,7 +83,7 @@ def _process(config: RunConfig, source: str, model: PreTrainedModel, root: Path)
     if config.model.trust_remote_code:
         arguments += ["--trust-remote-code"]
     if lora is not None:
-        rank = lora_rank(max(lora.rank, engine.adapter_rank))
+        rank = max_lora_rank(max(lora.rank, engine.adapter_rank))
         arguments += ["--enable-lora", "--max-loras", str(ADAPTERS), "--max-lora-rank", str(rank)]
         # With room for an adapter at its output layer, vLLM 0.32 on a CPU fails when it scores beside other requests.
         arguments += ["--lora-target-modules", *_targets(model, lora.targets)]
@@ -97,7 +97,7 @@ def _process(config: RunConfig, source: str, model: PreTrainedModel, root: Path)
         python=os.path.abspath(launch.python),  # noqa: PTH100 - a link to the interpreter is what makes an environment
         arguments=[*arguments, *launch.args],
         log=root / "vllm.log",
-        settings={**settings, **launch.env},
+        env={**settings, **launch.env},
         seconds=launch.seconds,
     )
 
@@ -110,14 +110,14 @@ def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]:
     return sorted({name.rsplit(".", 1)[-1] for name in linear} - {"lm_head"})
 
 
-def _tied(model: PreTrainedModel) -> str | None:
+def _tied_embedding(model: PreTrainedModel) -> str | None:
     """The name of the embedding where it is the output layer too."""
     output = model.get_output_embeddings()
     weight = None if output is None else output.weight
     return next((name for name, p in model.named_parameters() if p is weight and "lm_head" not in name), None)
 
 
-def _untied(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+def _save_untied(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
     """Write the model with an untied output layer: vLLM 0.32 on a CPU packs a tied one, and no reload updates that."""
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(model.config)
@@ -144,7 +144,7 @@ class TorchBackend:
         self, config: RunConfig, grammars: Callable[[Grammar], Guide] | None = None, alone: bool = False
     ) -> EmbeddedEngine:
         """`alone`: no trainer runs beside it, so that it may have the model itself."""
-        model = self.model.requires_grad_(False) if alone else engine_twin(self.model, config.model)
+        model = self.model.requires_grad_(False) if alone else clone_for_engine(self.model, config.model)
         steps = None if alone else config.steps
         return engine_for(model, config, grammars=grammars, steps=steps)
 
@@ -153,7 +153,7 @@ class TorchBackend:
         return external_engine(config, self.model, tokenizer, root)
 
     def trainer(self, config: RunConfig, dumps: Path) -> TorchTrainer:
-        model = self.model if config.model.lora is None else engine_twin(self.model, config.model)
+        model = self.model if config.model.lora is None else clone_for_engine(self.model, config.model)
         return torch_trainer(config, attach_lora(model, config.model, config.seed), dumps)
 
     def at_work(self) -> AbstractContextManager[object]:
@@ -237,7 +237,7 @@ def pick_device(wanted: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class LoadedTrainer:
     """A trainer with its model."""
 
     trainer: TorchTrainer
@@ -246,14 +246,14 @@ class Built:
     device: str
 
 
-def build_trainer(config: RunConfig, group: ProcessGroup | None = None) -> Built:
+def build_trainer(config: RunConfig, group: ProcessGroup | None = None) -> LoadedTrainer:
     """Load the run's model and a trainer for it; with a group, one rank of several."""
     model, place = load_rank_model(config, group)
     model = attach_lora(model, config.model, config.seed)
     parameters = sum(p.numel() for p in model.parameters())
     config = share_cores(config, parameters)
     trainer = torch_trainer(config, model, Path(config.runs) / config.name / "dumps", group, place)
-    return Built(trainer, model, parameters, place.type)
+    return LoadedTrainer(trainer, model, parameters, place.type)
 
 
 def load_rank_model(config: RunConfig, group: ProcessGroup | None) -> tuple[PreTrainedModel, torch.device]:

@@ -1,11 +1,11 @@
-"""Self-play: actors meet in episodes, rubrics pay them, stores remember.
+"""Self-play: actors play episodes, rubrics score them, and stores keep artifacts between them.
 
 Names are imported when they are first used, so that a league's ratings can be read without torch.
 """
 
 from typing import TYPE_CHECKING
 
-from paceline.util.lazy_import import lazily
+from paceline.util.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
     from paceline.selfplay.arena import Arena, ArtifactStore
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-__getattr__ = lazily(
+__getattr__ = lazy_getattr(
     __name__,
     {
         "arena": ("Arena", "ArtifactStore"),

@@ -19,7 +19,7 @@ from paceline.selfplay.state import (
     EpisodeRequest,
     EpisodeResult,
     EpisodeState,
-    Seating,
+    SeatAssignment,
     Step,
 )
 
@@ -37,48 +37,48 @@ class ArtifactStore:
     def __init__(self, max_size: int) -> None:
         if max_size < 1:
             raise ArenaError(f"a store of {max_size} artifacts can hold nothing: give max_size of at least 1")
-        self._kept: deque[Artifact] = deque(maxlen=max_size)
+        self._artifacts: deque[Artifact] = deque(maxlen=max_size)
 
     def add(self, artifact: Artifact) -> None:
-        self._kept.append(artifact)
+        self._artifacts.append(artifact)
 
     def sample(self, k: int, rng: random.Random) -> list[Artifact]:
         """Up to `k` different entries; fewer if the store holds fewer. `rng` is the arena's, so that runs repeat."""
-        return rng.sample(list(self._kept), min(k, len(self._kept)))
+        return rng.sample(list(self._artifacts), min(k, len(self._artifacts)))
 
     def count(self) -> int:
-        return len(self._kept)
+        return len(self._artifacts)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._artifacts)
 
     def __iter__(self) -> Iterator[Artifact]:
-        return iter(tuple(self._kept))
+        return iter(tuple(self._artifacts))
 
     def copy(self) -> "ArtifactStore":
         """A store of its own with the same entries."""
-        assert self._kept.maxlen is not None
-        clone = ArtifactStore(self._kept.maxlen)
-        clone._kept.extend(self._kept)
+        assert self._artifacts.maxlen is not None
+        clone = ArtifactStore(self._artifacts.maxlen)
+        clone._artifacts.extend(self._artifacts)
         return clone
 
     def state(self) -> list[dict[str, Any]]:
         """State for the checkpoint, as JSON; the artifacts' data must be JSON too."""
-        return [{"id": artifact.id, "data": artifact.data} for artifact in self._kept]
+        return [{"id": artifact.id, "data": artifact.data} for artifact in self._artifacts]
 
     def load(self, state: list[dict[str, Any]]) -> None:
         """Back to a checkpoint's entries."""
-        self._kept.clear()
-        self._kept.extend(Artifact(entry["data"], entry["id"]) for entry in state)
+        self._artifacts.clear()
+        self._artifacts.extend(Artifact(entry["data"], entry["id"]) for entry in state)
 
 
 T = TypeVar("T")
-VERDICTS = 3
-"""How often a judge is asked for one that can be read."""
+MAX_JUDGE_ATTEMPTS = 3
+"""Times that a judge is asked before its answers count as unreadable."""
 
 
 class Arena:
-    """Register actors, episodes and stores, then say what is to be played.
+    """Registers actors, episodes and stores, and lists the episodes to play.
 
     `requests(split)` lists episodes known beforehand; `get_batch()` draws new ones as training goes on, from the stores
     if it likes. An arena fills in at least one of them. `client` and `credit_assigner` are for `training_loop` and are
@@ -92,8 +92,8 @@ class Arena:
         self.stores: dict[str, ArtifactStore] = {}
         self.rng = random.Random(seed)
         """Draw from this and no other, and a resumed run draws what an unbroken one would."""
-        self._drawn: deque[EpisodeRequest] = deque()
-        self._given: dict[int, EpisodeRequest] = {}
+        self._pending: deque[EpisodeRequest] = deque()
+        self._assigned: dict[int, EpisodeRequest] = {}
         """The requests of draws that may be played again after a restart."""
 
     # -- what a user fills in ---------------------------------------------------------------------------------------
@@ -108,27 +108,27 @@ class Arena:
 
     def matches(self) -> Sequence[EpisodeRequest]:
         """Episodes in which versions of the policy meet for a league's ratings; those of training when left out."""
-        return self.requests("train") or _distinct(self.aside().get_batch())
+        return self.requests("train") or _distinct(self.isolated_copy().get_batch())
 
     # -- registries -------------------------------------------------------------------------------------------------
 
     def add_actor(self, actor: Actor) -> None:
-        _add(self.actors, actor.id, actor, "actor")
+        _register(self.actors, actor.id, actor, "actor")
 
     def add_episode(self, episode: Episode) -> None:
-        _add(self.episodes, episode.episode_type, episode, "episode type")
+        _register(self.episodes, episode.episode_type, episode, "episode type")
 
     def add_store(self, name: str, store: ArtifactStore) -> None:
-        _add(self.stores, name, store, "store")
+        _register(self.stores, name, store, "store")
 
     def actor(self, id: str) -> Actor:
-        return _find(self.actors, id, "actor", "add_actor")
+        return _lookup(self.actors, id, "actor", "add_actor")
 
     def episode(self, episode_type: str) -> Episode:
-        return _find(self.episodes, episode_type, "episode type", "add_episode")
+        return _lookup(self.episodes, episode_type, "episode type", "add_episode")
 
     def store(self, name: str) -> ArtifactStore:
-        return _find(self.stores, name, "store", "add_store")
+        return _lookup(self.stores, name, "store", "add_store")
 
     def check(self, request: EpisodeRequest) -> None:
         """Raise unless every actor that a request names is registered."""
@@ -139,23 +139,23 @@ class Arena:
 
     def draw(self, number: int) -> EpisodeRequest:
         """The request of draw `number`: the next of `get_batch`, or the one it got before, if it is played again."""
-        if number not in self._given:
-            self._given[number] = self._next()
-        return self._given[number]
+        if number not in self._assigned:
+            self._assigned[number] = self._next_request()
+        return self._assigned[number]
 
     def forget(self, before: int) -> None:
         """Draws before this one are not played again."""
-        self._given = {number: request for number, request in self._given.items() if number >= before}
+        self._assigned = {number: request for number, request in self._assigned.items() if number >= before}
 
-    def _next(self) -> EpisodeRequest:
+    def _next_request(self) -> EpisodeRequest:
         """Several tries of one thing are drawn once, since a group repeats it."""
-        if not self._drawn:
-            self._drawn.extend(_distinct(self.get_batch()))
-        if not self._drawn:
+        if not self._pending:
+            self._pending.extend(_distinct(self.get_batch()))
+        if not self._pending:
             raise ArenaError(f"{type(self).__name__} has nothing to play: its get_batch() gave no request")
-        request = self._drawn.popleft()
+        request = self._pending.popleft()
         try:
-            json.dumps(_written(request))
+            json.dumps(_request_to_json(request))
         except (TypeError, ValueError) as error:
             raise ArenaError(
                 f"{type(self).__name__}.get_batch() gave {request}, which a checkpoint cannot keep ({error}): "
@@ -163,30 +163,32 @@ class Arena:
             ) from error
         return request
 
-    def seat(self, request: EpisodeRequest, table: SessionMap, above: Seating | None = None) -> Seating:
+    def assign_seats(
+        self, request: EpisodeRequest, table: SessionMap, parent_seating: SeatAssignment | None = None
+    ) -> SeatAssignment:
         """Take seats for an episode: a root takes those the table came with, a child opens its own."""
         self.check(request)
         names = self.episode(request.episode_type).actors or tuple(self.actors)
-        parent = above.home if above else ""
-        trained = request.is_trainable and (above is None or above.trained)
-        models = {**(above.models if above else {}), **request.models}
+        parent = parent_seating.lead_seat if parent_seating else ""
+        trained = request.is_trainable and (parent_seating is None or parent_seating.trained)
+        models = {**(parent_seating.models if parent_seating else {}), **request.models}
         kind, seats = request.episode_type, {}
         for name in names:
             model = models.get(name, "")
             trains = trained and not model
-            free = not above and not model and name in table and not table[name].turns
+            free = not parent_seating and not model and name in table and not table[name].turns
             at = name if free else table.open(name, parent=parent, model=model)
             seat, seats[name] = table[at], at
             seat.kind, seat.trained, seat.max_tokens = kind, trains, self.actor(name).max_tokens
-        return Seating(table, seats, kind, parent, trained, models)
+        return SeatAssignment(table, seats, kind, parent, trained, models)
 
-    async def play(self, request: EpisodeRequest, seating: Seating) -> EpisodeResult:
+    async def play(self, request: EpisodeRequest, seating: SeatAssignment) -> EpisodeResult:
         """One episode in seats that were taken for it."""
         return await self.episode(request.episode_type).play(self, request, seating)
 
     async def run_episode(self, request: EpisodeRequest, table: SessionMap) -> EpisodeResult:
         """One episode at a fresh table."""
-        return await self.play(request, self.seat(request, table))
+        return await self.play(request, self.assign_seats(request, table))
 
     async def call_model(
         self, state: EpisodeState, messages: Sequence[Message], actor: str | None = None, model: str = ""
@@ -210,23 +212,25 @@ class Arena:
         self, state: EpisodeState, messages: Sequence[Message], read: Callable[[str], T], model: str = ""
     ) -> T:
         """The verdict `read` finds in a judge's words. Where it raises `ValueError` the judge is asked anew, with noise
-        of its own; a judge who never makes sense is a `JudgeFailed` that quotes its first words."""
-        nonsense: list[str] = []
-        while len(nonsense) < VERDICTS:
+        of its own; if no answer can be read, `JudgeFailed` quotes the first one."""
+        unreadable: list[str] = []
+        while len(unreadable) < MAX_JUDGE_ATTEMPTS:
             reply = await self.call_model(state, messages, model=model)
             try:
                 return read(reply.text)
             except ValueError as error:
-                nonsense.append(f"{reply.text[:80]!r} ({error})")
-        raise JudgeFailed(f"the judge gave no verdict that can be read in {VERDICTS} answers; the first: {nonsense[0]}")
+                unreadable.append(f"{reply.text[:80]!r} ({error})")
+        raise JudgeFailed(
+            f"the judge gave no verdict that can be read in {MAX_JUDGE_ATTEMPTS} answers; the first: {unreadable[0]}"
+        )
 
-    def aside(self) -> Self:
-        """A copy whose stores and draws are its own: what is played there leaves no trace here."""
+    def isolated_copy(self) -> Self:
+        """A copy with stores and draws of its own: episodes played in it do not change this arena."""
         other = copy.copy(self)
         other.stores = {name: store.copy() for name, store in self.stores.items()}
         other.rng = random.Random()
         other.rng.setstate(self.rng.getstate())
-        other._drawn, other._given = self._drawn.copy(), self._given.copy()
+        other._pending, other._assigned = self._pending.copy(), self._assigned.copy()
         return other
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -238,8 +242,8 @@ class Arena:
         return {
             "stores": {name: store.state() for name, store in self.stores.items()},
             "rng": [version, list(numbers), gauss],
-            "drawn": [_written(request) for request in self._drawn],
-            "given": [[number, _written(request)] for number, request in self._given.items()],
+            "drawn": [_request_to_json(request) for request in self._pending],
+            "given": [[number, _request_to_json(request)] for number, request in self._assigned.items()],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -248,25 +252,25 @@ class Arena:
             self.store(name).load(entries)
         version, numbers, gauss = state["rng"]
         self.rng.setstate((version, tuple(numbers), gauss))
-        self._drawn = deque(_read(written) for written in state["drawn"])
-        self._given = {number: _read(written) for number, written in state["given"]}
+        self._pending = deque(_request_from_json(written) for written in state["drawn"])
+        self._assigned = {number: _request_from_json(written) for number, written in state["given"]}
 
 
 def _distinct(requests: Sequence[EpisodeRequest]) -> list[EpisodeRequest]:
     return list({request.key: request for request in requests}.values())
 
 
-def _written(request: EpisodeRequest) -> list[Any]:
+def _request_to_json(request: EpisodeRequest) -> list[Any]:
     artifact = {"id": request.artifact.id, "data": request.artifact.data}
     return [request.episode_type, artifact, request.meta, request.is_trainable, dict(request.models)]
 
 
-def _read(written: Sequence[Any]) -> EpisodeRequest:
+def _request_from_json(written: Sequence[Any]) -> EpisodeRequest:
     kind, artifact, meta, trains, models = written
     return EpisodeRequest(kind, Artifact(artifact["data"], artifact["id"]), meta, trains, models)
 
 
-def _add(registry: dict[str, T], name: str, value: T, what: str) -> None:
+def _register(registry: dict[str, T], name: str, value: T, what: str) -> None:
     if not name:
         raise ArenaError(f"{what} {value!r} has no name: give it one")
     if name in registry:
@@ -274,7 +278,7 @@ def _add(registry: dict[str, T], name: str, value: T, what: str) -> None:
     registry[name] = value
 
 
-def _find(registry: Mapping[str, T], name: str, what: str, how: str) -> T:
+def _lookup(registry: Mapping[str, T], name: str, what: str, how: str) -> T:
     if name not in registry:
         known = ", ".join(f"`{other}`" for other in registry) or "none"
         raise ArenaError(f"{what} `{name}` is not registered in this arena: registered are {known}; add it with {how}")

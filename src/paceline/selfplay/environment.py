@@ -1,4 +1,4 @@
-"""An arena as an environment of a run file."""
+"""Adapts an arena to the environment interface of a run file."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -38,9 +38,9 @@ class ArenaEnvironment(Environment):
             raise ArenaError(f"{type(self.arena).__name__} has nothing to play: fill in requests() or get_batch()")
         return [{"split": split} for _ in range(self._train_examples)]
 
-    def meetings(self, version: int) -> Sequence[Row]:
+    def rating_games(self, version: int) -> Sequence[Row]:
         """Games of this version against those before it, for the ratings; none if nothing can be played now."""
-        games = [] if self.league is None else self.league.meet(version)
+        games = [] if self.league is None else self.league.schedule_rating_games(version)
         # Every seat of a request has its turn before the next request has: no opening is always the same player's.
         sides = [(request, actor) for request in self._matches() for actor in self._learners(request)] if games else []
         rows: list[Row] = []
@@ -72,14 +72,16 @@ class ArenaEnvironment(Environment):
         request: EpisodeRequest = example["request"]
         match: Match | None = example.get("match")
         if match is not None:
-            return await self._meet(request, match, seats, rated=example["split"] == "match")
+            return await self._play_match(request, match, seats, rated=example["split"] == "match")
         if example["split"] == "eval":
             # Evaluation must not teach: what it would store is forgotten with its copy of the arena.
-            return outcome(await self.arena.aside().run_episode(replace(request, is_trainable=True), seats))
+            return outcome(await self.arena.isolated_copy().run_episode(replace(request, is_trainable=True), seats))
         result = await self.arena.run_episode(request, seats)
         return outcome(result) if request.is_trainable else None
 
-    async def _meet(self, request: EpisodeRequest, match: Match, table: SessionMap, rated: bool) -> Outcome | None:
+    async def _play_match(
+        self, request: EpisodeRequest, match: Match, table: SessionMap, rated: bool
+    ) -> Outcome | None:
         """A game of the policy against a past version. Its opponent may have left since it was drawn."""
         assert self.league is not None
         address = self.league.address(match.opponent)
@@ -87,9 +89,9 @@ class ArenaEnvironment(Environment):
             return None
         past = {actor: address for actor in self._learners(request) if actor != match.learner}
         request = replace(request, models={**request.models, **past})
-        with self.league.playing(match.opponent):
+        with self.league.pin(match.opponent):
             # Games for the ratings must not teach either.
-            arena = self.arena.aside() if rated else self.arena
+            arena = self.arena.isolated_copy() if rated else self.arena
             result = await arena.run_episode(request, table)
         self.league.report(match, result, rated)
         # It may all be over before the learner's first turn: a result, but nothing to train on.

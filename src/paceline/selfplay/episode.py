@@ -8,11 +8,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.envs.base import number
+from paceline.envs.base import parse_reward
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Message, Reply
-from paceline.selfplay.state import ArenaError, Artifact, EpisodeRequest, EpisodeResult, EpisodeState, Event, Seating
-from paceline.util.deadlines import together
+from paceline.selfplay.state import (
+    ArenaError,
+    Artifact,
+    EpisodeRequest,
+    EpisodeResult,
+    EpisodeState,
+    Event,
+    SeatAssignment,
+)
+from paceline.util.deadlines import gather_or_cancel
 
 if TYPE_CHECKING:
     from paceline.selfplay.arena import Arena
@@ -44,15 +52,15 @@ class Rubric:
         """Each actor's reward, and each function's own scores as metrics."""
         rewards = dict.fromkeys(state.actors, 0.0)
         metrics: dict[str, float] = {}
-        answers = await together([run_user_code(func, state, arena) for func in self._funcs])
+        answers = await gather_or_cancel([run_user_code(func, state, arena) for func in self._funcs])
         for func, weight, scores in zip(self._funcs, self._weights, answers, strict=True):
-            for actor, value in _checked(func, scores, state).items():
+            for actor, value in _check_scores(func, scores, state).items():
                 rewards[actor] += weight * value
                 metrics[_name(func) if len(state.actors) == 1 else f"{_name(func)}/{actor}"] = value
         return rewards, metrics
 
 
-def _checked(func: RubricFunction, scores: object, state: EpisodeState) -> dict[str, float]:
+def _check_scores(func: RubricFunction, scores: object, state: EpisodeState) -> dict[str, float]:
     where = f"rubric function `{_name(func)}` of episode `{state.request.episode_type}`"
     if not isinstance(scores, Mapping):
         raise ArenaError(f"{where} returned {scores!r}: return a dict of actor and number")
@@ -60,7 +68,7 @@ def _checked(func: RubricFunction, scores: object, state: EpisodeState) -> dict[
         if actor not in state.actors:
             known = ", ".join(f"`{name}`" for name in state.actors)
             raise ArenaError(f"{where} scores `{actor}`, but the actors of this episode are {known}")
-    return {str(actor): number(value, where) for actor, value in scores.items()}
+    return {str(actor): parse_reward(value, where) for actor, value in scores.items()}
 
 
 def _name(func: RubricFunction) -> str:
@@ -105,15 +113,15 @@ class Episode(ABC):
 
     async def spawn_all(self, state: EpisodeState, requests: Sequence[EpisodeRequest]) -> list[EpisodeResult]:
         """Play several children at once."""
-        arena, above = state.arena, state.seating
+        arena, parent = state.arena, state.seating
         # Seats are taken before the first turn: their noise follows their place, which must not depend on who is quick.
-        seatings = [arena.seat(request, above.table, above) for request in requests]
+        seatings = [arena.assign_seats(request, parent.table, parent) for request in requests]
         plays = [arena.play(request, seating) for request, seating in zip(requests, seatings, strict=True)]
-        results = await together(plays)
+        results = await gather_or_cancel(plays)
         state.children += results
         return results
 
-    async def play(self, arena: "Arena", request: EpisodeRequest, seating: Seating) -> EpisodeResult:
+    async def play(self, arena: "Arena", request: EpisodeRequest, seating: SeatAssignment) -> EpisodeResult:
         """One episode from its request to its rewards, with its continuations."""
         state = EpisodeState(arena, request, seating)
         self.init_state(state, request.artifact)
@@ -128,7 +136,7 @@ class Episode(ABC):
             data=state.data,
             children=state.children,
         )
-        return result if state.then is None else result.followed_by(await arena.play(state.then, seating))
+        return result if state.then is None else result.merge_continuation(await arena.play(state.then, seating))
 
 
 class MultiTurnEpisode(Episode):
@@ -176,18 +184,18 @@ class MultiTurnEpisode(Episode):
     async def rollout(self, arena: "Arena", artifact: Artifact, state: EpisodeState) -> None:
         state.current_actor = self.get_initial_actor(artifact, state)
         while True:
-            await self._turn(arena, artifact, state)
+            await self._play_turn(arena, artifact, state)
             if response := await self.env_response(state, arena, artifact):
                 state.events.append(Event("", response))
             if state.done or state.turn == self.max_turns or self.is_done(state, artifact):
                 return
             state.current_actor = self.get_next_actor(state, artifact)
 
-    async def _turn(self, arena: "Arena", artifact: Artifact, state: EpisodeState) -> None:
+    async def _play_turn(self, arena: "Arena", artifact: Artifact, state: EpisodeState) -> None:
         actor = arena.actor(state.current_actor)
         opening = None if state.began(actor.id) else self.get_initial_prompt(arena, artifact, state)
         observation = self.get_observation(state, arena, artifact)
-        described = (self.describe(event, actor.id) for event in state.news(actor.id))
+        described = (self.describe(event, actor.id) for event in state.unseen_events(actor.id))
         told = [text for text in described if text is not None]
         conversation = state.conversation(actor)
         conversation.append({"role": "user", "content": self.compose(state, opening, told, observation)})

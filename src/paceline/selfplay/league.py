@@ -1,8 +1,8 @@
 """Manages a league of past versions of the policy: admission, matchmaking and ratings.
 
-    admit -> [ draw -> a game against the past -> report ] ... meet -> report -> enter -> payoff -> ratings
+    admit -> [ draw -> game -> report ] ... schedule_rating_games -> report -> record_ratings -> payoff -> ratings
 
-It knows names and results, no weights. Serving past versions is the orchestrator's business.
+It holds names and results but no weights; the orchestrator serves past versions.
 """
 
 import random
@@ -52,7 +52,7 @@ class Match:
 
 
 class League:
-    """Keeps up to `size` past versions, spread over the whole run, and what is known of them.
+    """Keeps up to `size` past versions, spread over the whole run, and their results.
 
     Results wait until the next version is published and are then entered by their matches' numbers: who is met must not
     depend on whose game was over first.
@@ -60,23 +60,23 @@ class League:
 
     def __init__(self, config: Config, env: str) -> None:
         self._config, self._env = config, env
-        self._places: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
         """Version to place, oldest first."""
-        self._playing: Counter[str] = Counter()
-        self._arriving: int | None = None
-        self._leaving: int | None = None
+        self._games_running: Counter[str] = Counter()
+        self._loading: int | None = None
+        self._evicting: int | None = None
         self._version: int | None = None
         """The version published last."""
-        self._form = Payoff()
-        """How the policy fares in training since a version was last admitted."""
-        self._news: list[tuple[int, str, float]] = []
+        self._training_payoff = Payoff()
+        """Results of the policy in training since a version was last admitted."""
+        self._training_results: list[tuple[int, str, float]] = []
         """Games of training since the last publish: number, opponent, points."""
-        self._rated: list[tuple[int, str, float]] = []
+        self._rating_results: list[tuple[int, str, float]] = []
         """Games for the ratings that are not entered yet."""
         self.payoff = Payoff()
         """Versions against one another, from the games played for the ratings."""
 
-    # -- who is in it -----------------------------------------------------------------------------------------------
+    # -- members -----------------------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
@@ -84,17 +84,17 @@ class League:
         return self._config.size
 
     @property
-    def past(self) -> list[str]:
+    def version_names(self) -> list[str]:
         """Oldest first."""
-        return [name_of(version) for version in self._places]
+        return [version_name(version) for version in self._slots]
 
     @property
     def versions(self) -> list[int]:
-        return list(self._places)
+        return list(self._slots)
 
     def address(self, opponent: str) -> str | None:
         """The model name under which a past version answers; None once it has left."""
-        place = {name_of(version): place for version, place in self._places.items()}.get(opponent)
+        place = {version_name(version): place for version, place in self._slots.items()}.get(opponent)
         return None if place is None else f"{self._env}/past-{place}"
 
     def admit(self, version: int) -> str | None:
@@ -104,43 +104,43 @@ class League:
         first one always stays, so that there is something to measure progress against. One that must go finishes its
         games and is met no more; until they are over the newcomer's place waits for a later version.
         """
-        self._enter_training_games(version)
-        newest = next(reversed(self._places), None)
+        self._record_training_games(version)
+        newest = next(reversed(self._slots), None)
         if newest is not None and version // self._config.every <= newest // self._config.every:
             return None
-        place = self._free_place(version)
+        place = self._free_slot(version)
         if place is None:
             return None
-        self._places[version] = place
-        self._form = Payoff()
-        return self.address(name_of(version))
+        self._slots[version] = place
+        self._training_payoff = Payoff()
+        return self.address(version_name(version))
 
     @contextmanager
-    def arriving(self, version: int) -> Generator[None]:
-        """Until its weights are loaded, a newcomer is not drawn as an opponent."""
-        self._arriving = version
+    def loading(self, version: int) -> Generator[None]:
+        """Do not draw a new version as an opponent while its weights are loading."""
+        self._loading = version
         try:
             yield
         finally:
-            self._arriving = None
+            self._loading = None
 
     def shrink(self) -> list[str]:
         """Remove versions if the league has become smaller than at the checkpoint; returns their names."""
         left = []
-        while len(self._places) > self.size:
+        while len(self._slots) > self.size:
             left.append(version_to_evict(self.versions))
-            del self._places[left[-1]]
+            del self._slots[left[-1]]
         if left:
-            self._places = {version: place for place, version in enumerate(self._places)}
-        return [name_of(version) for version in sorted(left)]
+            self._slots = {version: place for place, version in enumerate(self._slots)}
+        return [version_name(version) for version in sorted(left)]
 
-    def _free_place(self, newcomer: int) -> int | None:
-        if len(self._places) < self.size:
-            return min(set(range(self.size)) - set(self._places.values()))
-        self._leaving = version_to_evict([*self._places, newcomer])
-        if self._playing[name_of(self._leaving)]:
+    def _free_slot(self, newcomer: int) -> int | None:
+        if len(self._slots) < self.size:
+            return min(set(range(self.size)) - set(self._slots.values()))
+        self._evicting = version_to_evict([*self._slots, newcomer])
+        if self._games_running[version_name(self._evicting)]:
             return None
-        place, self._leaving = self._places.pop(self._leaving), None
+        place, self._evicting = self._slots.pop(self._evicting), None
         return place
 
     # -- games ------------------------------------------------------------------------------------------------------
@@ -148,64 +148,66 @@ class League:
     def draw(self, actors: Sequence[str], number: int, dice: random.Random) -> Match | None:
         """The match for draw `number`; None for the policy against itself."""
         # A draw that is played again, after a restart, is reported again.
-        self._news = [news for news in self._news if news[0] != number]
-        there = [v for v in self._places if v not in (self._arriving, self._leaving)]
+        self._training_results = [news for news in self._training_results if news[0] != number]
+        there = [v for v in self._slots if v not in (self._loading, self._evicting)]
         learner = dice.choice(actors)
-        opponent = draw_opponent(self._config, dice, POLICY, [name_of(version) for version in there], self._form)
+        opponent = draw_opponent(
+            self._config, dice, POLICY, [version_name(version) for version in there], self._training_payoff
+        )
         return None if opponent == POLICY else Match(learner, opponent, number)
 
-    def meet(self, version: int) -> list[tuple[str, int]]:
+    def schedule_rating_games(self, version: int) -> list[tuple[str, int]]:
         """Games for the ratings, as opponent and number: this version against every other one."""
-        self._rated = []
-        others = [name for name in self.past if name != name_of(version)]
+        self._rating_results = []
+        others = [name for name in self.version_names if name != version_name(version)]
         return [(other, game) for other in others for game in range(self._config.games)]
 
     @contextmanager
-    def playing(self, opponent: str) -> Generator[None]:
-        """While a game is on its players stay."""
-        self._playing[opponent] += 1
+    def pin(self, opponent: str) -> Generator[None]:
+        """Keep a version in the league while a game against it runs."""
+        self._games_running[opponent] += 1
         try:
             yield
         finally:
-            self._playing[opponent] -= 1
+            self._games_running[opponent] -= 1
 
     def report(self, match: Match, result: EpisodeResult, rated: bool = False) -> None:
         """A game is over: one of training, or one for the ratings."""
-        books = self._rated if rated else self._news
-        books.append((match.number, match.opponent, points(match, result)))
+        results = self._rating_results if rated else self._training_results
+        results.append((match.number, match.opponent, match_points(match, result)))
 
-    def enter(self, version: int) -> int:
+    def record_ratings(self, version: int) -> int:
         """Enter the games this version played for the ratings; returns how many came to an end."""
-        for _, opponent, taken in sorted(self._rated):
-            self.payoff.add(name_of(version), opponent, taken)
-        entered, self._rated = len(self._rated), []
+        for _, opponent, taken in sorted(self._rating_results):
+            self.payoff.add(version_name(version), opponent, taken)
+        entered, self._rating_results = len(self._rating_results), []
         return entered
 
-    def _enter_training_games(self, version: int) -> None:
+    def _record_training_games(self, version: int) -> None:
         if version == self._version:
             return  # published once more, by a run that was resumed
-        for _, opponent, taken in sorted(self._news):
-            self._form.add(POLICY, opponent, taken)
-        self._news, self._version = [], version
+        for _, opponent, taken in sorted(self._training_results):
+            self._training_payoff.add(POLICY, opponent, taken)
+        self._training_results, self._version = [], version
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         return {
-            "places": [[version, place] for version, place in self._places.items()],
+            "places": [[version, place] for version, place in self._slots.items()],
             "version": self._version,
-            "form": self._form.state(),
-            "news": [list(news) for news in sorted(self._news)],
+            "form": self._training_payoff.state(),
+            "news": [list(news) for news in sorted(self._training_results)],
             "payoff": self.payoff.state(),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self._places = dict(state["places"])
-        self._arriving = self._leaving = None
+        self._slots = dict(state["places"])
+        self._loading = self._evicting = None
         self._version = state["version"]
-        self._form.load(state["form"])
-        self._news = [(number, opponent, taken) for number, opponent, taken in state["news"]]
-        self._rated = []
+        self._training_payoff.load(state["form"])
+        self._training_results = [(number, opponent, taken) for number, opponent, taken in state["news"]]
+        self._rating_results = []
         self.payoff.load(state["payoff"])
 
 
@@ -215,12 +217,12 @@ def version_to_evict(versions: Sequence[int]) -> int:
     return min(gaps, key=lambda version: (gaps[version], version))
 
 
-def name_of(version: int) -> str:
+def version_name(version: int) -> str:
     """A version's name in tables and metrics."""
     return f"v{version}"
 
 
-def points(match: Match, result: EpisodeResult) -> float:
+def match_points(match: Match, result: EpisodeResult) -> float:
     """1 if the learner earned more than the others did on average, half for as much, nothing for less."""
     own = result.rewards[match.learner]
     others = [reward for actor, reward in result.rewards.items() if actor != match.learner]

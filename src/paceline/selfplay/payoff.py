@@ -1,4 +1,4 @@
-"""The payoff matrix of a league: how each player fared against each other one."""
+"""The payoff matrix of a league and the Elo ratings computed from it."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-SCALE = 400 / np.log(10)
+ELO_SCALE = 400 / np.log(10)
 """Elo points to one unit of log odds."""
-PRIOR = 350.0
+PRIOR_STD = 350.0
 """Standard deviation, in points, of players without a game. It keeps a player without a loss finite."""
-SURE = 1.96
+Z_95 = 1.96
 """Standard deviations either side that hold 95%."""
 
 
@@ -40,7 +40,7 @@ def rate(players: Sequence[str], scores: NDArray) -> list[Rating]:
         raise ValueError(f"{count} players need scores of shape {(count, count)}, not {scores.shape}")
     games = scores + scores.T
     np.fill_diagonal(games, 0.0)
-    strength, precision = np.zeros(count), np.eye(count) / (PRIOR / SCALE) ** 2
+    strength, precision = np.zeros(count), np.eye(count) / (PRIOR_STD / ELO_SCALE) ** 2
     for _ in range(100):
         expected = 1 / (1 + np.exp(strength[None, :] - strength[:, None]))
         gradient = (np.where(games > 0, scores - games * expected, 0.0)).sum(1) - precision @ strength
@@ -53,8 +53,8 @@ def rate(players: Sequence[str], scores: NDArray) -> list[Rating]:
     # Games tell how players differ; how strong all of them are together is unknown, and not needed.
     centre = np.eye(count) - 1 / count
     spread = centre @ np.linalg.inv(_curvature(games, expected) + precision) @ centre
-    deviation = SURE * SCALE * np.sqrt(np.diag(spread))
-    points = SCALE * centre @ strength
+    deviation = Z_95 * ELO_SCALE * np.sqrt(np.diag(spread))
+    points = ELO_SCALE * centre @ strength
     return [
         Rating(
             player, float(points[i]), float(points[i] - deviation[i]), float(points[i] + deviation[i]), games[i].sum()
@@ -82,7 +82,7 @@ class Payoff:
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def add(self, player: str, opponent: str, points: float) -> None:
-        """One game, told once: the opponent's side is kept too."""
+        """Record one game, for both players."""
         if not 0 <= points <= 1:
             raise ValueError(f"a game between `{player}` and `{opponent}` gives 0 to 1 point, not {points}")
         for pair, taken in (((player, opponent), points), ((opponent, player), 1 - points)):
@@ -117,13 +117,13 @@ class Payoff:
         """A table for the terminal: ratings with their intervals, then each player's score against each other one."""
         ratings = self.ratings()
         names = [rating.player for rating in ratings]
-        shown = Table(title=title, caption="row's mean points against column")
+        table = Table(title=title, caption="row's mean points against column")
         for heading in ("player", "rating", "95%", "games", *names):
-            shown.add_column(heading, justify="left" if heading == "player" else "right")
+            table.add_column(heading, justify="left" if heading == "player" else "right")
         for r in ratings:
             scores = ["." if (s := self.score(r.player, other)) is None else f"{s:.2f}" for other in names]
-            shown.add_row(r.player, f"{r.points:+.0f}", f"{r.low:+.0f} to {r.high:+.0f}", f"{r.games:.0f}", *scores)
-        return shown
+            table.add_row(r.player, f"{r.points:+.0f}", f"{r.low:+.0f} to {r.high:+.0f}", f"{r.games:.0f}", *scores)
+        return table
 
     def state(self) -> str:
         return json.dumps([[a, b, self.counts[a, b], self.points[a, b]] for a, b in self.counts])

@@ -102,7 +102,7 @@ class EpisodeResult:
     """The episode's own data (`EpisodeState.data`)."""
     children: list["EpisodeResult"] = field(default_factory=list)
 
-    def followed_by(self, later: "EpisodeResult") -> "EpisodeResult":
+    def merge_continuation(self, later: "EpisodeResult") -> "EpisodeResult":
         """This episode and its continuation in the same seats as one, whose rewards add up and credit every part."""
         return replace(
             self,
@@ -119,7 +119,7 @@ class EpisodeResult:
 
 
 @dataclass(slots=True)
-class Seating:
+class SeatAssignment:
     """Maps actors to seats while an episode and its continuations are played."""
 
     table: SessionMap
@@ -129,7 +129,7 @@ class Seating:
     trained: bool
     models: Mapping[str, str]
     """Actors who are not played by the policy, here and in every episode below."""
-    _home: str = ""
+    _lead_seat: str = ""
     _judges: dict[str, str] = field(default_factory=dict)
 
     def seat(self, actor: str) -> Seat:
@@ -149,19 +149,19 @@ class Seating:
         return self.table[self._judges[model]]
 
     @property
-    def home(self) -> str:
+    def lead_seat(self) -> str:
         """The seat that stands for this episode as a parent: the first to have spoken, fixed when first asked for, so
         that all children of one episode name the same."""
         names = list(self.seats.values())
-        self._home = self._home or next((name for name in names if self.table[name].turns), names[0])
-        return self._home
+        self._lead_seat = self._lead_seat or next((name for name in names if self.table[name].turns), names[0])
+        return self._lead_seat
 
 
 class EpisodeState:
     """Everything said so far, by whom, and the episode's own data. One per episode played: the `Episode`
     object is shared by all of them and keeps no state of its own."""
 
-    def __init__(self, arena: "Arena", request: EpisodeRequest, seating: Seating) -> None:
+    def __init__(self, arena: "Arena", request: EpisodeRequest, seating: SeatAssignment) -> None:
         self.arena, self.request, self.seating = arena, request, seating
         self.data: dict[str, Any] = {}
         """The episode's own: a board, a pot, a question."""
@@ -175,7 +175,7 @@ class EpisodeState:
         self.then: EpisodeRequest | None = None
         """Set it to go on with another episode in the same seats: its rewards are added to this one's."""
         self._conversations: dict[str, list[Message]] = {}
-        self._heard: dict[str, int] = {}
+        self._events_seen: dict[str, int] = {}
 
     @property
     def actors(self) -> list[str]:
@@ -194,14 +194,14 @@ class EpisodeState:
 
     def began(self, actor: str) -> bool:
         """Whether this actor has had a turn; while they hear what their first one brings, not yet."""
-        return actor in self._heard
+        return actor in self._events_seen
 
     def conversation(self, actor: Actor) -> list[Message]:
         """This actor's own messages. They only grow, so that a whole game is one sample of exact tokens."""
         return self._conversations.setdefault(actor.id, actor.opening())
 
-    def news(self, actor: str) -> list[Event]:
+    def unseen_events(self, actor: str) -> list[Event]:
         """Events of others since this actor's last turn."""
-        since = self.events[self._heard.get(actor, 0) :]
-        self._heard[actor] = len(self.events)
+        since = self.events[self._events_seen.get(actor, 0) :]
+        self._events_seen[actor] = len(self.events)
         return [event for event in since if event.speaker != actor]

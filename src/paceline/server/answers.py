@@ -24,11 +24,11 @@ def usage(requests: Iterable[GenerateRequest], copies: int, sampled: int, cached
     }
 
 
-def heading(kind: str, prefix: str, model: str) -> dict[str, Any]:
+def response_head(kind: str, prefix: str, model: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def _model(name: str, text: str, /, **fields: Any) -> type[BaseModel]:
+def _response_model(name: str, text: str, /, **fields: Any) -> type[BaseModel]:
     """A model with these fields; a pair is a type and a default."""
     return create_model(name, __doc__=text, **fields)
 
@@ -68,19 +68,19 @@ class ModelEntry(BaseModel):
     owned_by: str
 
 
-_counts = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), int)
-_usage = _model("Usage", "Tokens, counted.", **_counts, prompt_tokens_details=dict[str, int])
+_token_counts = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), int)
+_usage_model = _response_model("Usage", "Tokens, counted.", **_token_counts, prompt_tokens_details=dict[str, int])
 
 
-def _completion(name: str, text: str, kind: Any, choices: Any) -> type[BaseModel]:
-    return _model(name, text, id=str, object=kind, created=int, model=str, choices=choices, usage=_usage)
+def _completion_model(name: str, text: str, kind: Any, choices: Any) -> type[BaseModel]:
+    return _response_model(name, text, id=str, object=kind, created=int, model=str, choices=choices, usage=_usage_model)
 
 
-ChatAnswer = _completion("ChatAnswer", "A chat completion.", Literal["chat.completion"], list[ChatChoice])
-CompletionAnswer = _completion(
+ChatAnswer = _completion_model("ChatAnswer", "A chat completion.", Literal["chat.completion"], list[ChatChoice])
+CompletionAnswer = _completion_model(
     "CompletionAnswer", "A text completion.", Literal["text_completion"], list[CompletionChoice]
 )
-ResponseAnswer = _model(
+ResponseAnswer = _response_model(
     "ResponseAnswer",
     "A response.",
     id=str,
@@ -91,16 +91,20 @@ ResponseAnswer = _model(
     output=list[dict[str, Any]],
     usage=dict[str, Any],
 )
-ScoreAnswer = _model("ScoreAnswer", "Log probabilities, sequence by sequence.", logprobs=list[list[float]])
-TokenizeAnswer = _model("TokenizeAnswer", "How the model reads a text.", tokens=list[int], count=int)
-ModelList = _model("ModelList", "All names requests may use.", object=Literal["list"], data=list[ModelEntry])
-_policy = {"version": int, "fingerprint": str}
-PolicyAnswer = _model("PolicyAnswer", "Version and fingerprint of the weights really served.", **_policy)
-UpdateAnswer = _model("UpdateAnswer", "New weights, applied.", **_policy, pause_seconds=float)
-_adapters = {"adapters": dict[str, int]}
-AdapterVersions = _model("AdapterVersions", "The policy's version, and each adapter's.", version=int, **_adapters)
-_bounds = dict.fromkeys(("max_context", "vocabulary", "max_top_logprobs"), int)
-LimitsAnswer = _model("LimitsAnswer", "The engine's limits.", **_bounds, **_adapters, model=str)
-_signs = dict.fromkeys(("running", "waiting", "capacity", "tokens"), int)
-StatsAnswer = _model("StatsAnswer", "Vital signs.", **_signs)
-StatusAnswer = _model("StatusAnswer", "Done.", status=Literal["ok"])
+ScoreAnswer = _response_model("ScoreAnswer", "Log probabilities, sequence by sequence.", logprobs=list[list[float]])
+TokenizeAnswer = _response_model("TokenizeAnswer", "How the model reads a text.", tokens=list[int], count=int)
+ModelList = _response_model("ModelList", "All names requests may use.", object=Literal["list"], data=list[ModelEntry])
+_policy_fields = {"version": int, "fingerprint": str}
+PolicyAnswer = _response_model(
+    "PolicyAnswer", "Version and fingerprint of the weights really served.", **_policy_fields
+)
+UpdateAnswer = _response_model("UpdateAnswer", "New weights, applied.", **_policy_fields, pause_seconds=float)
+_adapter_fields = {"adapters": dict[str, int]}
+AdapterVersions = _response_model(
+    "AdapterVersions", "The policy's version, and each adapter's.", version=int, **_adapter_fields
+)
+_limit_fields = dict.fromkeys(("max_context", "vocabulary", "max_top_logprobs"), int)
+LimitsAnswer = _response_model("LimitsAnswer", "The engine's limits.", **_limit_fields, **_adapter_fields, model=str)
+_stats_fields = dict.fromkeys(("running", "waiting", "capacity", "tokens"), int)
+StatsAnswer = _response_model("StatsAnswer", "Vital signs.", **_stats_fields)
+StatusAnswer = _response_model("StatusAnswer", "Done.", status=Literal["ok"])

@@ -58,7 +58,7 @@ class RequestBody(BaseModel):
 
 
 class ClientBody(RequestBody):
-    """A request body of other people's clients: fields that are not listed are taken out by `fields.take_unknown`."""
+    """A request body of third-party clients: fields that are not listed are removed by `errors.pop_unknown_fields`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -127,7 +127,7 @@ class SamplingBody(ClientBody):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
-def text_only(content: Any) -> Any:
+def check_text_only(content: Any) -> Any:
     """Refuse parts that are no text by name, before each type that content may have complains for itself."""
     if problem := part_problem(content):
         raise ValueError(problem)
@@ -162,7 +162,7 @@ class InputMessage(ClientBody):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        str | Annotated[list[TextPart], Field(max_length=MOST_PARTS)] | None, BeforeValidator(text_only)
+        str | Annotated[list[TextPart], Field(max_length=MOST_PARTS)] | None, BeforeValidator(check_text_only)
     ] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCallPart], Field(max_length=MOST_PARTS)] | None = None

@@ -9,13 +9,13 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from paceline.clients.tools import ToolCall, ToolReader, for_template
+from paceline.clients.tools import ToolCall, ToolParser, template_message
 from paceline.engine.base import Completion, GenerateRequest, Grammar
-from paceline.server.answers import heading, usage
+from paceline.server.answers import response_head, usage
 from paceline.server.bodies import ChatBody, CompletionBody, NamedTool, ResponseFormat, SamplingBody
-from paceline.server.errors import bad
+from paceline.server.errors import bad_request
 from paceline.server.generation import Generation
-from paceline.server.http import unless_gone
+from paceline.server.http import cancel_on_disconnect
 from paceline.server.output_processor import (
     ChoiceDelta,
     ChoiceWriter,
@@ -23,7 +23,7 @@ from paceline.server.output_processor import (
     completion_logprobs,
     score_prompts,
 )
-from paceline.server.service import Models, Service
+from paceline.server.service import ServedModels, Service
 from paceline.server.tokenizer import ServerTokenizer
 from paceline.weights.update import noise_key
 
@@ -32,10 +32,10 @@ MOST_STOPS = 64
 DEFAULT_MAX_TOKENS = 16
 
 
-async def plan(
+async def build_requests(
     body: SamplingBody,
     prompts: Sequence[tuple[int, ...]],
-    models: Models,
+    models: ServedModels,
     tokenizer: ServerTokenizer,
     *,
     max_tokens: int | None,
@@ -47,9 +47,9 @@ async def plan(
     limits = models.limits
     for prompt in prompts:
         if not prompt:
-            raise bad("the prompt is empty: give at least one token", "prompt")
+            raise bad_request("the prompt is empty: give at least one token", "prompt")
         if len(prompt) >= limits.max_context:
-            raise bad(
+            raise bad_request(
                 f"the prompt has {len(prompt)} tokens, but the context holds {limits.max_context} with the answer",
                 "prompt",
                 "context_length_exceeded",
@@ -57,9 +57,9 @@ async def plan(
         check_vocabulary(prompt, models, "prompt")
     copies = body.n or 1
     if len(prompts) * copies > MOST_CHOICES:
-        raise bad(f"{len(prompts)} prompts times n = {copies} is more than {MOST_CHOICES} choices", "n")
+        raise bad_request(f"{len(prompts)} prompts times n = {copies} is more than {MOST_CHOICES} choices", "n")
     if len(body.stops) > MOST_STOPS:
-        raise bad(f"{len(body.stops)} stop strings are more than {MOST_STOPS}", "stop")
+        raise bad_request(f"{len(body.stops)} stop strings are more than {MOST_STOPS}", "stop")
     ends = frozenset() if body.ignore_eos else tokenizer.end_tokens
     first = secrets.randbits(64) if body.seed is None else body.seed
     return [
@@ -70,7 +70,7 @@ async def plan(
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=min(max(body.top_k or 0, 0), limits.vocabulary),
             stop_token_ids=ends | frozenset(body.stop_token_ids or ()),
-            noise=_noise(body, first, index),
+            noise=_choice_noise(body, first, index),
             # Before others only where every caller holds the key.
             order=(body.order or 0) if models.has_key else max(body.order or 0, 0),
             turn=index,
@@ -82,40 +82,40 @@ async def plan(
     ]
 
 
-def check_vocabulary(token_ids: Sequence[int], models: Models, param: str) -> None:
+def check_vocabulary(token_ids: Sequence[int], models: ServedModels, param: str) -> None:
     size = models.limits.vocabulary
     if token_ids and max(token_ids) >= size:
-        raise bad(f"token {max(token_ids)} does not exist: the vocabulary has {size}", param)
+        raise bad_request(f"token {max(token_ids)} does not exist: the vocabulary has {size}", param)
 
 
-def grammar_of(form: ResponseFormat | None, regex: str | None) -> Grammar | None:
+def response_grammar(form: ResponseFormat | None, regex: str | None) -> Grammar | None:
     """The grammar the answer must follow, if any."""
     kind = form.type if form else "text"
     if regex is not None:
         if kind != "text":
-            raise bad("give either `regex` or `response_format`, not both", "regex")
+            raise bad_request("give either `regex` or `response_format`, not both", "regex")
         return Grammar("regex", regex)
     if kind == "json_object":
         return Grammar("json")
     if kind == "json_schema":
         if form is None or form.json_schema is None:
-            raise bad("response_format of type json_schema needs `json_schema`", "response_format.json_schema")
+            raise bad_request("response_format of type json_schema needs `json_schema`", "response_format.json_schema")
         return Grammar("json_schema", json.dumps(form.json_schema.schema_))
     return None
 
 
-def forced_call(body: ChatBody) -> Grammar | None:
+def tool_choice_grammar(body: ChatBody) -> Grammar | None:
     """The grammar of a call the client demands: an object that names a tool and gives the arguments it takes."""
     if body.tool_choice in (None, "none", "auto"):
         return None
     tools = body.tools or []
     if isinstance(body.tool_choice, NamedTool):
-        wanted = body.tool_choice.function.name
-        tools = [tool for tool in tools if tool.function.name == wanted]
+        tool_name = body.tool_choice.function.name
+        tools = [tool for tool in tools if tool.function.name == tool_name]
         if not tools:
-            raise bad(f"tool_choice names `{wanted}`, which is not among the tools", "tool_choice")
+            raise bad_request(f"tool_choice names `{tool_name}`, which is not among the tools", "tool_choice")
     if not tools:
-        raise bad("tool_choice demands a call, but there are no tools", "tool_choice")
+        raise bad_request("tool_choice demands a call, but there are no tools", "tool_choice")
     schemas = []
     for tool in tools:
         fields = {"name": {"const": tool.function.name}, "arguments": tool.function.parameters or {"type": "object"}}
@@ -124,36 +124,36 @@ def forced_call(body: ChatBody) -> Grammar | None:
     return Grammar("json_schema", json.dumps({"anyOf": schemas} if len(schemas) > 1 else schemas[0]))
 
 
-def _noise(body: SamplingBody, seed: int, index: int) -> int:
+def _choice_noise(body: SamplingBody, seed: int, index: int) -> int:
     """An exact key is the first choice's own; further choices need streams of their own."""
     if body.noise is not None:
         return body.noise if index == 0 else noise_key(body.noise, index)
     return noise_key(seed, index)
 
 
-async def chat(service: Service, body: ChatBody, request: Request) -> Response:
+async def create_chat_completion(service: Service, body: ChatBody, request: Request) -> Response:
     """Continue a conversation."""
-    writer = ChatWriter(service, body, await unless_gone(request.receive, plan_chat(service, body)))
-    await unless_gone(request.receive, writer.prepare())
+    writer = ChatWriter(service, body, await cancel_on_disconnect(request.receive, build_chat_requests(service, body)))
+    await cancel_on_disconnect(request.receive, writer.prepare())
     return await writer.respond(request)
 
 
-async def plan_chat(service: Service, body: ChatBody) -> list[GenerateRequest]:
+async def build_chat_requests(service: Service, body: ChatBody) -> list[GenerateRequest]:
     """The choices to sample. Whatever can never be answered is refused here."""
     if body.top_logprobs and not body.logprobs:
-        raise bad("top_logprobs needs `logprobs: true`", "top_logprobs")
+        raise bad_request("top_logprobs needs `logprobs: true`", "top_logprobs")
     if body.stream_options and not body.stream:
-        raise bad("stream_options needs `stream: true`", "stream_options")
-    grammar = grammar_of(body.response_format, body.regex)
-    forced = forced_call(body)
+        raise bad_request("stream_options needs `stream: true`", "stream_options")
+    grammar = response_grammar(body.response_format, body.regex)
+    forced = tool_choice_grammar(body)
     if grammar and forced:
-        raise bad("give either a `response_format` or a `tool_choice` that demands a call", "tool_choice")
-    messages = [for_template(message.model_dump()) for message in body.messages]
+        raise bad_request("give either a `response_format` or a `tool_choice` that demands a call", "tool_choice")
+    messages = [template_message(message.model_dump()) for message in body.messages]
     # A model that must not call is not told of its tools.
     shown = body.tools if body.tools and body.tool_choice != "none" else None
     tools = [tool.model_dump(exclude_none=True) for tool in shown] if shown else None
     prompt = await service.tokenizer.render(messages, tools, body.chat_template_kwargs or {})
-    return await plan(
+    return await build_requests(
         body,
         [prompt],
         service.models,
@@ -172,50 +172,50 @@ class ChatWriter(ChoiceWriter[ChatBody]):
     def __init__(self, service: Service, body: ChatBody, requests: list[GenerateRequest]) -> None:
         super().__init__(service, body, requests)
         names = [tool.function.name for tool in body.tools or [] if body.tool_choice != "none"]
-        self._readers = [ToolReader(names) if names else None for _ in requests]
-        self._called = [0] * len(requests)
+        self._tool_parsers = [ToolParser(names) if names else None for _ in requests]
+        self._call_counts = [0] * len(requests)
 
     def chunk(self, index: int, delta: ChoiceDelta, ended: bool) -> dict[str, Any] | None:
         """What is said, what is called, and how it ended."""
-        first = index not in self._begun
-        text, calls = self._read(index, delta.text, ended)
+        first = index not in self._streamed_choices
+        text, calls = self._parse_tools(index, delta.text, ended)
         message: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text}
         if calls:
             message["tool_calls"] = [
-                {"index": self._called[index] + place, **call.as_dict()} for place, call in enumerate(calls)
+                {"index": self._call_counts[index] + place, **call.as_dict()} for place, call in enumerate(calls)
             ]
-            self._called[index] += len(calls)
+            self._call_counts[index] += len(calls)
         extras = self.extras(index, delta, first)
         finish = self._finish(index) if ended else None
         shown = extras or (self._body.logprobs and delta.token_ids)
         if not (first or text or calls or finish or shown):
             return None
-        self._begun.add(index)
+        self._streamed_choices.add(index)
         return {"index": index, "delta": message, "logprobs": self._logprobs(delta), "finish_reason": finish, **extras}
 
     def choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
-        text, calls = self._read(index, delta.text, ended=True)
+        text, calls = self._parse_tools(index, delta.text, ended=True)
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = [call.as_dict() for call in calls]
-            self._called[index] = len(calls)
+            self._call_counts[index] = len(calls)
         ending = {"logprobs": self._logprobs(delta), "finish_reason": self._finish(index)}
         return {"index": index, "message": message, **ending, **self.extras(index, delta)}
 
-    def _read(self, index: int, text: str, ended: bool) -> tuple[str, list[ToolCall]]:
-        reader = self._readers[index]
-        if reader is None:
+    def _parse_tools(self, index: int, text: str, ended: bool) -> tuple[str, list[ToolCall]]:
+        parser = self._tool_parsers[index]
+        if parser is None:
             return text, []
-        said, calls = reader.feed(text)
+        plain_text, calls = parser.feed(text)
         if ended:
-            rest, more = reader.flush()
-            said, calls = said + rest, calls + more
+            rest, more = parser.flush()
+            plain_text, calls = plain_text + rest, calls + more
         if self._body.parallel_tool_calls is False:
-            calls = calls[: 0 if self._called[index] else 1]
-        return said, calls
+            calls = calls[: 0 if self._call_counts[index] else 1]
+        return plain_text, calls
 
     def _finish(self, index: int) -> str | None:
-        return "tool_calls" if self._called[index] else self.outputs[index].finish
+        return "tool_calls" if self._call_counts[index] else self.outputs[index].finish
 
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -223,40 +223,40 @@ class ChatWriter(ChoiceWriter[ChatBody]):
         return chat_logprobs(delta, self._service.tokenizer.token_bytes, self._body.top_logprobs or 0)
 
 
-async def complete(service: Service, body: CompletionBody, request: Request) -> Response | dict[str, Any]:
+async def create_completion(service: Service, body: CompletionBody, request: Request) -> Response | dict[str, Any]:
     """Continue text or exact tokens."""
-    requests = await _plan(service, body)
+    requests = await _build_completion_requests(service, body)
     if body.flat:
-        return await unless_gone(request.receive, flat_answer(service, body, requests))
+        return await cancel_on_disconnect(request.receive, flat_answer(service, body, requests))
     writer = CompletionWriter(service, body, requests, offsets=body.logprobs is not None)
-    await unless_gone(request.receive, writer.prepare())
+    await cancel_on_disconnect(request.receive, writer.prepare())
     return await writer.respond(request)
 
 
-async def _plan(service: Service, body: CompletionBody) -> list[GenerateRequest]:
+async def _build_completion_requests(service: Service, body: CompletionBody) -> list[GenerateRequest]:
     if body.flat and (body.stream or body.echo or body.stops):
-        raise bad("flat answers hold no text: `stream`, `echo` and `stop` do not go with `flat`", "flat")
+        raise bad_request("flat answers hold no text: `stream`, `echo` and `stop` do not go with `flat`", "flat")
     if body.max_tokens == 0 and (body.flat or not body.echo):
-        raise bad("max_tokens = 0 asks for nothing but the prompt: set `echo`", "max_tokens")
+        raise bad_request("max_tokens = 0 asks for nothing but the prompt: set `echo`", "max_tokens")
     if body.max_tokens == 0 and body.stream:
-        raise bad("max_tokens = 0 leaves nothing to stream", "stream")
+        raise bad_request("max_tokens = 0 leaves nothing to stream", "stream")
     if body.stream_options and not body.stream:
-        raise bad("stream_options needs `stream: true`", "stream_options")
-    given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-    if given and isinstance(given[0], int):
-        given = [given]
-    if isinstance(given[0], str):
-        prompts = await service.tokenizer.encode_all(given, special=True)
+        raise bad_request("stream_options needs `stream: true`", "stream_options")
+    inputs: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if inputs and isinstance(inputs[0], int):
+        inputs = [inputs]
+    if isinstance(inputs[0], str):
+        prompts = await service.tokenizer.encode_all(inputs, special=True)
     else:
-        prompts = [tuple(prompt) for prompt in given]
-    return await plan(
+        prompts = [tuple(prompt) for prompt in inputs]
+    return await build_requests(
         body,
         prompts,
         service.models,
         service.tokenizer,
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         top_logprobs=body.logprobs or 0,
-        grammar=grammar_of(body.response_format, body.regex),
+        grammar=response_grammar(body.response_format, body.regex),
     )
 
 
@@ -273,7 +273,7 @@ async def flat_answer(service: Service, body: CompletionBody, requests: list[Gen
             choice["prompt_token_ids"] = requests[index].prompt_ids
     sampled = sum(len(completion.token_ids) for completion in completions)
     cached = sum(completion.cached for completion in completions[:: body.n or 1])
-    head = heading("text_completion", "cmpl", body.model or service.models.name)
+    head = response_head("text_completion", "cmpl", body.model or service.models.name)
     return head | {"choices": choices, "usage": usage(requests, body.n or 1, sampled, cached)}
 
 
@@ -301,12 +301,12 @@ class CompletionWriter(ChoiceWriter[CompletionBody]):
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
-    _echoed: list[ChoiceDelta] | None = None
+    _prompt_deltas: list[ChoiceDelta] | None = None
 
     async def prepare(self) -> None:
-        await asyncio.gather(super().prepare(), self._echo())
+        await asyncio.gather(super().prepare(), self._prepare_echo())
 
-    async def _echo(self) -> None:
+    async def _prepare_echo(self) -> None:
         """Take each prompt as if it had been said, with its log probabilities if those are wanted."""
         if not self._body.echo:
             return
@@ -317,28 +317,30 @@ class CompletionWriter(ChoiceWriter[CompletionBody]):
             if scores:
                 # The first token has no log probability; `_logprobs` writes null for it.
                 delta.logprobs = [score or 0.0 for score in scores[place]]
-                lengths = [len(tokenizer.token_bytes.spell(token)[0]) for token in request.prompt_ids]
+                lengths = [len(tokenizer.token_bytes.decode_token(token)[0]) for token in request.prompt_ids]
                 delta.offsets = list(accumulate(lengths[:-1], initial=0))
             deltas.append(delta)
-        self._echoed = deltas
+        self._prompt_deltas = deltas
 
-    async def _whole(self) -> list[ChoiceDelta]:
-        return [ChoiceDelta() for _ in self.requests] if self._body.max_tokens == 0 else await super()._whole()
+    async def _collect_choices(self) -> list[ChoiceDelta]:
+        return (
+            [ChoiceDelta() for _ in self.requests] if self._body.max_tokens == 0 else await super()._collect_choices()
+        )
 
     def chunk(self, index: int, delta: ChoiceDelta, ended: bool) -> dict[str, Any] | None:
         finish = self.outputs[index].finish if ended else None
-        choice = self._choice(index, delta, finish, index not in self._begun)
+        choice = self._choice(index, delta, finish, index not in self._streamed_choices)
         shown = self._body.logprobs is not None or self._body.return_token_ids or self._body.return_versions
         if not (choice["text"] or finish or (shown and delta.token_ids)):
             return None
-        self._begun.add(index)
+        self._streamed_choices.add(index)
         return choice
 
     def choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
         return self._choice(index, delta, self.outputs[index].finish or "length", first=True)
 
     def _choice(self, index: int, delta: ChoiceDelta, finish: str | None, first: bool) -> dict[str, Any]:
-        prompt = self._echoed[index] if self._echoed else None
+        prompt = self._prompt_deltas[index] if self._prompt_deltas else None
         text = prompt.text + delta.text if prompt and first else delta.text
         logprobs = self._logprobs(delta, prompt, first) if self._body.logprobs is not None else None
         extras = self.extras(index, delta, first)
@@ -346,11 +348,11 @@ class CompletionWriter(ChoiceWriter[CompletionBody]):
 
     def _logprobs(self, delta: ChoiceDelta, prompt: ChoiceDelta | None, first: bool) -> dict[str, Any]:
         token_bytes = self._service.tokenizer.token_bytes
-        said = completion_logprobs(delta, token_bytes, self._body.logprobs or 0, len(prompt.text) if prompt else 0)
+        sampled = completion_logprobs(delta, token_bytes, self._body.logprobs or 0, len(prompt.text) if prompt else 0)
         if not prompt or not first:
-            return said
+            return sampled
         echoed = completion_logprobs(prompt, token_bytes, 0)
-        both = {key: echoed[key] + said[key] for key in ("tokens", "token_logprobs", "text_offset")}
+        both = {key: echoed[key] + sampled[key] for key in ("tokens", "token_logprobs", "text_offset")}
         both["token_logprobs"][0] = None
-        ranked = said["top_logprobs"]
+        ranked = sampled["top_logprobs"]
         return both | {"top_logprobs": [None] * len(echoed["tokens"]) + ranked if ranked is not None else None}

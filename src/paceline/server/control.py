@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from paceline.clients.link import EngineLink
 from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch, Overloaded, PartialUpdateError, RequestError
-from paceline.model.adapter_names import canonical
+from paceline.model.adapter_names import canonical_name
 from paceline.server.bodies import (
     AdapterBody,
     CanaryBody,
@@ -33,10 +33,10 @@ from paceline.server.bodies import (
     WeightsBody,
 )
 from paceline.server.completions import check_vocabulary
-from paceline.server.errors import MISMATCH, OTHER_BASE, Refusal, bad, invalid_body
-from paceline.server.http import unless_gone
+from paceline.server.errors import MISMATCH, OTHER_BASE, Refusal, bad_request, invalid_body
+from paceline.server.http import cancel_on_disconnect
 from paceline.server.service import Service
-from paceline.weights.tensors import unpacked
+from paceline.weights.tensors import deserialize
 from paceline.weights.transports import UPDATE_HEADER
 from paceline.weights.update import Adapter, Canary, WeightUpdate
 from paceline.weights.weight_store import StoredTensors, read_delta
@@ -47,10 +47,12 @@ async def score(service: Service, body: ScoreBody, request: Request) -> dict[str
     model = await service.models.resolve(body.model)
     for sequence in body.token_ids:
         if len(sequence) > service.models.limits.max_context:
-            raise bad(f"a sequence has {len(sequence)} tokens, more than the context", "token_ids")
+            raise bad_request(f"a sequence has {len(sequence)} tokens, more than the context", "token_ids")
         check_vocabulary(sequence, service.models, "token_ids")
     return {
-        "logprobs": await unless_gone(request.receive, service.engine.score(body.token_ids, body.temperature, model))
+        "logprobs": await cancel_on_disconnect(
+            request.receive, service.engine.score(body.token_ids, body.temperature, model)
+        )
     }
 
 
@@ -63,7 +65,7 @@ async def tokenize(service: Service, body: TokenizeBody, _: Request) -> dict[str
 async def models(service: Service, *_: object) -> dict[str, Any]:
     """The served model and its adapters."""
     await service.models.refresh()
-    shared = {"object": "model", "created": service.started, "owned_by": "paceline"}
+    shared = {"object": "model", "created": service.started_at, "owned_by": "paceline"}
     return {"object": "list", "data": [{"id": name, **shared} for name in service.models.names()]}
 
 
@@ -75,7 +77,7 @@ async def health(service: Service, *_: object) -> dict[str, Any]:
 
 async def metrics(service: Service, *_: object) -> Response:
     """Prometheus text."""
-    text = service.meter.exposition(await service.engine.stats())
+    text = service.meter.prometheus_text(await service.engine.stats())
     return Response(text, media_type="text/plain; version=0.0.4")
 
 
@@ -115,38 +117,40 @@ def engine_command(name: str, text: str) -> Callable[..., Awaitable[dict[str, An
     return endpoint
 
 
-ADAPTER_ENDINGS = ("lora_A.weight", "lora_B.weight")
+ADAPTER_SUFFIXES = ("lora_A.weight", "lora_B.weight")
 
 
 async def load_adapter(service: Service, body: AdapterBody, _: Request) -> dict[str, Any]:
     """Serve a LoRA adapter; answers once it is applied."""
-    answer = await apply(service, await asyncio.to_thread(adapter_update, body))
+    answer = await apply_update(service, await asyncio.to_thread(adapter_update, body))
     await service.models.refresh()
     return answer
 
 
 async def load_weights(service: Service, body: WeightsBody, _: Request) -> dict[str, Any]:
     """Serve weights from this machine's disk; answers once they are applied."""
-    return await _apply_update(service, body, await opened(service, find_files(body.path, service.allowed)))
+    return await _apply_tensors(
+        service, body, await open_tensors(service, find_files(body.path, service.allowed_folders))
+    )
 
 
-async def _apply_update(
+async def _apply_tensors(
     service: Service, head: UpdateHead | WeightsBody, tensors: Mapping[str, Any], delta: Any = None
 ) -> dict[str, Any]:
-    canary = canary_of(head.canary)
+    canary = build_canary(head.canary)
     update = WeightUpdate(head.version, tensors, expected=head.fingerprint, canary=canary, delta=delta)
-    return await apply(service, update)
+    return await apply_update(service, update)
 
 
-async def opened(service: Service, files: Sequence[Path]) -> StoredTensors:
+async def open_tensors(service: Service, files: Sequence[Path]) -> StoredTensors:
     """Files of weights, read now if the engine is in this process."""
     tensors = await asyncio.to_thread(StoredTensors, files)
     if not isinstance(service.engine, EngineLink):
-        await asyncio.to_thread(tensors.fill)  # an engine in another process reads the files itself
+        await asyncio.to_thread(tensors.load)  # an engine in another process reads the files itself
     return tensors
 
 
-async def apply(service: Service, update: WeightUpdate) -> dict[str, Any]:
+async def apply_update(service: Service, update: WeightUpdate) -> dict[str, Any]:
     """Give the engine an update. A refused one is the sender's fault as long as the engine lives."""
     try:
         pause = await service.engine.load_weights(update)
@@ -156,9 +160,9 @@ async def apply(service: Service, update: WeightUpdate) -> dict[str, Any]:
         raise Refusal(409, str(error), code=OTHER_BASE) from error
     except EngineError as error:
         await service.check_alive()
-        raise bad(str(error), code=MISMATCH if isinstance(error, Mismatch) else "update_refused") from error
+        raise bad_request(str(error), code=MISMATCH if isinstance(error, Mismatch) else "update_refused") from error
     except RuntimeError as error:  # torch's word for a shape that does not fit
-        raise bad(f"the update does not fit this model: {error}", code="update_refused") from error
+        raise bad_request(f"the update does not fit this model: {error}", code="update_refused") from error
     named = update.adapter is not None and update.adapter.name
     held = update.fingerprint() if named else (await service.engine.policy()).fingerprint
     return {"version": update.version, "fingerprint": held, "pause_seconds": pause}
@@ -169,26 +173,26 @@ def adapter_update(body: AdapterBody) -> WeightUpdate:
     try:
         data = base64.b64decode(body.weights, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise bad(f"weights is not base64: {error}", "weights") from error
+        raise bad_request(f"weights is not base64: {error}", "weights") from error
     try:
-        tensors = {canonical(name): tensor for name, tensor in unpacked(data).items()}
+        tensors = {canonical_name(name): tensor for name, tensor in deserialize(data).items()}
     except (SafetensorError, ValueError, KeyError) as error:
-        raise bad(f"weights is not a safetensors file: {error}", "weights") from error
+        raise bad_request(f"weights is not a safetensors file: {error}", "weights") from error
     if not tensors:
-        raise bad("weights holds no tensors", "weights")
-    strange = [name for name in tensors if not name.endswith(ADAPTER_ENDINGS)]
+        raise bad_request("weights holds no tensors", "weights")
+    strange = [name for name in tensors if not name.endswith(ADAPTER_SUFFIXES)]
     if strange:
-        raise bad(f"`{strange[0]}` is no LoRA tensor: names end in {' or '.join(ADAPTER_ENDINGS)}", "weights")
-    scale = body.scale if body.scale is not None else scale_of(data)
+        raise bad_request(f"`{strange[0]}` is no LoRA tensor: names end in {' or '.join(ADAPTER_SUFFIXES)}", "weights")
+    scale = body.scale if body.scale is not None else adapter_scale(data)
     adapter = Adapter(body.name or "", scale)
-    return WeightUpdate(body.version, tensors, adapter, body.fingerprint, canary_of(body.canary))
+    return WeightUpdate(body.version, tensors, adapter, body.fingerprint, build_canary(body.canary))
 
 
-def canary_of(body: CanaryBody | None) -> Canary | None:
+def build_canary(body: CanaryBody | None) -> Canary | None:
     return None if body is None else Canary(tuple(body.token_ids), tuple(body.logprobs), body.tolerance)
 
 
-def scale_of(data: bytes) -> float:
+def adapter_scale(data: bytes) -> float:
     """alpha / rank, where the metadata of a safetensors file says so. The file was read before: its header is sound."""
     (length,) = struct.unpack("<Q", data[:8])
     notes = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
@@ -197,53 +201,55 @@ def scale_of(data: bytes) -> float:
     try:
         return float(notes["alpha"]) / float(notes["rank"])
     except (ValueError, ZeroDivisionError) as error:
-        raise bad(f"the file's metadata gives no scale: alpha {notes['alpha']}, rank {notes['rank']}") from error
+        raise bad_request(
+            f"the file's metadata gives no scale: alpha {notes['alpha']}, rank {notes['rank']}"
+        ) from error
 
 
 def find_files(path: str, allowed: Sequence[Path]) -> list[Path]:
     """The safetensors files a path stands for, links followed before the folders are compared."""
     forbidden = Refusal(403, "weights load only from folders the server was started with (--allow)", param="path")
     try:
-        asked = Path(path).resolve()
+        target = Path(path).resolve()
     except (OSError, ValueError, RuntimeError) as error:
-        raise bad(f"`{path}` is no path: {error}", "path") from error
+        raise bad_request(f"`{path}` is no path: {error}", "path") from error
     # Whether something exists is told only about allowed folders.
-    if not any(asked.is_relative_to(folder) for folder in allowed):
+    if not any(target.is_relative_to(folder) for folder in allowed):
         raise forbidden
-    files = sorted(asked.glob("*.safetensors")) if asked.is_dir() else [asked]
+    files = sorted(target.glob("*.safetensors")) if target.is_dir() else [target]
     if not files or not all(file.is_file() and file.suffix == ".safetensors" for file in files):
-        raise bad(f"`{path}` is neither a .safetensors file nor a folder of them", "path")
+        raise bad_request(f"`{path}` is neither a .safetensors file nor a folder of them", "path")
     if not all(any(file.resolve().is_relative_to(folder) for folder in allowed) for file in files):
         raise forbidden
     return files
 
 
-HEADER_ROOM = 8 << 20
+HEADER_BYTES = 8 << 20
 """Bytes a file may hold beside the numbers: names and shapes."""
 
 
-async def upload(service: Service, head: UpdateHead, request: Request) -> dict[str, Any]:
+async def upload_weights(service: Service, head: UpdateHead, request: Request) -> dict[str, Any]:
     """Serve weights that are the body, a safetensors file; answers once they are applied."""
-    async with service.spool.body(request, await most_bytes(service), "safetensors") as file:
-        return await _apply_update(service, head, await opened(service, [file]))
+    async with service.spool.body(request, await max_update_bytes(service), "safetensors") as file:
+        return await _apply_tensors(service, head, await open_tensors(service, [file]))
 
 
-async def delta(service: Service, head: UpdateHead, request: Request) -> dict[str, Any]:
+async def upload_delta(service: Service, head: UpdateHead, request: Request) -> dict[str, Any]:
     """Change the weights that are served as the body, a delta, says; answers once it is applied."""
-    async with service.spool.body(request, await most_bytes(service), "delta") as file:
+    async with service.spool.body(request, await max_update_bytes(service), "delta") as file:
         change = await asyncio.to_thread(lambda: read_delta(file.read_bytes()))
     if change.result.version != head.version:
-        raise bad(f"the delta leads to version {change.result.version}, and the header says {head.version}")
-    return await _apply_update(service, head, {}, change)
+        raise bad_request(f"the delta leads to version {change.result.version}, and the header says {head.version}")
+    return await _apply_tensors(service, head, {}, change)
 
 
-async def join(service: Service, body: GroupBody, _: Request) -> dict[str, Any]:
+async def join_group(service: Service, body: GroupBody, _: Request) -> dict[str, Any]:
     """Join a group in which weights are broadcast, and leave the one before; answers once all have come."""
     if body.rank >= body.world:
-        raise bad(f"rank {body.rank} in a group of {body.world}", "rank")
+        raise bad_request(f"rank {body.rank} in a group of {body.world}", "rank")
     if body.address not in service.peers:
         raise Refusal(403, f"{body.address} is none of this server's peers (--peer)", param="address")
-    if service.joining:
+    if service.is_joining:
         raise Refusal(429, "this server is joining a group already", code="overloaded")
     if service.receiver is not None:
         service.receiver.close()
@@ -251,45 +257,45 @@ async def join(service: Service, body: GroupBody, _: Request) -> dict[str, Any]:
     from paceline.weights.broadcast import Receiver  # which needs torch
 
     receiver = Receiver(body.address, body.port, body.world, body.rank, seconds=body.seconds, bucket=body.bucket)
-    service.joining = True
+    service.is_joining = True
     try:
         await asyncio.to_thread(receiver.form)
     except EngineError as error:
-        raise bad(str(error), code="no_group") from error
+        raise bad_request(str(error), code="no_group") from error
     finally:
-        service.joining = False
+        service.is_joining = False
     service.receiver = receiver
     return {"status": "ok"}
 
 
-async def receive(service: Service, body: ReceiveBody, _: Request) -> dict[str, Any]:
+async def receive_weights(service: Service, body: ReceiveBody, _: Request) -> dict[str, Any]:
     """Serve weights that the group broadcasts now; answers once they are applied."""
     receiver = service.receiver
     if receiver is None:
-        raise bad("this server is in no group: POST /weights/group first", code="no_group")
+        raise bad_request("this server is in no group: POST /weights/group first", code="no_group")
     from paceline.weights.delta import DTYPES
 
     size = sum(prod(form.shape) * DTYPES[form.dtype].itemsize for form in body.tensors)
-    if size > await most_bytes(service):
-        raise bad(f"{size} bytes were announced, and this model's weights are smaller", "tensors")
+    if size > await max_update_bytes(service):
+        raise bad_request(f"{size} bytes were announced, and this model's weights are smaller", "tensors")
     try:
         tensors = await asyncio.to_thread(receiver.receive, [form.model_dump() for form in body.tensors])
     except EngineError as error:
         service.receiver = None  # a collective that broke is over for all
-        raise bad(str(error), code="no_group") from error
-    return await _apply_update(service, body, tensors)
+        raise bad_request(str(error), code="no_group") from error
+    return await _apply_tensors(service, body, tensors)
 
 
-def head_of(request: Request) -> UpdateHead:
+def update_head(request: Request) -> UpdateHead:
     """The update's header, checked before anything of the body is read."""
-    given = request.headers.get(UPDATE_HEADER)
-    if given is None:
-        raise bad(f"the header `{UPDATE_HEADER}` is missing: it says version and fingerprint, as JSON")
+    header = request.headers.get(UPDATE_HEADER)
+    if header is None:
+        raise bad_request(f"the header `{UPDATE_HEADER}` is missing: it says version and fingerprint, as JSON")
     try:
-        return UpdateHead.model_validate_json(given)
+        return UpdateHead.model_validate_json(header)
     except ValidationError as error:
         raise invalid_body(error) from None
 
 
-async def most_bytes(service: Service) -> int:
-    return (await service.engine.limits()).weight_bytes + HEADER_ROOM
+async def max_update_bytes(service: Service) -> int:
+    return (await service.engine.limits()).weight_bytes + HEADER_BYTES

@@ -1,4 +1,4 @@
-"""Every refusal in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, with the right status.
+"""Turns errors into OpenAI's error object: {"error": {"message", "type", "param", "code"}}.
 
 Decides about fields that a body does not list: harmless ones are ignored and named, the others refused.
 """
@@ -52,13 +52,13 @@ class ClientGone(Exception):
     """The client no longer waits for the answer."""
 
 
-def bad(message: str, param: str | None = None, code: str | None = None) -> Refusal:
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> Refusal:
     return Refusal(400, message, param=param, code=code)
 
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
-    named = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = named.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    types = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = types.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
@@ -72,12 +72,12 @@ def error_response(
     return Response(error_object(status, message, param, code), status, headers, "application/json")
 
 
-def refusal_of(error: EngineError) -> Refusal:
+def engine_refusal(error: EngineError) -> Refusal:
     """The engine's error as an HTTP refusal."""
     if isinstance(error, UnknownModel):
         return Refusal(404, str(error), param="model", code="model_not_found")
     if isinstance(error, RequestError):
-        return bad(str(error))
+        return bad_request(str(error))
     if isinstance(error, Overloaded):
         return Refusal(429, str(error), code="overloaded")
     if isinstance(error, Mismatch):
@@ -89,23 +89,23 @@ def invalid_body(error: ValidationError) -> Refusal:
     """The first problem pydantic found, by the name of its field."""
     detail = error.errors(include_url=False, include_input=False)[0]
     if detail["type"] == "json_invalid":
-        return bad(f"the body is not JSON: {detail['ctx']['error']}", code="invalid_json")
+        return bad_request(f"the body is not JSON: {detail['ctx']['error']}", code="invalid_json")
     # Where a field may be of several types the location ends in the type's own name; a client knows only its fields.
     types = ("str", "int", "float", "bool", "none")
     param = ".".join(str(part) for part in detail["loc"] if part not in types and "[" not in str(part)) or None
     if detail["type"] == "extra_forbidden":
-        return bad(f"there is no field `{param}`: leave it out", param, "unknown_field")
+        return bad_request(f"there is no field `{param}`: leave it out", param, "unknown_field")
     if detail["type"] == "missing":
-        return bad(f"the field `{param}` is missing", param, "missing_field")
+        return bad_request(f"the field `{param}` is missing", param, "missing_field")
     message = detail["msg"].removeprefix("Value error, ")
-    return bad(f"`{param}`: {message}" if param else message, param, "invalid_value")
+    return bad_request(f"`{param}`: {message}" if param else message, param, "invalid_value")
 
 
 def install_error_handlers(app: FastAPI) -> None:
     """One shape for whatever an endpoint raises; only a real bug is a 500."""
 
     async def refused(request: Request, error: Exception) -> Response:
-        refusal = refusal_of(error) if isinstance(error, EngineError) else error
+        refusal = engine_refusal(error) if isinstance(error, EngineError) else error
         assert isinstance(refusal, Refusal)
         headers = {"Retry-After": RETRY_SECONDS} if refusal.status == 429 else None
         return error_response(refusal.status, str(refusal), refusal.param, refusal.code, headers)
@@ -136,7 +136,7 @@ def install_error_handlers(app: FastAPI) -> None:
 IGNORED_HEADER = "Paceline-Ignored"
 """Names, in an answer, the fields of the request that had no effect."""
 MOST_UNKNOWN = 64
-LIKENESS = 0.8
+MIN_SIMILARITY = 0.8
 """From here on a name counts as a misspelling of a known one."""
 
 # Parameters of vLLM, SGLang and llama.cpp that a client relies on, each with the values that change nothing.
@@ -164,37 +164,37 @@ SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(_NEVER_NEUTRAL, ()) 
     "typical_p": (1,),
     "use_beam_search": (False,),
 }
-_NEUTRAL = PROMPT_FIELDS | SAMPLING_FIELDS
-_PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_PLACE = re.compile(r"\.\d+(?=\.)")
-_seldom = RateLimitedLogger(logging.getLogger("paceline.server"))
+_NEUTRAL_VALUES = PROMPT_FIELDS | SAMPLING_FIELDS
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_LIST_INDEX = re.compile(r"\.\d+(?=\.)")
+_warnings = RateLimitedLogger(logging.getLogger("paceline.server"))
 
 
-def take_unknown(body: BaseModel) -> list[str]:
-    """Take what no model lists out of a body, and name it.
+def pop_unknown_fields(body: BaseModel) -> list[str]:
+    """Remove the fields that no model lists from a body; returns their names.
 
     Refused is what the body's class calls `unsupported`, and a name that is nearly that of a known field.
     """
     refused = getattr(type(body), "unsupported", ())
-    found: dict[str, None] = {}
+    ignored: dict[str, None] = {}
     count = 0
-    for where, model in _models(body, ""):
+    for where, model in _nested_models(body, ""):
         extra = model.__pydantic_extra__ or {}
         count += len(extra)
         if count > MOST_UNKNOWN:
-            raise bad(f"the body has more than {MOST_UNKNOWN} fields that do not exist", code="unknown_field")
+            raise bad_request(f"the body has more than {MOST_UNKNOWN} fields that do not exist", code="unknown_field")
         for name, value in extra.items():
-            if value is None or (not where and value in _NEUTRAL.get(name, ())):
+            if value is None or (not where and value in _NEUTRAL_VALUES.get(name, ())):
                 continue
             # A client's own word stands in a header and in the name of a metric.
-            shown = where + name if _PLAIN.fullmatch(where + name) else "(no identifier)"
+            path = where + name if _IDENTIFIER.fullmatch(where + name) else "(no identifier)"
             if not where and name in refused:
-                raise bad(f"`{name}` is not supported: leave it out", name, "unsupported_field")
-            if near := difflib.get_close_matches(name[:64], type(model).model_fields, 1, LIKENESS):
-                raise bad(f"there is no field `{shown}`: did you mean `{near[0]}`?", shown, "unknown_field")
-            found[_PLACE.sub("", shown)] = None
+                raise bad_request(f"`{name}` is not supported: leave it out", name, "unsupported_field")
+            if near := difflib.get_close_matches(name[:64], type(model).model_fields, 1, MIN_SIMILARITY):
+                raise bad_request(f"there is no field `{path}`: did you mean `{near[0]}`?", path, "unknown_field")
+            ignored[_LIST_INDEX.sub("", path)] = None
         extra.clear()
-    return list(found)
+    return list(ignored)
 
 
 def ignored_fields(request: Request) -> list[str]:
@@ -202,20 +202,20 @@ def ignored_fields(request: Request) -> list[str]:
     return getattr(request.state, "ignored", [])
 
 
-def name_ignored(request: Request, response: Response) -> Response:
+def report_ignored_fields(request: Request, response: Response) -> Response:
     """Name ignored fields in the answer's header and, once in a while, in the log."""
     if names := ", ".join(ignored_fields(request)):
         response.headers[IGNORED_HEADER] = names
-        _seldom.warn(request.url.path, "%s: ignored fields that do not exist: %s", request.url.path, names)
+        _warnings.warn(request.url.path, "%s: ignored fields that do not exist: %s", request.url.path, names)
     return response
 
 
-def _models(value: BaseModel, where: str) -> Iterator[tuple[str, BaseModel]]:
+def _nested_models(value: BaseModel, where: str) -> Iterator[tuple[str, BaseModel]]:
     yield where, value
     for name, inner in value.__dict__.items():
         if isinstance(inner, BaseModel):
-            yield from _models(inner, f"{where}{name}.")
+            yield from _nested_models(inner, f"{where}{name}.")
         # A list holds models or none: long lists of token ids are not gone through.
         elif isinstance(inner, list) and inner and isinstance(inner[0], BaseModel):
             for place, item in enumerate(inner):
-                yield from _models(item, f"{where}{name}.{place}.")
+                yield from _nested_models(item, f"{where}{name}.{place}.")

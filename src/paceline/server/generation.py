@@ -24,32 +24,32 @@ class ThreadToLoopQueue:
 
     def __init__(self) -> None:
         self._pending: deque[tuple[asyncio.Queue[Any], Any]] = deque()
-        self._woken = False
+        self._flush_scheduled = False
         self._loop = asyncio.get_running_loop()
 
     def send(self, inbox: asyncio.Queue[Any], message: Any) -> None:
         """From any thread."""
         self._pending.append((inbox, message))
-        if not self._woken:
-            self._woken = True
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
             self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_SECONDS, self._deliver)
 
     def _deliver(self) -> None:
-        self._woken = False
+        self._flush_scheduled = False
         while self._pending:
             inbox, message = self._pending.popleft()
             inbox.put_nowait(message)
 
 
 Event = tuple[int, Piece | Completion]
-"""A choice's index with what it said or how it ended."""
+"""A choice's index with its new tokens, or with its completion."""
 
-AT_ONCE = 32
-"""Choices handed to the engine in one turn of the event loop: a request of thousands lets others be heard."""
+CHOICES_PER_TURN = 32
+"""Choices submitted in one turn of the event loop, so that a request of thousands does not block others."""
 
 
 class Generation:
-    """Runs requests side by side and tells what happens, in order for each choice.
+    """Runs requests concurrently and reports their events, in order for each choice.
 
     Leaving the context takes whatever still runs out of the engine, however it is left: done, failed, or because the
     client is gone.
@@ -61,16 +61,16 @@ class Generation:
         self._engine, self._queue, self._requests, self._listen = engine, queue, requests, listen
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._tasks: list[asyncio.Task[Completion]] = []
-        self._stopped: set[int] = set()
+        self._stopped_choices: set[int] = set()
 
     async def __aenter__(self) -> "Generation":
         try:
             for index, request in enumerate(self._requests):
-                if index and index % AT_ONCE == 0:
+                if index and index % CHOICES_PER_TURN == 0:
                     await asyncio.sleep(0)
-                listener = partial(self._tell, index) if self._listen else None
+                listener = partial(self._enqueue, index) if self._listen else None
                 task = asyncio.ensure_future(self._engine.generate(request, listener))
-                task.add_done_callback(partial(self._ended, index))
+                task.add_done_callback(partial(self._on_done, index))
                 self._tasks.append(task)
         except BaseException as error:
             await self.__aexit__(type(error), error, None)
@@ -84,8 +84,8 @@ class Generation:
             task.cancel()
 
     def stop(self, index: int) -> None:
-        """Enough of this choice: its text is complete although the engine does not know."""
-        self._stopped.add(index)
+        """Cancel a choice whose text is complete, as after a stop string."""
+        self._stopped_choices.add(index)
         self._tasks[index].cancel()
 
     async def events(self) -> AsyncIterator[list[Event]]:
@@ -96,24 +96,24 @@ class Generation:
             messages = [await self._inbox.get()]  # bounded: by the client's patience
             while not self._inbox.empty():  # a reader that is late finds several, and answers them together
                 messages.append(self._inbox.get_nowait())
-            for index, what in messages:
-                if isinstance(what, asyncio.Task):
+            for index, item in messages:
+                if isinstance(item, asyncio.Task):
                     running -= 1
-                    if index in self._stopped:
+                    if index in self._stopped_choices:
                         continue
-                    what = await what  # bounded: it is done
-                events.append((index, what))
+                    item = await item  # bounded: it is done
+                events.append((index, item))
             yield events
 
     async def completions(self) -> list[Completion]:
-        """Every choice as a whole, for those who do not listen."""
+        """The completion of every choice, without streaming."""
         await asyncio.gather(*self._tasks)  # bounded: by the client's patience
         return [task.result() for task in self._tasks]  # bounded: it is done
 
-    def _tell(self, index: int, what: "Piece | asyncio.Task[Completion]") -> None:
-        self._queue.send(self._inbox, (index, what))
+    def _enqueue(self, index: int, item: "Piece | asyncio.Task[Completion]") -> None:
+        self._queue.send(self._inbox, (index, item))
 
-    def _ended(self, index: int, task: "asyncio.Task[Completion]") -> None:
+    def _on_done(self, index: int, task: "asyncio.Task[Completion]") -> None:
         if not task.cancelled():
             task.exception()  # looked at here, so that a failure after the first is no "never retrieved" complaint
-        self._tell(index, task)  # by the same queue as the pieces, or the end could overtake them
+        self._enqueue(index, task)  # by the same queue as the pieces, or the end could overtake them

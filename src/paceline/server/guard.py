@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.engine.base import EngineStats
 from paceline.server.errors import error_response
-from paceline.util.connections import why_foreign
+from paceline.util.connections import refusal_reason
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 COUNTERS = {"steps", "tokens", "prompt_tokens", "cached_tokens", "preempted", "swaps", "pause_seconds", "busy_seconds"}
 
 
@@ -30,11 +30,11 @@ class Meter:
 
     def record(self, route: str, status: int, seconds: float) -> None:
         self.answers[route, status] += 1
-        counts = self._buckets.setdefault(route, [0] * (len(SECONDS) + 1))
-        counts[bisect_left(SECONDS, seconds)] += 1
+        counts = self._buckets.setdefault(route, [0] * (len(LATENCY_BUCKETS) + 1))
+        counts[bisect_left(LATENCY_BUCKETS, seconds)] += 1
         self._seconds[route] += seconds  # ty: ignore[invalid-assignment] - a Counter adds floats as well
 
-    def exposition(self, stats: EngineStats) -> str:
+    def prometheus_text(self, stats: EngineStats) -> str:
         return "\n".join(self._lines(stats)) + "\n"
 
     def _lines(self, stats: EngineStats) -> Iterator[str]:
@@ -50,18 +50,18 @@ class Meter:
             yield f'paceline_http_requests_total{{route="{route}",status="{status}"}} {count}'
         yield "# TYPE paceline_http_request_seconds histogram"
         for route, counts in sorted(self._buckets.items()):
-            below = 0
-            for bound, count in zip((*SECONDS, "+Inf"), counts, strict=True):
-                below += count
-                yield f'paceline_http_request_seconds_bucket{{route="{route}",le="{bound}"}} {below}'
+            cumulative = 0
+            for bound, count in zip((*LATENCY_BUCKETS, "+Inf"), counts, strict=True):
+                cumulative += count
+                yield f'paceline_http_request_seconds_bucket{{route="{route}",le="{bound}"}} {cumulative}'
             yield f'paceline_http_request_seconds_sum{{route="{route}"}} {self._seconds[route]:g}'
-            yield f'paceline_http_request_seconds_count{{route="{route}"}} {below}'
+            yield f'paceline_http_request_seconds_count{{route="{route}"}} {cumulative}'
 
 
 OPEN_PATHS = {"/health"}
 """Answered without a key, so that a load balancer needs none."""
 
-AT_ONCE = 2
+REQUESTS_PER_TURN = 2
 """Requests that begin in one turn of the event loop."""
 
 
@@ -70,28 +70,28 @@ class RequestAdmission:
     together do not keep `/health`, and streams under way, from their turn."""
 
     def __init__(self) -> None:
-        self._begun = 0
+        self._num_admitted = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def wait(self) -> None:
         loop = asyncio.get_running_loop()
-        if not self._begun:
-            loop.call_soon(self._next, loop)
-        if self._begun < AT_ONCE:
-            self._begun += 1
+        if not self._num_admitted:
+            loop.call_soon(self._admit_waiting, loop)
+        if self._num_admitted < REQUESTS_PER_TURN:
+            self._num_admitted += 1
             return
         self._waiting.append(turn := loop.create_future())
         await turn  # bounded: by the requests that came before
 
-    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._begun = 0
-        while self._waiting and self._begun < AT_ONCE:
+    def _admit_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._num_admitted = 0
+        while self._waiting and self._num_admitted < REQUESTS_PER_TURN:
             turn = self._waiting.popleft()
             if not turn.done():  # else its client has gone
                 turn.set_result(None)
-                self._begun += 1
-        if self._begun:
-            loop.call_soon(self._next, loop)
+                self._num_admitted += 1
+        if self._num_admitted:
+            loop.call_soon(self._admit_waiting, loop)
 
 
 class ServerGuard:
@@ -103,8 +103,8 @@ class ServerGuard:
         """`control` are the paths that change what is served: they need the key even where nothing else does."""
         self._app, self._meter = app, meter
         self._routes, self._control = frozenset(routes), frozenset(control)
-        self._expected = f"Bearer {api_key}".encode() if api_key else None
-        self._turns = RequestAdmission()
+        self._expected_header = f"Bearer {api_key}".encode() if api_key else None
+        self._admission = RequestAdmission()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,7 +113,7 @@ class ServerGuard:
         status = 0
         start = time.perf_counter()
 
-        async def watched(message: Message) -> None:
+        async def send_and_record(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -122,12 +122,12 @@ class ServerGuard:
         self._meter.open += 1
         try:
             if scope["path"] not in OPEN_PATHS:
-                await self._turns.wait()  # bounded: by the requests that came before
-            await (self._refusal(scope) or self._app)(scope, receive, watched)
+                await self._admission.wait()  # bounded: by the requests that came before
+            await (self._refusal(scope) or self._app)(scope, receive, send_and_record)
         except asyncio.CancelledError:
             # Only a shutdown whose grace is over cancels a request. A client that still waits for a status gets one.
             if not status:
-                await _SHUTTING_DOWN(scope, receive, watched)
+                await _SHUTTING_DOWN(scope, receive, send_and_record)
         finally:
             self._meter.open -= 1
             # Other paths share a label, or a scanner could fill the memory with them.
@@ -135,14 +135,14 @@ class ServerGuard:
             self._meter.record(route, status, time.perf_counter() - start)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        if why := why_foreign(scope["headers"], has_key=self._expected is not None):
+        if why := refusal_reason(scope["headers"], has_key=self._expected_header is not None):
             return error_response(403, why, code="foreign_caller")
-        if self._expected is None:
-            return _NO_CONTROL if scope["path"] in self._control else None
+        if self._expected_header is None:
+            return _NEEDS_KEY if scope["path"] in self._control else None
         if scope["path"] in OPEN_PATHS:
             return None
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return None if hmac.compare_digest(given, self._expected) else _WRONG_KEY
+        return None if hmac.compare_digest(given, self._expected_header) else _WRONG_KEY
 
 
 _WRONG_KEY = error_response(
@@ -151,7 +151,7 @@ _WRONG_KEY = error_response(
     code="invalid_api_key",
     headers={"WWW-Authenticate": "Bearer"},
 )
-_NO_CONTROL = error_response(
+_NEEDS_KEY = error_response(
     403,
     "weights, adapters, pause and sleep are for the holder of the server's key: start it with PACELINE_API_KEY or "
     "--api-key, and send `Authorization: Bearer KEY`",

@@ -1,4 +1,4 @@
-"""Reading bodies with a cap, and noticing that a client is gone."""
+"""Reads request bodies with a size limit, and cancels work when the client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
@@ -9,12 +9,12 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 
-from paceline.server.errors import ClientGone, Refusal, invalid_body, take_unknown
+from paceline.server.errors import ClientGone, Refusal, invalid_body, pop_unknown_fields
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 BODY_SECONDS = 60.0
-"""For a body of JSON to arrive."""
+"""Longest that a JSON body may take to arrive."""
 BYTES_PER_COST = 64
 """A body may cost its longest size divided by this: 4 MiB allow 65,536, which take under a tenth of a second."""
 CONTROL_BYTES = 64 << 20
@@ -32,39 +32,39 @@ class FastJsonResponse(Response):
 
 async def read_body(request: Request, kind: type[B], limit: int | None = None) -> B:
     """The body, if it is JSON of this kind and neither too long nor of too many values. It is never read further than
-    allowed: the server's limit, unless another is given."""
+    allowed: the server's limit, unless another is value."""
     media = media_type(request)
     # A web page may post other types, or none, to a server on loopback without the browser asking us first.
     if media != "application/json" and not media.endswith("+json"):
         raise Refusal(415, f"send JSON with `Content-Type: application/json`, not `{media or 'no type'}`")
     limit = limit or request.app.state.max_body_bytes
-    if announced_bytes(request) > limit:
-        raise too_large(limit)
+    if content_length(request) > limit:
+        raise body_too_large(limit)
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > limit:
-                    raise too_large(limit)
+                    raise body_too_large(limit)
     except TimeoutError:
         raise Refusal(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
     if json_cost(body) > limit // BYTES_PER_COST:
         raise Refusal(413, "the body holds too many values: send fewer prompts at a time, or raise --max-body-bytes")
     try:
-        given = kind.model_validate_json(bytes(body))
+        value = kind.model_validate_json(bytes(body))
     except ValidationError as error:
         raise invalid_body(error) from None
-    request.state.ignored = take_unknown(given)
-    return given
+    request.state.ignored = pop_unknown_fields(value)
+    return value
 
 
 def media_type(request: Request) -> str:
-    """The type that the body is said to have, without its parameters."""
+    """The media type of the Content-Type header, without its parameters."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-def announced_bytes(request: Request) -> int:
+def content_length(request: Request) -> int:
     length = request.headers.get("content-length", "0")
     return int(length) if length.isdecimal() else 0
 
@@ -79,27 +79,27 @@ def json_cost(body: bytes | bytearray) -> int:
     return body.count(b",") // 5 + body.count(b"{") + body.count(b"[") + body.count(b'"') // 2
 
 
-def too_large(limit: int) -> Refusal:
+def body_too_large(limit: int) -> Refusal:
     return Refusal(413, f"the body is larger than {limit} bytes, the server's limit (--max-body-bytes)")
 
 
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """Do the work while the client waits for it; if it leaves, cancel the work and raise `ClientGone`."""
     task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_gone(receive))
+    disconnect = asyncio.ensure_future(_listen_for_disconnect(receive))
     try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)  # bounded: by the client's patience
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)  # bounded: by the client's patience
         if not task.done():
             raise ClientGone
         return task.result()  # bounded: it is done
     finally:
-        leaving.cancel()
+        disconnect.cancel()
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))  # bounded: it is cancelled
 
 
-async def _gone(receive: Receive) -> None:
+async def _listen_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -118,7 +118,7 @@ class EventStream(Response):
     async def begin(cls, request: Request, events: AsyncGenerator[bytes]) -> "EventStream":
         """Wait for the first event before promising a 200: what is refused at once gets its own status."""
         try:
-            first = await unless_gone(request.receive, anext(events))
+            first = await cancel_on_disconnect(request.receive, anext(events))
         except BaseException:
             await events.aclose()
             raise
@@ -126,7 +126,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._write(send))
+            await cancel_on_disconnect(receive, self._write(send))
         except ClientGone:
             pass
         finally:
@@ -140,9 +140,9 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def event(value: Any) -> bytes:
+def sse_event(value: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-DONE = b"data: [DONE]\n\n"
+SSE_DONE = b"data: [DONE]\n\n"

@@ -13,16 +13,16 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request, Response
 
-from paceline.clients.rpc import join
+from paceline.clients.rpc import join_pieces
 from paceline.engine.base import Completion, GenerateRequest, Piece, TopLogprobs
 from paceline.errors import EngineError
-from paceline.server.answers import heading, usage
+from paceline.server.answers import response_head, usage
 from paceline.server.bodies import SamplingBody
-from paceline.server.errors import Refusal, error_object, refusal_of
+from paceline.server.errors import Refusal, engine_refusal, error_object
 from paceline.server.generation import Event, Generation
-from paceline.server.http import DONE, EventStream, FastJsonResponse, event, unless_gone
+from paceline.server.http import SSE_DONE, EventStream, FastJsonResponse, cancel_on_disconnect, sse_event
 from paceline.server.service import Service
-from paceline.server.tokenizer import Detokeniser, ServerTokenizer, TokenBytes
+from paceline.server.tokenizer import Detokenizer, ServerTokenizer, TokenBytes
 
 B = TypeVar("B", bound=SamplingBody)
 
@@ -38,7 +38,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
-        self._held = ""
+        self._buffer = ""
         self.found = False
 
     def feed(self, text: str) -> str:
@@ -47,20 +47,20 @@ class StopMatcher:
             return ""
         if not self.stops:
             return text
-        text = self._held + text
+        text = self._buffer + text
         hits = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
         if hits:
-            self.found, self._held = True, ""
+            self.found, self._buffer = True, ""
             return text[: min(hits)[1]]
         # The longest end of the text with which some stop string begins.
         longest = min(max(map(len, self.stops)) - 1, len(text))
         keep = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self.stops)), 0)
-        self._held = text[len(text) - keep :]
+        self._buffer = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
         """The text is over: what was held back is no stop string after all."""
-        text, self._held = self._held, ""
+        text, self._buffer = self._buffer, ""
         return text
 
 
@@ -86,7 +86,7 @@ class ChoiceDelta:
 
 
 class OutputProcessor:
-    """Detokenises what one choice says and ends it at a stop string.
+    """Detokenizes one choice and ends it at a stop string.
 
     A piece is decoded as a whole; only where a stop string ends inside it are its tokens gone through one by one.
     The tokens reported are all that were sampled, to the one that completed the stop: only the text is cut.
@@ -95,46 +95,46 @@ class OutputProcessor:
     def __init__(
         self, tokenizer: ServerTokenizer, request: GenerateRequest, stops: Sequence[str], offsets: bool
     ) -> None:
-        self._detokeniser = tokenizer.detokeniser(request.prompt_ids)
+        self._detokenizer = tokenizer.detokenizer(request.prompt_ids)
         self._matcher = StopMatcher(stops)
-        self._ends = request.stop_token_ids
-        self._ruler = Ruler(tokenizer.token_bytes) if offsets else None
+        self._stop_token_ids = request.stop_token_ids
+        self._offset_tracker = OffsetTracker(tokenizer.token_bytes) if offsets else None
         self.finish: str | None = None
         self.sampled = 0
         self.cached = 0
 
-    def hear(self, piece: Piece) -> ChoiceDelta:
-        """Take newly sampled tokens. Once `finish` is set nothing more is said."""
+    def process(self, piece: Piece) -> ChoiceDelta:
+        """The output that new tokens add; empty once `finish` is set."""
         if self.finish:
             return ChoiceDelta()
-        before = (self._detokeniser.copy(), copy.copy(self._matcher)) if self._matcher.stops else None
+        before = (self._detokenizer.copy(), copy.copy(self._matcher)) if self._matcher.stops else None
         ids, taken = piece.token_ids, len(piece.token_ids)
         # The token that only ends the answer is no part of its text; nothing comes after it.
-        text = self._matcher.feed(self._detokeniser.feed(ids[:-1] if ids and ids[-1] in self._ends else ids))
+        text = self._matcher.feed(self._detokenizer.feed(ids[:-1] if ids and ids[-1] in self._stop_token_ids else ids))
         if before and self._matcher.found:
             self.finish = "stop"
-            taken = self._until_found(ids, *before)
+            taken = self._tokens_to_stop(ids, *before)
         self.sampled += taken
         delta = ChoiceDelta(text, ids[:taken], piece.logprobs[:taken], piece.versions[:taken])
         delta.top = (piece.top or [])[:taken]
-        if self._ruler is not None:
-            delta.offsets = self._ruler.measure(delta.token_ids)
+        if self._offset_tracker is not None:
+            delta.offsets = self._offset_tracker.next_offsets(delta.token_ids)
         return delta
 
     def end(self, completion: Completion, listened: bool) -> ChoiceDelta:
-        """The engine is done: say what was held back. Unless it was listened to, everything is yet to be said."""
+        """The output that remains when the engine is done: text held back, or all of it if it was not streamed."""
         self.cached = completion.cached
         delta = ChoiceDelta()
         if not listened:
             whole = Piece(completion.token_ids, completion.logprobs, completion.versions, completion.top)
-            delta = self.hear(whole)
+            delta = self.process(whole)
         if self.finish is None:
-            delta.text += self._matcher.feed(self._detokeniser.flush())
+            delta.text += self._matcher.feed(self._detokenizer.flush())
             delta.text += self._matcher.flush()
             self.finish = "stop" if self._matcher.found else completion.finish
         return delta
 
-    def _until_found(self, token_ids: list[int], detokeniser: Detokeniser, matcher: StopMatcher) -> int:
+    def _tokens_to_stop(self, token_ids: list[int], detokeniser: Detokenizer, matcher: StopMatcher) -> int:
         """How many tokens it takes to complete the stop string."""
         for place, token in enumerate(token_ids, start=1):
             matcher.feed(detokeniser.feed((token,)))
@@ -143,7 +143,7 @@ class OutputProcessor:
         return len(token_ids)
 
 
-class Ruler:
+class OffsetTracker:
     """Tells where in the text each token begins, from the tokens' bytes: half a letter has no length yet."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
@@ -151,15 +151,15 @@ class Ruler:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._length = 0
 
-    def measure(self, token_ids: Sequence[int]) -> list[int]:
+    def next_offsets(self, token_ids: Sequence[int]) -> list[int]:
         offsets = []
         for token in token_ids:
             offsets.append(self._length)
-            self._length += len(self._decode(bytes(self._token_bytes.spell(token)[1])))
+            self._length += len(self._decode(bytes(self._token_bytes.decode_token(token)[1])))
         return offsets
 
 
-LOWEST = -9999.0
+MIN_LOGPROB = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON cannot hold."""
 
 
@@ -168,8 +168,8 @@ def chat_logprobs(delta: ChoiceDelta, token_bytes: TokenBytes, count: int) -> di
     for place, token in enumerate(delta.token_ids):
         ranked = delta.top[place][:count] if count and delta.top else []
         content.append(
-            _entry(token, delta.logprobs[place], token_bytes)
-            | {"top_logprobs": [_entry(other, logprob, token_bytes) for other, logprob in ranked]}
+            _logprob_entry(token, delta.logprobs[place], token_bytes)
+            | {"top_logprobs": [_logprob_entry(other, logprob, token_bytes) for other, logprob in ranked]}
         )
     return {"content": content, "refusal": None}
 
@@ -177,22 +177,24 @@ def chat_logprobs(delta: ChoiceDelta, token_bytes: TokenBytes, count: int) -> di
 def completion_logprobs(delta: ChoiceDelta, token_bytes: TokenBytes, count: int, start: int = 0) -> dict[str, Any]:
     """`start` is where in the answer the text begins: after the prompt, where that is echoed."""
     return {
-        "tokens": [token_bytes.spell(token)[0] for token in delta.token_ids],
-        "token_logprobs": [max(logprob, LOWEST) for logprob in delta.logprobs],
-        "top_logprobs": [_ranked(ranked[:count], token_bytes) for ranked in delta.top] if count and delta.top else None,
+        "tokens": [token_bytes.decode_token(token)[0] for token in delta.token_ids],
+        "token_logprobs": [max(logprob, MIN_LOGPROB) for logprob in delta.logprobs],
+        "top_logprobs": [_top_logprobs(ranked[:count], token_bytes) for ranked in delta.top]
+        if count and delta.top
+        else None,
         "text_offset": [start + offset for offset in delta.offsets],
     }
 
 
-def _entry(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
-    text, data = token_bytes.spell(token)
-    return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
+def _logprob_entry(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
+    text, data = token_bytes.decode_token(token)
+    return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": data}
 
 
-def _ranked(ranked: TopLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
+def _top_logprobs(ranked: TopLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
     named: dict[str, float] = {}
     for token, logprob in ranked:  # two may be spelt alike: the more probable one comes first and stays
-        named.setdefault(token_bytes.spell(token)[0], max(logprob, LOWEST))
+        named.setdefault(token_bytes.decode_token(token)[0], max(logprob, MIN_LOGPROB))
     return named
 
 
@@ -209,7 +211,7 @@ class ChoiceWriter(ABC, Generic[B]):
         self.requests = requests
         self.outputs = [OutputProcessor(service.tokenizer, request, body.stops, offsets) for request in requests]
         self.prompt_logprobs: list[list[float | None]] | None = None
-        self._begun: set[int] = set()
+        self._streamed_choices: set[int] = set()
         """Choices of which a chunk was sent."""
         self._head: dict[str, Any] = {}
 
@@ -224,20 +226,20 @@ class ChoiceWriter(ABC, Generic[B]):
 
     @abstractmethod
     def chunk(self, index: int, delta: ChoiceDelta, ended: bool) -> dict[str, Any] | None:
-        """What a stream says of a choice after one step; None for nothing."""
+        """A choice's chunk of a stream after one step; None if there is nothing to send."""
 
     async def respond(self, request: Request) -> Response:
         if self._body.stream:
             return await EventStream.begin(request, self._events())
-        return FastJsonResponse(await unless_gone(request.receive, self.answer()))
+        return FastJsonResponse(await cancel_on_disconnect(request.receive, self.full_response()))
 
-    async def answer(self) -> dict[str, Any]:
-        choices = [self.choice(index, delta) for index, delta in enumerate(await self._whole())]
-        return self._heading(self.kind) | {"choices": choices, "usage": self.usage()}
+    async def full_response(self) -> dict[str, Any]:
+        choices = [self.choice(index, delta) for index, delta in enumerate(await self._collect_choices())]
+        return self._response_head(self.kind) | {"choices": choices, "usage": self.usage()}
 
     async def _events(self) -> AsyncGenerator[bytes]:
         """Server-sent events. An error before the first one has a status of its own."""
-        self._head = self._heading(self.chunk_kind) | ({"usage": None} if self._counts else {})
+        self._head = self._response_head(self.chunk_kind) | ({"usage": None} if self._includes_usage else {})
         begun = False
         try:
             async with aclosing(self._steps(listen=True)) as steps:
@@ -248,58 +250,60 @@ class ChoiceWriter(ABC, Generic[B]):
         except EngineError as error:
             if not begun:
                 raise
-            yield self.encode_failure(refusal_of(error))
+            yield self.encode_failure(engine_refusal(error))
             return
         yield self.encode_end()
 
     def encode(self, chunk: dict[str, Any]) -> bytes:
         options = self._body.stream_options
-        always = options and self._counts and options.continuous_usage_stats
-        used = {"usage": self._usage_of(chunk["index"])} if always else {}
-        return event(self._head | used | {"choices": [chunk]})
+        always = options and self._includes_usage and options.continuous_usage_stats
+        used = {"usage": self._choice_usage(chunk["index"])} if always else {}
+        return sse_event(self._head | used | {"choices": [chunk]})
 
     def encode_failure(self, refusal: Refusal) -> bytes:
         return b"data: " + error_object(refusal.status, str(refusal), refusal.param, refusal.code) + b"\n\n"
 
     def encode_end(self) -> bytes:
-        return (event(self._head | {"choices": [], "usage": self.usage()}) if self._counts else b"") + DONE
+        return (
+            sse_event(self._head | {"choices": [], "usage": self.usage()}) if self._includes_usage else b""
+        ) + SSE_DONE
 
     @property
-    def _counts(self) -> bool:
+    def _includes_usage(self) -> bool:
         """Whether a stream ends with the number of its tokens."""
         return bool(self._body.stream_options and self._body.stream_options.include_usage)
 
-    def _heading(self, kind: str) -> dict[str, Any]:
-        return heading(kind, self.prefix, self._body.model or self._service.models.name)
+    def _response_head(self, kind: str) -> dict[str, Any]:
+        return response_head(kind, self.prefix, self._body.model or self._service.models.name)
 
     async def _steps(self, listen: bool) -> AsyncGenerator[tuple[int, ChoiceDelta, bool]]:
         """A choice's index, what it gained, and whether it has ended, until all have. Several pieces of one choice are
         told together."""
         async with Generation(self._service.engine, self._service.queue, self.requests, listen) as generation:
             async for events in generation.events():
-                gained: dict[int, ChoiceDelta] = {}
-                for index, what in merged(events):
+                deltas: dict[int, ChoiceDelta] = {}
+                for index, item in merge_pieces(events):
                     output = self.outputs[index]
                     if output.finish is not None:
                         continue
-                    delta = output.end(what, listen) if isinstance(what, Completion) else output.hear(what)
+                    delta = output.end(item, listen) if isinstance(item, Completion) else output.process(item)
                     if output.finish is not None:
                         generation.stop(index)
-                    if index in gained:
-                        gained[index].add(delta)
+                    if index in deltas:
+                        deltas[index].add(delta)
                     else:
-                        gained[index] = delta
-                for index, delta in gained.items():
+                        deltas[index] = delta
+                for index, delta in deltas.items():
                     yield index, delta, self.outputs[index].finish is not None
 
-    async def _whole(self) -> list[ChoiceDelta]:
+    async def _collect_choices(self) -> list[ChoiceDelta]:
         """Every choice from beginning to end. Tokens are listened to only where a stop string may end it early."""
         deltas = [ChoiceDelta() for _ in self.requests]
         async for index, delta, _ in self._steps(listen=bool(self._body.stops)):
             deltas[index].add(delta)
         return deltas
 
-    def _usage_of(self, index: int) -> dict[str, Any]:
+    def _choice_usage(self, index: int) -> dict[str, Any]:
         """Tokens of one choice so far."""
         return usage([self.requests[index]], 1, self.outputs[index].sampled, self.outputs[index].cached)
 
@@ -321,18 +325,18 @@ class ChoiceWriter(ABC, Generic[B]):
         return extra
 
 
-def merged(events: list[Event]) -> Iterator[Event]:
+def merge_pieces(events: list[Event]) -> Iterator[Event]:
     """The same events with all pieces of a choice as one: a stream that lags decodes them together."""
     if len(events) == 1:
         yield events[0]
         return
     pieces: dict[int, list[Piece]] = {}
-    for index, what in events:
-        if isinstance(what, Piece):
-            pieces.setdefault(index, []).append(what)
-    for index, some in pieces.items():
-        yield index, join(some)
-    yield from ((index, what) for index, what in events if isinstance(what, Completion))
+    for index, item in events:
+        if isinstance(item, Piece):
+            pieces.setdefault(index, []).append(item)
+    for index, chunks in pieces.items():
+        yield index, join_pieces(chunks)
+    yield from ((index, item) for index, item in events if isinstance(item, Completion))
 
 
 async def score_prompts(service: Service, requests: Sequence[GenerateRequest]) -> list[list[float | None]]:

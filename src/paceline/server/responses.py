@@ -13,10 +13,10 @@ from fastapi import Request, Response
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
 from paceline.engine.base import GenerateRequest
-from paceline.server.bodies import INT64, ChatBody, ClientBody, Count, Neutral, text_only
-from paceline.server.completions import ChatWriter, plan_chat
+from paceline.server.bodies import INT64, ChatBody, ClientBody, Count, Neutral, check_text_only
+from paceline.server.completions import ChatWriter, build_chat_requests
 from paceline.server.errors import PROMPT_FIELDS, SAMPLING_FIELDS, Refusal, invalid_body
-from paceline.server.http import unless_gone
+from paceline.server.http import cancel_on_disconnect
 from paceline.server.service import Service
 
 C = TypeVar("C", bound=ChatBody)
@@ -46,14 +46,14 @@ class ContentText(ClientBody):
     logprobs: list[Any] | None = None
 
 
-def parts_of_text(content: Any) -> Any:
+def check_text_parts(content: Any) -> Any:
     """Refuse parts that are no text by name."""
     if isinstance(content, list):
-        text_only([part for part in content if not isinstance(part, dict) or part.get("type") not in TEXT_TYPES])
+        check_text_only([part for part in content if not isinstance(part, dict) or part.get("type") not in TEXT_TYPES])
     return content
 
 
-Content = Annotated[str | Annotated[list[ContentText], Field(max_length=1024)], BeforeValidator(parts_of_text)]
+Content = Annotated[str | Annotated[list[ContentText], Field(max_length=1024)], BeforeValidator(check_text_parts)]
 
 
 class MessageItem(ClientBody):
@@ -201,11 +201,11 @@ class ResponseBody(ClientBody):
     prompt: Annotated[dict[str, Any] | None, Neutral()] = None
 
 
-def as_chat(body: ResponseBody, kind: type[C]) -> C:
+def to_chat_body(body: ResponseBody, kind: type[C]) -> C:
     """The same request as a body of the Chat Completions API."""
     chat: dict[str, Any] = {
         "model": body.model,
-        "messages": list(_messages(body)),
+        "messages": list(_chat_messages(body)),
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -214,8 +214,10 @@ def as_chat(body: ResponseBody, kind: type[C]) -> C:
         "user": body.user,
     }
     if body.tools:
-        kept = ("name", "description", "parameters", "strict")
-        chat["tools"] = [{"type": "function", "function": tool.model_dump(include={*kept})} for tool in body.tools]
+        function_fields = ("name", "description", "parameters", "strict")
+        chat["tools"] = [
+            {"type": "function", "function": tool.model_dump(include={*function_fields})} for tool in body.tools
+        ]
     chat["tool_choice"] = choice = body.tool_choice
     if isinstance(choice, NamedFunctionTool):
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
@@ -230,34 +232,34 @@ def as_chat(body: ResponseBody, kind: type[C]) -> C:
         raise invalid_body(error) from None
 
 
-def _messages(body: ResponseBody) -> Iterator[dict[str, Any]]:
+def _chat_messages(body: ResponseBody) -> Iterator[dict[str, Any]]:
     """Messages of a chat. A message of the assistant and the calls that follow it are one."""
     if body.instructions:
         yield {"role": "system", "content": body.instructions}
     if isinstance(body.input, str):
         yield {"role": "user", "content": body.input}
         return
-    said: dict[str, Any] | None = None
+    assistant: dict[str, Any] | None = None
     for item in body.input:
         if isinstance(item, FunctionCallItem):
-            said = said or {"role": "assistant", "content": None}
+            assistant = assistant or {"role": "assistant", "content": None}
             call = {"name": item.name, "arguments": item.arguments}
-            said.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": call})
+            assistant.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": call})
             continue
-        if said:
-            yield said
-            said = None
+        if assistant:
+            yield assistant
+            assistant = None
         if isinstance(item, FunctionOutputItem):
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": _join_text(item.output)}
         elif item.role == "assistant":
-            said = {"role": "assistant", "content": _text(item.content)}
+            assistant = {"role": "assistant", "content": _join_text(item.content)}
         else:
-            yield {"role": item.role, "content": _text(item.content)}
-    if said:
-        yield said
+            yield {"role": item.role, "content": _join_text(item.content)}
+    if assistant:
+        yield assistant
 
 
-def _text(content: str | list[ContentText]) -> str:
+def _join_text(content: str | list[ContentText]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -268,7 +270,7 @@ class ResponseWriter:
         """`settings` are those that differ from what the client asked for."""
         given = body.model_dump(exclude_none=True, by_alias=True)
         self._head: dict[str, Any] = {
-            "id": _new("resp"),
+            "id": _new_id("resp"),
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
@@ -293,21 +295,21 @@ class ResponseWriter:
             "usage": None,
             **settings,
         }
-        self._events = 0
-        self._message = _new("msg")
-        self._said: str | None = None
+        self._num_events = 0
+        self._message_id = _new_id("msg")
+        self._text: str | None = None
         """The text so far, once the message has begun."""
         self._calls: list[dict[str, Any]] = []
 
-    def whole(self, message: dict[str, Any], finish: str | None, usage: dict[str, Any]) -> dict[str, Any]:
+    def full_response(self, message: dict[str, Any], finish: str | None, usage: dict[str, Any]) -> dict[str, Any]:
         """The response that says what this chat message says."""
         text, calls = message.get("content") or "", message.get("tool_calls") or []
-        output = [_message(self._message, "completed", text)] if text or not calls else []
-        return self._ended([*output, *map(_call, calls)], finish, usage)
+        output = [_message_item(self._message_id, "completed", text)] if text or not calls else []
+        return self._final_response([*output, *map(_call_item, calls)], finish, usage)
 
     @property
-    def begun(self) -> bool:
-        return self._events > 0
+    def has_started(self) -> bool:
+        return self._num_events > 0
 
     def begin(self) -> bytes:
         return self._event("response.created", response=self._head) + self._event(
@@ -320,23 +322,23 @@ class ResponseWriter:
         text = message.get("content") or ""
         if not text:
             return b""
-        begun = b"" if self._said is not None else self._open()
-        self._said = (self._said or "") + text
-        return begun + self._in_part("response.output_text.delta", delta=text, logprobs=[])
+        begun = b"" if self._text is not None else self._open_message()
+        self._text = (self._text or "") + text
+        return begun + self._part_event("response.output_text.delta", delta=text, logprobs=[])
 
     def end(self, finish: str | None, usage: dict[str, Any]) -> bytes:
         output: list[dict[str, Any]] = []
         events = b""
-        if self._said is None and not self._calls:
-            events, self._said = self._open(), ""
-        if self._said is not None:
-            item = _message(self._message, "completed", self._said)
+        if self._text is None and not self._calls:
+            events, self._text = self._open_message(), ""
+        if self._text is not None:
+            item = _message_item(self._message_id, "completed", self._text)
             output.append(item)
-            events += self._in_part("response.output_text.done", text=self._said, logprobs=[])
-            events += self._in_part("response.content_part.done", part=item["content"][0])
+            events += self._part_event("response.output_text.done", text=self._text, logprobs=[])
+            events += self._part_event("response.content_part.done", part=item["content"][0])
             events += self._event("response.output_item.done", output_index=0, item=item)
         for call in self._calls:
-            item, place = _call(call), len(output)
+            item, place = _call_item(call), len(output)
             output.append(item)
             at = {"item_id": item["id"], "output_index": place}
             fresh = item | {"arguments": "", "status": "in_progress"}
@@ -346,7 +348,7 @@ class ResponseWriter:
                 "response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"]
             )
             events += self._event("response.output_item.done", output_index=place, item=item)
-        response = self._ended(output, finish, usage)
+        response = self._final_response(output, finish, usage)
         return events + self._event(f"response.{response['status']}", response=response)
 
     def fail(self, message: str, code: str | None) -> bytes:
@@ -357,26 +359,28 @@ class ResponseWriter:
             "response.failed", response=failed
         )
 
-    def _open(self) -> bytes:
-        item = _message(self._message, "in_progress", "") | {"content": []}
-        return self._event("response.output_item.added", output_index=0, item=item) + self._in_part(
+    def _open_message(self) -> bytes:
+        item = _message_item(self._message_id, "in_progress", "") | {"content": []}
+        return self._event("response.output_item.added", output_index=0, item=item) + self._part_event(
             "response.content_part.added", part={"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         )
 
-    def _in_part(self, kind: str, **more: Any) -> bytes:
-        return self._event(kind, item_id=self._message, output_index=0, content_index=0, **more)
+    def _part_event(self, kind: str, **more: Any) -> bytes:
+        return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **more)
 
     def _event(self, kind: str, **more: Any) -> bytes:
-        data = orjson.dumps({"type": kind, "sequence_number": self._events, **more})
-        self._events += 1
+        data = orjson.dumps({"type": kind, "sequence_number": self._num_events, **more})
+        self._num_events += 1
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
-    def _ended(self, output: list[dict[str, Any]], finish: str | None, usage: dict[str, Any]) -> dict[str, Any]:
-        cut = finish == "length"
+    def _final_response(
+        self, output: list[dict[str, Any]], finish: str | None, usage: dict[str, Any]
+    ) -> dict[str, Any]:
+        truncated = finish == "length"
         cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
         return self._head | {
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "status": "incomplete" if truncated else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
             "output": output,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
@@ -388,16 +392,22 @@ class ResponseWriter:
         }
 
 
-def _message(name: str, status: str, text: str) -> dict[str, Any]:
+def _message_item(name: str, status: str, text: str) -> dict[str, Any]:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {"id": name, "type": "message", "role": "assistant", "status": status, "content": [part]}
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    return {"id": _new("fc"), "type": "function_call", "status": "completed", "call_id": call["id"], **call["function"]}
+def _call_item(call: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": _new_id("fc"),
+        "type": "function_call",
+        "status": "completed",
+        "call_id": call["id"],
+        **call["function"],
+    }
 
 
-def _new(prefix: str) -> str:
+def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
@@ -408,27 +418,27 @@ class ResponseStream(ChatWriter):
         self, service: Service, body: ChatBody, requests: list[GenerateRequest], writer: ResponseWriter
     ) -> None:
         super().__init__(service, body, requests)
-        self._writer, self._reason = writer, None
+        self._writer, self._finish_reason = writer, None
 
-    async def answer(self) -> dict[str, Any]:
-        whole = await super().answer()
+    async def full_response(self) -> dict[str, Any]:
+        whole = await super().full_response()
         (choice,) = whole["choices"]
-        return self._writer.whole(choice["message"], choice["finish_reason"], whole["usage"])
+        return self._writer.full_response(choice["message"], choice["finish_reason"], whole["usage"])
 
     def encode(self, chunk: dict[str, Any]) -> bytes:
-        self._reason = chunk["finish_reason"] or self._reason
-        return (b"" if self._writer.begun else self._writer.begin()) + self._writer.add(chunk["delta"])
+        self._finish_reason = chunk["finish_reason"] or self._finish_reason
+        return (b"" if self._writer.has_started else self._writer.begin()) + self._writer.add(chunk["delta"])
 
     def encode_failure(self, refusal: Refusal) -> bytes:
         return self._writer.fail(str(refusal), refusal.code)
 
     def encode_end(self) -> bytes:
-        return self._writer.end(self._reason, self.usage())
+        return self._writer.end(self._finish_reason, self.usage())
 
 
-async def respond(service: Service, body: ResponseBody, request: Request) -> Response:
+async def create_response(service: Service, body: ResponseBody, request: Request) -> Response:
     """Respond to text or to the items of a conversation."""
-    chat = as_chat(body, ChatBody)
-    requests = await unless_gone(request.receive, plan_chat(service, chat))
+    chat = to_chat_body(body, ChatBody)
+    requests = await cancel_on_disconnect(request.receive, build_chat_requests(service, chat))
     writer = ResponseWriter(body, body.model or service.models.name)
     return await ResponseStream(service, chat, requests, writer).respond(request)

@@ -1,4 +1,4 @@
-"""State that all endpoints share: engine, tokenizer, model names, and files of incoming weights."""
+"""Holds the state that endpoints share: engine, tokenizer, model names, and uploaded weights."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from paceline.errors import UnknownModel
 from paceline.server.errors import Refusal
 from paceline.server.generation import ThreadToLoopQueue
 from paceline.server.guard import Meter
-from paceline.server.http import announced_bytes, media_type
+from paceline.server.http import content_length, media_type
 from paceline.server.tokenizer import ServerTokenizer
 from paceline.util.private_folder import PrivateFolder, sweep
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from paceline.weights.broadcast import Receiver
 
 
-BASE = "base"
+BASE_MODEL = "base"
 """The engine's name for the plain base, beside a policy that is an adapter."""
 
 
-class Models:
+class ServedModels:
     """Knows the engine's limits without asking it for every request; looks again when a name is unknown."""
 
     def __init__(self, engine: Engine, name: str, limits: EngineLimits, has_key: bool) -> None:
@@ -40,27 +40,27 @@ class Models:
     async def refresh(self) -> None:
         self.limits = await self._engine.limits()
 
-    async def resolve(self, asked: str | None) -> str:
+    async def resolve(self, requested: str | None) -> str:
         """The engine's name for what a request calls its model."""
-        if not asked or asked == self.name:
+        if not requested or requested == self.name:
             return ""
-        if asked == BASE:
-            return asked
-        if asked not in self.limits.adapters:
+        if requested == BASE_MODEL:
+            return requested
+        if requested not in self.limits.adapters:
             await self.refresh()
-        if asked not in self.limits.adapters:
+        if requested not in self.limits.adapters:
             served = ", ".join(f"`{name}`" for name in self.names())
-            raise UnknownModel(f"there is no model `{asked}` here: the server has {served}")
-        return asked
+            raise UnknownModel(f"there is no model `{requested}` here: the server has {served}")
+        return requested
 
     def names(self) -> list[str]:
         return [self.name, *(name for name in self.limits.adapters if name)]
 
 
-WRITTEN_AT_ONCE = 4 << 20
-MOST_AT_ONCE = 2
+WRITE_BYTES = 4 << 20
+MOST_UPLOADS = 2
 """Bodies that may lie here at the same time: a second one for a client that hung up and asks again."""
-SILENT_SECONDS = 120.0
+IDLE_SECONDS = 120.0
 """A client that stops sending in the middle is not waited for longer."""
 
 
@@ -70,8 +70,8 @@ class Spool:
     def __init__(self) -> None:
         sweep()
         self._folder: PrivateFolder | None = None
-        self._numbers = 0
-        self._here = 0
+        self._num_bodies = 0
+        self._active = 0
 
     @asynccontextmanager
     async def body(self, request: Request, limit: int, ending: str) -> AsyncGenerator[Path]:
@@ -80,20 +80,20 @@ class Spool:
         # Of all types, a web page may post only a few without the browser asking us first; this is none of them.
         if media != "application/octet-stream":
             raise Refusal(415, f"send raw bytes with `Content-Type: application/octet-stream`, not `{media}`")
-        if announced_bytes(request) > limit:
-            raise _too_large(limit)
-        if self._here >= MOST_AT_ONCE:
-            raise Refusal(429, f"{self._here} updates are arriving already", code="overloaded")
-        self._here += 1
+        if content_length(request) > limit:
+            raise _update_too_large(limit)
+        if self._active >= MOST_UPLOADS:
+            raise Refusal(429, f"{self._active} updates are arriving already", code="overloaded")
+        self._active += 1
         if self._folder is None:
             self._folder = PrivateFolder()
-        self._numbers += 1
-        file = self._folder.path / f"{self._numbers}.{ending}"
+        self._num_bodies += 1
+        file = self._folder.path / f"{self._num_bodies}.{ending}"
         try:
-            await _write(request, file, limit)
+            await _write_body(request, file, limit)
             yield file
         finally:
-            self._here -= 1
+            self._active -= 1
             file.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -101,27 +101,27 @@ class Spool:
             self._folder.close()
 
 
-async def _write(request: Request, file: Path, limit: int) -> None:
-    written, pieces, held = 0, [], 0
+async def _write_body(request: Request, file: Path, limit: int) -> None:
+    written, pieces, buffered = 0, [], 0
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb", buffering=0) as opened:
             stream = aiter(request.stream())
             while True:
-                async with asyncio.timeout(SILENT_SECONDS):
+                async with asyncio.timeout(IDLE_SECONDS):
                     piece = await anext(stream, None)
                 if piece is not None:
-                    held += len(piece)
+                    buffered += len(piece)
                     pieces.append(piece)
-                    if written + held > limit:
-                        raise _too_large(limit)
-                if held >= WRITTEN_AT_ONCE or (piece is None and pieces):
+                    if written + buffered > limit:
+                        raise _update_too_large(limit)
+                if buffered >= WRITE_BYTES or (piece is None and pieces):
                     await asyncio.to_thread(write_all, opened, b"".join(pieces))
-                    written, pieces, held = written + held, [], 0
+                    written, pieces, buffered = written + buffered, [], 0
                 if piece is None:
                     return
     except TimeoutError:
-        raise Refusal(400, f"the body stopped after {written + held} bytes") from None
+        raise Refusal(400, f"the body stopped after {written + buffered} bytes") from None
     except OSError as error:
         raise Refusal(503, f"the body cannot be kept: {error.strerror}", code="no_room") from error
 
@@ -133,7 +133,7 @@ def write_all(file: BinaryIO, data: bytes) -> None:
         left = left[file.write(left) :]
 
 
-def _too_large(limit: int) -> Refusal:
+def _update_too_large(limit: int) -> Refusal:
     return Refusal(413, f"the body is larger than {limit} bytes, and this model's weights are not")
 
 
@@ -143,10 +143,10 @@ class Service:
 
     engine: Engine
     tokenizer: ServerTokenizer
-    models: Models
+    models: ServedModels
     queue: ThreadToLoopQueue
     meter: Meter
-    allowed: tuple[Path, ...] = ()
+    allowed_folders: tuple[Path, ...] = ()
     """Folders weights may be loaded from, resolved."""
     peers: frozenset[str] = frozenset()
     """Addresses that groups may meet at."""
@@ -154,9 +154,9 @@ class Service:
     """Where weights that come as a body lie until they are applied."""
     receiver: "Receiver | None" = None
     """Our part of a group that broadcasts weights."""
-    joining: bool = False
+    is_joining: bool = False
     """Whether we are about to join one."""
-    started: int = field(default_factory=lambda: int(time.time()))
+    started_at: int = field(default_factory=lambda: int(time.time()))
 
     async def check_alive(self) -> None:
         """Raise if the engine cannot answer any more."""

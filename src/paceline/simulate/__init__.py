@@ -1,7 +1,7 @@
 """Simulates runs in virtual time: the real orchestrator in front of simulated GPUs."""
 
 from paceline.simulate.cost import CARDS, Decoder, Lengths, Model, SimulationPlan, TrainingGpus
-from paceline.simulate.engine import NothingLeft, SimulatedEngine, VirtualClock, VirtualLoop, leap
+from paceline.simulate.engine import SimulatedEngine, SimulationDeadlock, VirtualClock, VirtualLoop, run_virtual
 from paceline.simulate.run import SimulationReport, best, simulate, sweep
 
 __all__ = [
@@ -9,15 +9,15 @@ __all__ = [
     "Decoder",
     "Lengths",
     "Model",
-    "NothingLeft",
     "SimulatedEngine",
+    "SimulationDeadlock",
     "SimulationPlan",
     "SimulationReport",
     "TrainingGpus",
     "VirtualClock",
     "VirtualLoop",
     "best",
-    "leap",
+    "run_virtual",
     "simulate",
     "sweep",
 ]

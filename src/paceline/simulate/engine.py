@@ -77,20 +77,20 @@ class SimulatedEngine:
         try:
             return await answer  # bounded: by the pool's deadline, in virtual time
         except asyncio.CancelledError:
-            self._leave(answer)
+            self._release_slot(answer)
             raise
 
     async def load_weights(self, update: WeightUpdate) -> float:
         """The weights travel while decoding goes on; it stands still while they are put in place."""
         await asyncio.sleep(self._transfer)
-        self._stand(True)
+        self._set_paused(True)
         await asyncio.sleep(self._pause)
         self.version = update.version
         self._since.append((self._reached, update.version))
         begun = min((one.done_at - one.length for one in self._running), default=self._reached)
         while len(self._since) > 1 and self._since[1][0] <= begun:  # older than every running request
             self._since.popleft()
-        self._stand(False)
+        self._set_paused(False)
         return self._pause
 
     async def policy(self) -> ServedPolicy:
@@ -119,7 +119,7 @@ class SimulatedEngine:
 
     # -- time -------------------------------------------------------------------------------------------------------
 
-    def _stand(self, still: bool) -> None:
+    def _set_paused(self, still: bool) -> None:
         self._advance()
         self._paused = still
         self._set_pace()
@@ -139,7 +139,7 @@ class SimulatedEngine:
                 heapq.heappush(self._running, Running(self._reached + length, number, length, answer))
         self._set_pace()
 
-    def _leave(self, answer: "asyncio.Future[Completion]") -> None:
+    def _release_slot(self, answer: "asyncio.Future[Completion]") -> None:
         """Free the slot of a cancelled request. One that had none is skipped when its turn comes."""
         left = [one for one in self._running if one.answer is not answer]
         if len(left) < len(self._running):
@@ -190,11 +190,11 @@ class SimulatedEngine:
 T = TypeVar("T")
 
 
-class NothingLeft(PacelineError):
+class SimulationDeadlock(PacelineError):
     """Every task waits and no timer is set: in real time this would have been a hang."""
 
 
-class _Leap(selectors.SelectSelector):
+class _VirtualSelector(selectors.SelectSelector):
     """Looks at its files, and answers that the time has passed."""
 
     now = 0.0
@@ -205,7 +205,7 @@ class _Leap(selectors.SelectSelector):
         if events := super().select(0):
             return events
         if timeout is None:
-            raise NothingLeft(f"at second {self.now:,.0f} every task waits and no timer is set")
+            raise SimulationDeadlock(f"at second {self.now:,.0f} every task waits and no timer is set")
         self.now += timeout
         return []
 
@@ -214,12 +214,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose time leaps from one timer to the next."""
 
     def __init__(self) -> None:
-        self._leap = _Leap()
-        super().__init__(self._leap)
+        self._selector = _VirtualSelector()
+        super().__init__(self._selector)
         self._clock_resolution = 1e-9  # a leap lands on its timer up to rounding
 
     def time(self) -> float:
-        return self._leap.now
+        return self._selector.now
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
         """Work for a thread is done at once and takes no virtual time: beside a thread the clock would leap on."""
@@ -241,13 +241,13 @@ class VirtualClock(RealClock):
         return self._loop.time()
 
 
-def leap(work: Coroutine[Any, Any, T]) -> T:
+def run_virtual(work: Coroutine[Any, Any, T]) -> T:
     """Run to the end in virtual time.
 
     >>> async def nap() -> float:
     ...     await asyncio.sleep(3600)
     ...     return asyncio.get_running_loop().time()
-    >>> leap(nap())
+    >>> run_virtual(nap())
     3600.0
     """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:

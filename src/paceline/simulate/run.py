@@ -21,7 +21,7 @@ from paceline.observe.monitor import Monitor
 from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, build_train_envs
 from paceline.rollout import SamplingClient, Seat
 from paceline.simulate.cost import NAME, SimulationPlan, TrainingGpus
-from paceline.simulate.engine import SimulatedEngine, VirtualClock, leap
+from paceline.simulate.engine import SimulatedEngine, VirtualClock, run_virtual
 from paceline.trainer import StepReport
 from paceline.util.private_folder import PrivateFolder
 from paceline.weights.update import WeightUpdate
@@ -81,7 +81,7 @@ class SimulatedTrainer:
     def close(self) -> None: ...
 
 
-WARM = 0.2
+WARMUP_SHARE = 0.2
 """The part of a run that is left out of its averages: the pipeline fills."""
 METRICS = ("time/step", "time/sample", "time/train", "time/publish", "staleness/mean", "staleness/max", "drop_ratio")
 
@@ -100,7 +100,7 @@ class SimulationReport:
 
     @property
     def counted(self) -> list[dict[str, float]]:
-        return [line for line in self.steps if line["hour"] > WARM * self.hours] or self.steps[-1:]
+        return [line for line in self.steps if line["hour"] > WARMUP_SHARE * self.hours] or self.steps[-1:]
 
     def share(self, phase: str) -> float:
         """Of all time, what the orchestrator spent in a phase."""
@@ -165,12 +165,12 @@ def simulate(plan: SimulationPlan, hours: float) -> SimulationReport:
     start = time.perf_counter()
     report = SimulationReport(plan, hours)
     with PrivateFolder() as folder:
-        leap(_lead(plan, report, folder))
+        run_virtual(_run_orchestrator(plan, report, folder))
     report.wall_seconds = time.perf_counter() - start
     return report
 
 
-async def _lead(plan: SimulationPlan, report: SimulationReport, folder: Path) -> None:
+async def _run_orchestrator(plan: SimulationPlan, report: SimulationReport, folder: Path) -> None:
     config, clock = plan.config(), VirtualClock(asyncio.get_running_loop())
     engines = [
         SimulatedEngine(plan.bundled_slots, plan.step_seconds, plan.lengths, plan.transfer, plan.pause)
@@ -208,7 +208,7 @@ def resident_bytes() -> float:
     return pages * 4096.0
 
 
-WAIT = 0.05
+MAX_WAIT_SHARE = 0.05
 """Most of its time that the trainer should wait in a plan."""
 
 
@@ -233,7 +233,7 @@ def sweep(
     for index in range(1, splits + 1):
         look(min(plan.gpus - 1, max(plan.cards_per_engine, round(plan.gpus * index / (splits + 1)))))
     for _ in range(closer):
-        calm = min((gpus for gpus in reports if reports[gpus].waiting < WAIT), default=plan.gpus)
+        calm = min((gpus for gpus in reports if reports[gpus].waiting < MAX_WAIT_SHARE), default=plan.gpus)
         hungry = max((gpus for gpus in reports if gpus < calm), default=0)
         if calm - hungry < 2:
             break
@@ -243,5 +243,5 @@ def sweep(
 
 def best(reports: Sequence[SimulationReport]) -> SimulationReport:
     """The most tokens trained, among splits whose trainer hardly waits; among all, if none is such."""
-    calm = [report for report in reports if report.waiting < WAIT]
+    calm = [report for report in reports if report.waiting < MAX_WAIT_SHARE]
     return max(calm or reports, key=lambda report: report.tokens_per_second)

@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING
 
 from paceline.trainer.base import StepReport, Trainer, TrainerError, TrainerLost
-from paceline.util.lazy_import import lazily
+from paceline.util.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
     from paceline.trainer.torch.trainer import TorchTrainer
 
 __all__ = ["StepReport", "TorchTrainer", "Trainer", "TrainerError", "TrainerLost"]
 
-__getattr__ = lazily(__name__, {"torch.trainer": ("TorchTrainer",)})
+__getattr__ = lazy_getattr(__name__, {"torch.trainer": ("TorchTrainer",)})

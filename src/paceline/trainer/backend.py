@@ -1,4 +1,4 @@
-"""What torch and mlx each do for the trainer. Everything else about training is written once, beside this file.
+"""Defines what torch and mlx each implement for the trainer. All other training code is shared.
 
 `torch/` and `mlx/` hold the same modules: a policy (`trainer.py`), its optimizer and trainable tensors, its forward
 pass, the critic's value model, checkpoints and array operations.
@@ -105,14 +105,14 @@ class ValueModel(Protocol):
 
     def eval(self) -> Any: ...
 
-    def values(self, micro_batch: MicroBatch, places: NDArray) -> NDArray:
-        """Values of choosing at `places`, read off the token before, without a gradient."""
+    def values(self, micro_batch: MicroBatch, positions: NDArray) -> NDArray:
+        """Values of choosing at `positions`, read off the token before, without a gradient."""
         ...
 
     def backward(
-        self, micro_batch: MicroBatch, places: NDArray, targets: Sequence[NDArray], loss_of: Callable[..., Any]
+        self, micro_batch: MicroBatch, positions: NDArray, targets: Sequence[NDArray], loss_of: Callable[..., Any]
     ) -> Any:
-        """Add the gradient of `loss_of(values, *targets)` at `places`; answers with the loss."""
+        """Add the gradient of `loss_of(values, *targets)` at `positions`; answers with the loss."""
         ...
 
     def clip(self, losses: list[Any]) -> tuple[float, float]:

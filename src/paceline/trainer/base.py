@@ -34,7 +34,7 @@ class StepReport:
     roll_back: bool = False
     """The run file asks for the last good checkpoint after such a step: load it before anything is published."""
     memory: float = 0.0
-    """Peak bytes of the trainer's process so far, on a GPU those held there; of the first rank, if there are several."""
+    """Peak bytes of the trainer's process so far, or of its GPU; of the first rank, if there are several."""
 
 
 class Trainer(Protocol):

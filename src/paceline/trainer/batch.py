@@ -14,24 +14,24 @@ from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO
-from paceline.data import Cost, Cut, MicroBatch, Sample, Scales, cuts, fold, lay, pack
-from paceline.data.balance import Bins, held
+from paceline.data import Cost, Cut, MicroBatch, Sample, Scales, collate, cut_steps, pack, token_scales
+from paceline.data.balance import Bins, flatten_bins
 from paceline.trainer.ops import clip, exp, isnan, ones_like, segment_sums, stop, where
 from paceline.weights.update import Array
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-BLANK = Sample(token_ids=np.zeros(2), loss_mask=np.zeros(2), versions=np.full(2, -1), temperatures=np.ones(2))
+DUMMY_SAMPLE = Sample(token_ids=np.zeros(2), loss_mask=np.zeros(2), versions=np.full(2, -1), temperatures=np.ones(2))
 """A dummy sample for a rank without any, so that every rank runs something. Nothing in it trains."""
-(BLANK_PACK,) = pack([BLANK], fold([BLANK]), len(BLANK))
+(DUMMY_PACK,) = pack([DUMMY_SAMPLE], token_scales([DUMMY_SAMPLE]), len(DUMMY_SAMPLE))
 
 
-def packed(
+def collate_bins(
     samples: Sequence[Sample], scales: Mapping[int, Scales], bins: Bins, prox: Mapping[int, NDArray]
 ) -> list[MicroBatch]:
     """A rank's micro-batches as all have agreed on them, blank where it has nothing: every rank runs equally many."""
-    return [lay(sorted(members), samples, scales, prox) if members else BLANK_PACK for members in bins]
+    return [collate(sorted(members), samples, scales, prox) if members else DUMMY_PACK for members in bins]
 
 
 BUDGET = 4096
@@ -65,12 +65,12 @@ class Batch:
     @classmethod
     def alone(cls, samples: Sequence[Sample], c: config.TrainerConfig, budget: int) -> Self:
         """A batch that no other rank has a part in."""
-        return cls(list(samples), cuts(samples, c.minibatches, 1, budget, Cost(1, 0)), 0)
+        return cls(list(samples), cut_steps(samples, c.minibatches, 1, budget, Cost(1, 0)), 0)
 
     @property
     def own(self) -> list[int]:
         """The samples of this rank."""
-        return sorted(i for cut in self.cuts for i in held(cut[self.rank]))
+        return sorted(i for cut in self.cuts for i in flatten_bins(cut[self.rank]))
 
 
 def scales_of(
@@ -79,19 +79,19 @@ def scales_of(
     """The scales of `own` samples in an optimizer step on all `members`."""
     place = {index: at for at, index in enumerate(members)}
     step = [samples[i] for i in members]
-    return dict(zip(own, fold(step, c.normalise, c.fixed_length, own=[place[i] for i in own]), strict=True))
+    return dict(zip(own, token_scales(step, c.normalise, c.fixed_length, own=[place[i] for i in own]), strict=True))
 
 
-def score(forward: Any, samples: Sequence[Sample], bins: Bins) -> dict[int, NDArray]:
+def score_samples(forward: Any, samples: Sequence[Sample], bins: Bins) -> dict[int, NDArray]:
     """Log probabilities of the sampled tokens of each sample in `bins` at their temperatures, in float32; 0.0
     elsewhere. An empty bin is a pass too: other ranks may wait for it."""
     scores: dict[int, NDArray] = {}
-    own = held(bins)
-    scales = dict(zip(own, fold([samples[i] for i in own]), strict=True))
-    for micro_batch in packed(samples, scales, bins, {}):
+    own = flatten_bins(bins)
+    scales = dict(zip(own, token_scales([samples[i] for i in own]), strict=True))
+    for micro_batch in collate_bins(samples, scales, bins, {}):
         stream = np.zeros(len(micro_batch), np.float32)
         stream[micro_batch.loss_mask] = forward.scores(micro_batch)
-        if micro_batch is not BLANK_PACK:
+        if micro_batch is not DUMMY_PACK:
             parts = np.split(stream, np.cumsum(micro_batch.lengths)[:-1])
             scores |= zip(micro_batch.members, parts, strict=True)
     return scores
@@ -101,7 +101,7 @@ def cost_of(model: "PreTrainedConfig") -> Cost:
     """Work of a token and of a pair of tokens, from a model's shape."""
     text = model.get_text_config()
     heads = text.num_attention_heads
-    return Cost.of(
+    return Cost.from_shape(
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
@@ -122,7 +122,7 @@ class Ratio:
     """new - old in probability, without gradient."""
 
     @classmethod
-    def of(cls, new: Array, old: Array) -> "Ratio":
+    def from_logprobs(cls, new: Array, old: Array) -> "Ratio":
         log = clip(new - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         return cls(log, exp(log), exp(stop(new)) - exp(old))
 
@@ -193,15 +193,15 @@ STREAMS = ("versions", "advantages", "ref_logprobs", "base_logprobs", "prox_logp
 SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "policy_scale")
 
 
-def trained(micro_batch: MicroBatch) -> NDArray:
+def trained_positions(micro_batch: MicroBatch) -> NDArray:
     """Places of the tokens that any component trains."""
     return np.logical_or.reduce([getattr(micro_batch, name) != 0 for name in SCALES]).nonzero()[0]
 
 
 def streams_of(micro_batch: MicroBatch) -> dict[str, NDArray]:
     """The streams of `TrainedTokens`, but for those that the policy computes."""
-    places = trained(micro_batch)
+    positions = trained_positions(micro_batch)
     owners = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
     streams = {name: getattr(micro_batch, name) for name in (*STREAMS, *SCALES)}
     streams |= {"behaviour": micro_batch.logprobs, "segments": owners}
-    return {name: stream[places] for name, stream in streams.items()}
+    return {name: stream[positions] for name, stream in streams.items()}

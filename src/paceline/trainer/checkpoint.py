@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from paceline.trainer.base import TrainerError
-from paceline.weights.manifest import problems, several
+from paceline.weights.manifest import find_problems, join_first
 from paceline.weights.update import Array
 
 STATE, FILE, FOLDER = "trainer.json", "trainer.safetensors", "trainer"
@@ -34,19 +34,19 @@ def read_state(folder: Path) -> dict:
 def check_files(folder: Path) -> None:
     """Compare a checkpoint's files with their digests, for readers that are no run: `export`, `eval`, `replay`. A run
     does so once for all its ranks before any of them reads."""
-    if found := problems(folder):
+    if found := find_problems(folder):
         raise TrainerError(
-            f"checkpoint {folder} is damaged: {several(found)}; name another one as RUN@STEP, or bring the files back "
-            "from a copy"
+            f"checkpoint {folder} is damaged: {join_first(found)}; name another one as RUN@STEP, or bring the files "
+            "back from a copy"
         )
 
 
-def under(prefix: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
+def strip_prefix(prefix: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
     """The tensors of one part of a checkpoint, by their names in it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def another_model(folder: Path) -> str:
+def mismatch_message(folder: Path) -> str:
     """The sentence for tensors of other names or shapes than the model's."""
     return (
         f"checkpoint {folder} belongs to another model, or to another LoRA setting: set [model] as the run had it (its "
@@ -55,7 +55,7 @@ def another_model(folder: Path) -> str:
 
 
 @contextmanager
-def reading(folder: Path) -> Generator[None]:
+def wrap_checkpoint_errors(folder: Path) -> Generator[None]:
     """Report in a sentence what is missing or cut off in a checkpoint that has no digests."""
     try:
         yield

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
-from paceline.data import MicroBatch, Sample, Scales, fold, pack
+from paceline.data import MicroBatch, Sample, Scales, pack, token_scales
 from paceline.trainer.backend import PolicyBackend, ValueModel, training
-from paceline.trainer.batch import BLANK, BUDGET, ValueTargets
+from paceline.trainer.batch import BUDGET, DUMMY_SAMPLE, ValueTargets
 from paceline.trainer.ops import clip, maximum, square
 from paceline.weights.update import Array
 
@@ -61,7 +61,7 @@ class Critic:
         self.batches = 0
 
     @property
-    def warming_up(self) -> bool:
+    def is_warming_up(self) -> bool:
         """The policy is held while the critic learns what it is worth."""
         return self.batches < self._config.freeze_steps
 
@@ -82,9 +82,9 @@ class Critic:
         wanted = [samples[i] for i in chosen]
         targets = [self._targets_of(s, v) for s, v in zip(wanted, self.values(wanted), strict=True)]
         advantages = [one.returns - one.values for one in targets]
-        metrics = self._explained(targets)
+        metrics = self._explained_variance(targets)
         if self._config.whiten:
-            advantages = self._whitened(wanted, advantages)
+            advantages = self._whiten(wanted, advantages)
         out = list(samples)
         for i, stream in zip(chosen, advantages, strict=True):
             out[i] = samples[i].with_streams(advantages=stream)
@@ -94,7 +94,10 @@ class Critic:
         """One step on all ranks' targets, unless the gradient is not finite; a rank without any runs BLANK."""
         optimizer = self.make().optimizer
         if not targets:
-            targets, scales = [ValueTargets(BLANK, np.zeros(len(BLANK)), np.zeros(len(BLANK)))], fold([BLANK])
+            targets, scales = (
+                [ValueTargets(DUMMY_SAMPLE, np.zeros(len(DUMMY_SAMPLE)), np.zeros(len(DUMMY_SAMPLE)))],
+                token_scales([DUMMY_SAMPLE]),
+            )
         packs = pack([one.sample for one in targets], scales, self._budget)
         loss, norm = self._gradient(packs, targets)
         while not np.isfinite(norm) and optimizer.schedule.lower_scale(bool(np.isfinite(loss))):
@@ -117,10 +120,10 @@ class Critic:
     def values(self, samples: Sequence[Sample]) -> list[NDArray]:
         """Of the sampled tokens, each of the moment before it was chosen; 0.0 elsewhere."""
         values = [np.zeros(len(s)) for s in samples]
-        for micro_batch in pack(samples, fold(samples), self._budget):
+        for micro_batch in pack(samples, token_scales(samples), self._budget):
             stream = np.zeros(len(micro_batch))
-            places = micro_batch.loss_mask.nonzero()[0]
-            stream[places] = self.make().values(micro_batch, places)
+            positions = micro_batch.loss_mask.nonzero()[0]
+            stream[positions] = self.make().values(micro_batch, positions)
             parts = np.split(stream, np.cumsum(micro_batch.lengths)[:-1])
             for member, part in zip(micro_batch.members, parts, strict=True):
                 values[member] = part
@@ -164,26 +167,26 @@ class Critic:
 
     def _targets(self, micro_batch: MicroBatch, targets: Sequence[ValueTargets]) -> tuple[NDArray, list[NDArray]]:
         """Places of a micro-batch that train, and of each its value at the batch's start, its return and its scale."""
-        places = micro_batch.policy_scale.nonzero()[0]
+        positions = micro_batch.policy_scale.nonzero()[0]
         own = [targets[i] for i in micro_batch.members]
-        old, returns = _joined(x.values for x in own), _joined(x.returns for x in own)
+        old, returns = _concatenate(x.values for x in own), _concatenate(x.returns for x in own)
         scales = micro_batch.policy_scale
-        return places, [stream[places].astype(np.float32) for stream in (old, returns, scales)]
+        return positions, [stream[positions].astype(np.float32) for stream in (old, returns, scales)]
 
-    def _explained(self, targets: Sequence[ValueTargets]) -> dict[str, float]:
+    def _explained_variance(self, targets: Sequence[ValueTargets]) -> dict[str, float]:
         """How much of the returns' variance the values foresaw: 1 is all, 0 no better than a constant."""
-        returns = _joined(x.returns[x.sample.loss_mask] for x in targets)
-        values = _joined(x.values[x.sample.loss_mask] for x in targets)
+        returns = _concatenate(x.returns[x.sample.loss_mask] for x in targets)
+        values = _concatenate(x.values[x.sample.loss_mask] for x in targets)
         mean, spread = self._moments(returns)
         _, left = self._moments(returns - values)
         value, _ = self._moments(values)
         explained = {"critic/explained_variance": 1 - left / spread} if spread > 0 else {}
         return {"critic/return": mean, "critic/value": value} | explained
 
-    def _whitened(self, samples: Sequence[Sample], advantages: Sequence[NDArray]) -> list[NDArray]:
+    def _whiten(self, samples: Sequence[Sample], advantages: Sequence[NDArray]) -> list[NDArray]:
         """Mean 0 and variance 1 over the rl tokens of all ranks: the step's size no longer hangs on the rewards'."""
         members = [s.rl != 0 for s in samples]
-        mean, variance = self._moments(_joined(a[m] for a, m in zip(advantages, members, strict=True)))
+        mean, variance = self._moments(_concatenate(a[m] for a, m in zip(advantages, members, strict=True)))
         return [
             np.where(s.loss_mask, (a - mean) / np.sqrt(variance + 1e-8), 0.0)
             for s, a in zip(samples, advantages, strict=True)
@@ -206,5 +209,5 @@ def value_loss(values: Array, old: Array, returns: Array, bound: float) -> Array
     return wrong / 2
 
 
-def _joined(parts: Iterable[NDArray]) -> NDArray:
+def _concatenate(parts: Iterable[NDArray]) -> NDArray:
     return np.concatenate([*parts, np.zeros(0)])

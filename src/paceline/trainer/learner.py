@@ -3,8 +3,8 @@
 gather -> cut -> credit -> score -> minibatch by minibatch:
 scales -> this rank's micro-batches backward -> gradients of all ranks -> clip -> step, or leave a bad step out
 
-A batch that is still coming in (`Stream`) does not know a component's normaliser N. Its tokens are summed as if N were
-1, each component in a sum of its own; in the end
+A batch that is still coming in (`StreamedBatch`) does not know a component's normaliser N. Its tokens are summed as if
+N were 1, each component in a sum of its own; in the end
 
     gradient = sum_rl / N_rl + sum_ce / N_ce + sum_ref_kl / N_ref_kl
 
@@ -22,18 +22,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
-from paceline.data import MicroBatch, Sample, Scales, count, first_fit_decreasing, fold, lay, pack
-from paceline.data.balance import everyone, held, only
+from paceline.data import (
+    MicroBatch,
+    Sample,
+    Scales,
+    collate,
+    component_counts,
+    first_fit_decreasing,
+    pack,
+    token_scales,
+)
+from paceline.data.balance import all_members, flatten_bins, restrict_cuts
 from paceline.data.packing import COMPONENTS
 from paceline.trainer.backend import Optimizer, PolicyBackend, training
 from paceline.trainer.base import TrainerError
-from paceline.trainer.batch import BLANK_PACK, Batch, TrainedTokens, packed, scales_of, score
-from paceline.trainer.checkpoint import under
+from paceline.trainer.batch import DUMMY_PACK, Batch, TrainedTokens, collate_bins, scales_of, score_samples
+from paceline.trainer.checkpoint import strip_prefix
 from paceline.trainer.critic import Critic
 from paceline.trainer.loss import NAMES, TERMS, Loss, LossStats, TokenLosses, metrics
 from paceline.trainer.ops import stack
 from paceline.trainer.optimizer import schedule_lengths
-from paceline.trainer.reference import KLReference, shaped
+from paceline.trainer.reference import KLReference, subtract_kl
 from paceline.weights.update import Array
 
 SCALE_OF = {"rl": "policy_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
@@ -51,7 +60,7 @@ def component(parts: Mapping[str, Array], name: str) -> Array:
     return stack(*(parts[term] for term in TERMS[name] if term in parts)).sum()
 
 
-class Stream:
+class StreamedBatch:
     """Takes samples as they come and runs them in whole micro-batches."""
 
     def __init__(self, c: config.TrainerConfig, optimizer: Optimizer) -> None:
@@ -67,7 +76,7 @@ class Stream:
         """The micro-batches to run now. The emptiest waits for what comes, unless these samples are the last."""
         self.samples += samples
         # Now, while all of a rollout's samples are at hand: their lengths may count together.
-        scales = fold(samples, self._config.normalise, self._config.fixed_length, ONE)
+        scales = token_scales(samples, self._config.normalise, self._config.fixed_length, ONE)
         self._waiting += zip(samples, scales, strict=True)
         lengths = [len(sample) for sample, _ in self._waiting]
         bins = first_fit_decreasing(lengths, budget)
@@ -77,7 +86,7 @@ class Stream:
         return [pack([sample for sample, _ in part], [scale for _, scale in part], budget)[0] for part in full]
 
     @contextmanager
-    def summing(self, name: str) -> Generator[None]:
+    def sum_component(self, name: str) -> Generator[None]:
         """Gradients added to the optimizer inside belong to this component."""
         self._optimizer.add_gradients(self._gradients.pop(name, {}))
         yield
@@ -112,11 +121,11 @@ class StepOutcome:
     """Why it was left out; empty if it was taken."""
 
     @property
-    def finite(self) -> bool:
-        return isfinite(self.grad_norm) and self.sound
+    def is_finite(self) -> bool:
+        return isfinite(self.grad_norm) and self.is_loss_finite
 
     @property
-    def sound(self) -> bool:
+    def is_loss_finite(self) -> bool:
         """Nothing is wrong with the loss; the gradient may still have overflown."""
         return bool(np.isfinite(self.sums).all())
 
@@ -139,7 +148,7 @@ class GradientNorms:
 
     def trouble(self, outcome: StepOutcome) -> str:
         """What is wrong with a gradient; empty if nothing is."""
-        if not outcome.finite:
+        if not outcome.is_finite:
             return "the gradient was not finite"
         if self._spike is None:
             return ""
@@ -169,13 +178,13 @@ class Learner:
         self._critic = Critic(c, policy, schedule_lengths(c, total_steps)[1]) if c.critic is not None else None
         self._loss = Loss(c)
         self._norms = GradientNorms(c.spike, policy.votes)
-        self._stream: Stream | None = None
+        self._stream: StreamedBatch | None = None
         self.watch: Callable[[MicroBatch, TrainedTokens, TokenLosses], None] | None = None
         """Called for every micro-batch of a step with the losses of its tokens; `paceline replay` sets it."""
 
     def feed(self, samples: Sequence[Sample], version: int) -> None:
         """Run the micro-batches that samples of an unfinished batch fill. `learn` then gets only the other samples."""
-        self._stream = self._stream or Stream(self._config, self.optimizer)
+        self._stream = self._stream or StreamedBatch(self._config, self.optimizer)
         if samples:
             samples = self._prepare_alone(samples).samples
             self._run_fed(self._stream, self._stream.add(samples, self.policy.budget), version)
@@ -205,8 +214,8 @@ class Learner:
     def alone(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """Each sample in a micro-batch of its own, with its share of the whole batch's normalisers."""
         batch = self._prepare_alone(samples)
-        scales = dict(enumerate(fold(batch.samples, self._config.normalise, self._config.fixed_length)))
-        return [lay([i], batch.samples, scales, batch.prox) for i in scales]
+        scales = dict(enumerate(token_scales(batch.samples, self._config.normalise, self._config.fixed_length)))
+        return [collate([i], batch.samples, scales, batch.prox) for i in scales]
 
     def backward(self, micro_batch: MicroBatch, version: int, first: bool = True) -> LossStats:
         """Add one micro-batch's gradient."""
@@ -222,7 +231,7 @@ class Learner:
         watch = watched if self.watch is not None else None
         return self.policy.backward(micro_batch, ["loss"], whole, nullcontext, watch)
 
-    def _add(self, stream: Stream, micro_batch: MicroBatch, version: int) -> LossStats:
+    def _add(self, stream: StreamedBatch, micro_batch: MicroBatch, version: int) -> LossStats:
         """Add a micro-batch's gradient to a stream's sums, each component's to its own."""
         names = components(micro_batch)
 
@@ -230,7 +239,7 @@ class Learner:
             terms, sums = self._loss.parts(tokens, version)
             return {name: component(terms, name) for name in names}, sums
 
-        return self.policy.backward(micro_batch, names, parts, stream.summing, None)
+        return self.policy.backward(micro_batch, names, parts, stream.sum_component, None)
 
     def _gather(self, samples: Sequence[Sample]) -> Batch:
         """All ranks' samples, and the same cut of them on every rank."""
@@ -262,17 +271,17 @@ class Learner:
         self._norms.load(state.get("grad_norms", ()))
         self.optimizer.load(tensors, state["optimizer_steps"], state.get("loss_scale"))
         if self._reference is not None:
-            self._reference.load(under("reference/", tensors), state.get("base", ""))
+            self._reference.load(strip_prefix("reference/", tensors), state.get("base", ""))
         if self._critic is not None:
-            self._critic.load(under("critic/", tensors), state.get("critic", {}))
+            self._critic.load(strip_prefix("critic/", tensors), state.get("critic", {}))
 
     # -- preparing a batch ------------------------------------------------------------------------------------------
 
     def _prepare_alone(self, samples: Sequence[Sample]) -> Batch:
         """Samples that no other rank needs to know of."""
-        return self._scored(self._credited(Batch.alone(samples, self._config, self.policy.budget))[0])
+        return self._add_logprobs(self._add_advantages(Batch.alone(samples, self._config, self.policy.budget))[0])
 
-    def _credited(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    def _add_advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Advantages for all, or a sentence on the sample that lacks them; and what the critic reports of the batch."""
         for sample in batch.samples:
             self._check(sample)
@@ -296,7 +305,7 @@ class Learner:
                 "other: write [trainer.critic] in the run file"
             )
 
-    def _scored(self, batch: Batch) -> Batch:
+    def _add_logprobs(self, batch: Batch) -> Batch:
         """With what the settings ask for: log probabilities at the batch's start, the reference's, and its pull. Which
         samples need them is decided over all ranks, so that all run their passes or none does."""
         kl, samples = self._config.kl, list(batch.samples)
@@ -304,13 +313,13 @@ class Learner:
 
         def scores(chosen: set[int]) -> dict[int, NDArray]:
             """This rank's part of a pass over some samples of all ranks."""
-            return score(self.policy.forward, batch.samples, only(batch.cuts, chosen)[batch.rank])
+            return score_samples(self.policy.forward, batch.samples, restrict_cuts(batch.cuts, chosen)[batch.rank])
 
         started: set[int] = set()
         if self._config.proximal is not None:
             # The first step needs none: it is taken from the batch's start itself.
             later = batch.cuts[0 if shaping else 1 :]
-            started = {i for cut in later for i in everyone(cut) if samples[i].rl.any()}
+            started = {i for cut in later for i in all_members(cut) if samples[i].rl.any()}
         prox = scores(started)
         lacking = {i for i, s in enumerate(samples) if s.base_logprobs is None and s.rl.any()}
         if self._reference is not None and lacking:
@@ -322,7 +331,7 @@ class Learner:
             unscored = {i for i, s in enumerate(samples) if s.logprobs is None and i not in started}
             given = {i: stream for i in batch.own if (stream := samples[i].logprobs) is not None}
             for i, policy in (given | scores(unscored) | prox).items():
-                samples[i] = shaped(samples[i], policy, kl)
+                samples[i] = subtract_kl(samples[i], policy, kl)
         return replace(batch, samples=samples, prox=prox)
 
     # -- optimizer steps --------------------------------------------------------------------------------------------
@@ -332,17 +341,17 @@ class Learner:
         assert self._stream is not None
         stream, self._stream = self._stream, None
         self._run_fed(stream, stream.add([], self.policy.budget, last=True), version)
-        counts = count(stream.samples)
+        counts = component_counts(stream.samples)
         totals = self.policy.sum(counts.ravel()).reshape(counts.shape)
         outcome = self._outcome(stream.sums, stream.finish(totals))
-        if outcome.finite:
+        if outcome.is_finite:
             return self._take_step(outcome, bool(totals.any()))
         self.optimizer.zero()
         again = self._step(self._gather(stream.samples), 0, version)
         assert again is not None  # what is fed has one step
         return again
 
-    def _run_fed(self, stream: Stream, packs: Sequence[MicroBatch], version: int) -> None:
+    def _run_fed(self, stream: StreamedBatch, packs: Sequence[MicroBatch], version: int) -> None:
         """Add to the sums of a batch that is still being gathered."""
         with training(self.policy.net):
             stream.sums += [self._add(stream, micro_batch, version) for micro_batch in packs]
@@ -351,10 +360,10 @@ class Learner:
         self, samples: Sequence[Sample], version: int
     ) -> tuple[list[StepOutcome], dict[str, float], list[dict[str, float]]]:
         """K steps on a whole batch: how they went, and the critic's metrics of the batch and of each of its steps."""
-        batch, report = self._credited(self._gather(samples))
+        batch, report = self._add_advantages(self._gather(samples))
         critic = self._critic if batch.valued else None
-        waits = critic is not None and critic.warming_up
-        batch = batch if waits else self._scored(batch)
+        waits = critic is not None and critic.is_warming_up
+        batch = batch if waits else self._add_logprobs(batch)
         steps, critic_steps = [], []
         for number in range(self._config.minibatches):
             if not waits and (outcome := self._step(batch, number, version)):
@@ -369,14 +378,14 @@ class Learner:
     def _step(self, batch: Batch, number: int, version: int) -> StepOutcome | None:
         """One optimizer step on all ranks' samples; None for one of several that has none."""
         cut = batch.cuts[number]
-        members, bins = everyone(cut), cut[batch.rank]
+        members, bins = all_members(cut), cut[batch.rank]
         if not members and self._config.minibatches > 1:
             return None
-        scales = scales_of(batch.samples, members, held(bins), self._config)
-        packs = packed(batch.samples, scales, bins, batch.prox) or [BLANK_PACK]
-        trains = bool(count([batch.samples[i] for i in members]).any())
+        scales = scales_of(batch.samples, members, flatten_bins(bins), self._config)
+        packs = collate_bins(batch.samples, scales, bins, batch.prox) or [DUMMY_PACK]
+        trains = bool(component_counts([batch.samples[i] for i in members]).any())
         outcome = self._gradient(packs, version, number == 0)
-        while not outcome.finite and self.optimizer.schedule.lower_scale(outcome.sound):
+        while not outcome.is_finite and self.optimizer.schedule.lower_scale(outcome.is_loss_finite):
             self.optimizer.zero()
             outcome = self._gradient(packs, version, number == 0)
         return self._take_step(outcome, trains)
@@ -390,8 +399,8 @@ class Learner:
     def _outcome(self, sums: Sequence[LossStats], shares: NDArray | float = 1.0) -> StepOutcome:
         """Of micro-batches that ran, their sums by shares still to be taken. A GPU is not waited for before its norm is
         on its way. A micro-batch in which nothing trains may have no sums."""
-        norm, held = self.policy.clip(), [one for one in sums if one.values]
-        totals = self.policy.sum(LossStats.total(held) if held else np.zeros(len(NAMES)))
+        norm, computed = self.policy.clip(), [one for one in sums if one.values]
+        totals = self.policy.sum(LossStats.total(computed) if computed else np.zeros(len(NAMES)))
         return StepOutcome(totals * shares, float(norm), len(sums))
 
     def _take_step(self, outcome: StepOutcome, trains: bool) -> StepOutcome:
@@ -408,8 +417,8 @@ class Learner:
     def _critic_step(self, critic: Critic, batch: Batch, number: int) -> dict[str, float] | None:
         """The critic's step beside one of the policy's; None where it has no targets."""
         cut = batch.cuts[number]
-        members = [i for i in everyone(cut) if i in batch.valued]
-        own = [i for i in held(cut[batch.rank]) if i in batch.value_targets]
+        members = [i for i in all_members(cut) if i in batch.valued]
+        own = [i for i in flatten_bins(cut[batch.rank]) if i in batch.value_targets]
         if not members:
             return None
         scales = scales_of(batch.samples, members, own, self._config)

@@ -45,13 +45,13 @@ class Loss:
         parts = {name: values.sum() for name, values in losses.scaled().items()}
         assert all(f"loss_{name}" in NAMES for name in parts), "a term that no sum reports"
         with no_grad(tokens.logprobs):
-            sums = LossStats.of(tokens, losses, parts, version, first)
+            sums = LossStats.from_tokens(tokens, losses, parts, version, first)
         return parts, sums
 
     def per_token(self, tokens: TrainedTokens) -> "TokenLosses":
         """The losses of each token alone, before anything is added up."""
-        sampled = Ratio.of(tokens.logprobs, tokens.sampler)
-        ratio = sampled if self._config.proximal is None else Ratio.of(tokens.logprobs, tokens.start)
+        sampled = Ratio.from_logprobs(tokens.logprobs, tokens.sampler)
+        ratio = sampled if self._config.proximal is None else Ratio.from_logprobs(tokens.logprobs, tokens.start)
         rl, rl_clipped = self._rl(ratio, tokens)
         if self._config.proximal is not None:
             rl = rl * importance(self._config.proximal, tokens)
@@ -62,12 +62,12 @@ class Loss:
             terms["kl"] = self._config.kl.coef * self._kl(tokens.logprobs, tokens.base)
         if self._config.entropy_coef:
             terms["entropy"] = -self._config.entropy_coef * tokens.entropy
-        skipped = self._skipped(sampled, tokens)
+        skipped = self._skip_mask(sampled, tokens)
         unskipped = ~take(skipped, tokens.segments)
         scales |= {name: tokens.policy_scale for name in terms if name not in scales}
         return TokenLosses(terms, scales, {"rl": rl_clipped, "ref_kl": ref_clipped}, ratio, skipped, unskipped)
 
-    def _skipped(self, sampled: Ratio, tokens: TrainedTokens) -> Array:
+    def _skip_mask(self, sampled: Ratio, tokens: TrainedTokens) -> Array:
         """Sequences so many of whose tokens are far from the sampler that nothing in them can be trusted. Decided per
         sequence, so that it does not depend on how a batch is split; skipped tokens still count in the normaliser."""
         threshold, (low, high) = self._config.clip_skip_threshold, SKIP_RANGE
@@ -121,7 +121,7 @@ class LossStats:
     values: dict[str, Array]
 
     @classmethod
-    def of(
+    def from_tokens(
         cls, tokens: TrainedTokens, losses: TokenLosses, parts: Mapping[str, Array], version: int, first: bool
     ) -> "LossStats":
         rl, ce, ref = (scale != 0 for scale in (tokens.rl_scale, tokens.ce_scale, tokens.ref_kl_scale))
@@ -131,7 +131,7 @@ class LossStats:
         kept = zeros_like(rl) if tokens.kv_kept is None else present & tokens.kv_kept
         fresh = present & ~kept
         stale = started & (tokens.versions < version) & (tokens.versions >= 0) & ~isnan(tokens.behaviour)
-        apart = Ratio.of(tokens.start, tokens.sampler).divergence()
+        apart = Ratio.from_logprobs(tokens.start, tokens.sampler).divergence()
         means = {
             "ratio": (rl, losses.ratio.value),
             "ppo_kl": (rl, losses.ratio.divergence()),

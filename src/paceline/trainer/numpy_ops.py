@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 CALLED = "a numpy array"
 
 where, minimum, maximum, isnan, exp, square = np.where, np.minimum, np.maximum, np.isnan, np.exp, np.square
-zeros_like, ones_like, take, places = np.zeros_like, np.ones_like, np.take, np.flatnonzero
+zeros_like, ones_like, take, flatnonzero = np.zeros_like, np.ones_like, np.take, np.flatnonzero
 
 
 def zeros(like: NDArray, count: int) -> NDArray:

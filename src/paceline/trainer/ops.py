@@ -1,4 +1,4 @@
-"""Array operations of the loss, run by torch, mlx or numpy, whichever their first argument belongs to.
+"""Array operations of the loss, dispatched to torch, mlx or numpy by their first argument.
 
 So the loss is written once. `a * b`, `a > b`, `~a`, `a.sum()` and `a[index]` mean the same in all three; all else is
 one of the names below. The operations follow torch, gradients included: where mlx differs, its side makes up for it.
@@ -55,7 +55,7 @@ take = _op("take")
 """take(x, index): the elements at these places."""
 put = _op("put")
 """put(x, index, values): a copy with other elements at these places."""
-places = _op("places")
+flatnonzero = _op("flatnonzero")
 """Where a mask is true."""
 segment_sums = _op("segment_sums")
 """segment_sums(values, segments, count): the sum of each of `count` segments."""

@@ -1,4 +1,4 @@
-"""What the optimizers of both libraries share: the learning rate schedule, and loss scaling for float16."""
+"""Learning rate schedule and float16 loss scaling, shared by the optimizers of torch and mlx."""
 
 import math
 
@@ -9,7 +9,7 @@ PATIENCE = 100
 """Steps until a scale that was too large is tried again."""
 
 
-def rate(c: config.OptimizerConfig, step: int, total: int | None) -> float:
+def learning_rate(c: config.OptimizerConfig, step: int, total: int | None) -> float:
     """Learning rate of the step after `step` others, of `total`."""
     if step < c.warmup_steps:
         return c.lr * (step + 1) / c.warmup_steps
@@ -41,7 +41,7 @@ class Schedule:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return rate(self._config, self.steps, self._total)
+        return learning_rate(self._config, self.steps, self._total)
 
     def lower_scale(self, sound: bool) -> bool:
         """After a gradient that was not finite: whether to compute it again, with its loss scaled up less. Not where

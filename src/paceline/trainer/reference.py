@@ -70,7 +70,7 @@ class KLReference:
             )
 
 
-def shaped(sample: Sample, policy: NDArray, c: config.KLConfig) -> Sample:
+def subtract_kl(sample: Sample, policy: NDArray, c: config.KLConfig) -> Sample:
     """K1 shaping: from the advantages, coef times the mean over the sampled tokens of log pi - log ref, clipped to
     +-kl_max. The policy here is what it was when the batch began, so nothing flows back through it."""
     mask, base = sample.loss_mask, sample.base_logprobs

@@ -21,12 +21,12 @@ from paceline.trainer.batch import Ratio, TrainedTokens
 from paceline.trainer.ops import (
     clip,
     exp,
+    flatnonzero,
     isnan,
     maximum,
     minimum,
     ones_like,
     ops_of,
-    places,
     put,
     square,
     stop,
@@ -59,7 +59,7 @@ def ppo(c: config.PPOConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
     """The clipped surrogate -min(r A, clip(r) A) (arXiv 1707.06347); its two bounds may differ, as in DAPO (arXiv
     2503.14476). The dual clip (arXiv 1912.09729) also bounds what one token of negative advantage can cost."""
     a = tokens.advantages
-    loss, clipped = _clipped(ratio.value, a, c.clip_low, c.clip_high)
+    loss, clipped = _clipped_loss(ratio.value, a, c.clip_low, c.clip_high)
     if c.dual_clip is not None:
         ceiling = where(a < 0, -a * c.dual_clip, inf)
         loss, clipped = minimum(loss, ceiling), clipped | (loss > ceiling)
@@ -75,7 +75,7 @@ def gspo(c: config.GSPOConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
     sums, counts = tokens.per_sequence(stop(ratio.log))
     s = exp(take(sums / counts, tokens.segments))
     here = exp(tokens.logprobs - stop(tokens.logprobs))
-    return _clipped(s * here, tokens.advantages, c.clip_low, c.clip_high)
+    return _clipped_loss(s * here, tokens.advantages, c.clip_low, c.clip_high)
 
 
 def cispo(c: config.CISPOConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
@@ -119,16 +119,16 @@ def custom(fn: Callable[..., Array], c: config.CustomLossConfig, ratio: Ratio, t
     loss = zeros_like(tokens.logprobs)
     columns = (tokens.logprobs, tokens.sampler, ratio.log, tokens.advantages, tokens.ref_logprobs, tokens.base)
     for number, name in enumerate(tokens.names):
-        at = places(tokens.rl & (tokens.segments == number))
+        at = flatnonzero(tokens.rl & (tokens.segments == number))
         if len(at):
             streams = Streams(*(x[at] for x in (*columns, tokens.versions)))
             with user_code(f"the loss `{c.import_path}` (trainer.loss)", name):
                 given = fn(streams, **c.kwargs)
-            loss = put(loss, at, _aligned(given, at, name, c.import_path))
+            loss = put(loss, at, _check_aligned(given, at, name, c.import_path))
     return loss, zeros_like(tokens.rl)
 
 
-def _aligned(given: Array, at: Array, name: str, path: str) -> Array:
+def _check_aligned(given: Array, at: Array, name: str, path: str) -> Array:
     if not isinstance(given, type(at)):
         raise TrainerError(f"{name}: the loss `{path}` must give {ops_of(at).CALLED}, not {type(given).__name__}")
     if given.shape != at.shape:
@@ -147,7 +147,7 @@ def rl_term(c: config.LossConfig) -> RLTerm:
     return partial(RL_TERMS[c.type], c)
 
 
-def _clipped(r: Array, advantages: Array, low: float, high: float) -> Term:
+def _clipped_loss(r: Array, advantages: Array, low: float, high: float) -> Term:
     plain, bounded = -advantages * r, -advantages * clip(r, 1 - low, 1 + high)
     return maximum(plain, bounded), bounded > plain
 
@@ -201,7 +201,7 @@ def _log_difference(logprobs: Array, base: Array) -> Array:
 # -- reasons: the comparisons above with one token's numbers ----------------------------------------------------------
 
 
-def held_back(
+def find_clipped(
     c: config.LossConfig,
     ratio: NDArray,
     difference: NDArray,
@@ -209,7 +209,7 @@ def held_back(
     rl: NDArray,
     clipped: Mapping[str, NDArray],
 ) -> list[tuple[int, str, str]]:
-    """The tokens of one sequence that a bound held back, as `clipped` has them by component: their places,
+    """The tokens of one sequence that a bound held back, as `clipped` has them by component: their indices,
     components and rules. `rl` says which tokens the rl component trains."""
 
     def rule(component: str, at: int) -> str:
@@ -218,8 +218,8 @@ def held_back(
             sequence = float(np.exp(np.log(ratio[rl].astype(np.float64)).mean()))
             return _rl_rule(c, float(ratio[at]), sequence, d, advantages[at] > 0)
         return (
-            f"dropped: its probability already {_way(d)} by more than {REF_KL_TRUST:g} since it was sampled, the way "
-            "the teacher pulls"
+            f"dropped: its probability already {_direction(d)} by more than {REF_KL_TRUST:g} since it was sampled, the "
+            "way the teacher pulls"
         )
 
     return [(int(at), name, rule(name, at)) for name, mask in clipped.items() for at in np.flatnonzero(mask)]
@@ -229,9 +229,8 @@ def _rl_rule(c: config.LossConfig, r: float, s: float, d: float, up: bool) -> st
     match c:
         case config.DPPOConfig():
             name = "high" if up else "low"
-            return (
-                f"dropped: its probability already {_way(d)} by {abs(d):.3g}, more than {name} = {getattr(c, name):g}"
-            )
+            moved = f"{_direction(d)} by {abs(d):.3g}"
+            return f"dropped: its probability already {moved}, more than {name} = {getattr(c, name):g}"
         case config.PPOConfig():
             return _clip_rule("the ratio", r, up, c.clip_low, c.clip_high, c.dual_clip)
         case config.GSPOConfig():
@@ -242,7 +241,7 @@ def _rl_rule(c: config.LossConfig, r: float, s: float, d: float, up: bool) -> st
     return "held back by the run's own loss"
 
 
-def _way(difference: float) -> str:
+def _direction(difference: float) -> str:
     return "rose" if difference > 0 else "fell"
 
 

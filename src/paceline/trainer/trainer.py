@@ -14,11 +14,11 @@ from paceline.data import MicroBatch, Sample, encode
 from paceline.model.dtypes import dtype_name
 from paceline.trainer.backend import PolicyBackend
 from paceline.trainer.base import StepReport, TrainerError
-from paceline.trainer.checkpoint import another_model, under
+from paceline.trainer.checkpoint import mismatch_message, strip_prefix
 from paceline.trainer.critic import truncate
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import LossStats
-from paceline.weights.tensors import writing
+from paceline.weights.tensors import raise_os_errors
 from paceline.weights.update import WeightUpdate
 
 
@@ -69,7 +69,7 @@ class LocalTrainer:
         await self._run(self._load, folder)
 
     async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        with writing():
+        with raise_os_errors():
             await self._run(self.policy.export, folder, tokenizer)
 
     def close(self) -> None:
@@ -150,13 +150,13 @@ class LocalTrainer:
 
     def _load(self, folder: Path) -> None:
         tensors, state = self.policy.read(folder)
-        saved = under("master/", tensors)
+        saved = strip_prefix("master/", tensors)
         own = {name: tuple(master.shape) for name, master in self.learner.optimizer.masters.items()}
         parts = {
             name: t.to_local() if hasattr(t, "to_local") else t for name, t in saved.items()
         }  # of a sharded tensor
         if {name: tuple(part.shape) for name, part in parts.items()} != own:
-            raise TrainerError(another_model(folder))
+            raise TrainerError(mismatch_message(folder))
         self.learner.load(tensors, state)
         self.policy.restore_random(tensors, state)
         self.version, self._bad_steps = state["version"], state["bad_steps"]

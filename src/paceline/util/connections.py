@@ -128,16 +128,16 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def why_foreign(headers: Iterable[tuple[bytes, bytes]], has_key: bool) -> str | None:
+def refusal_reason(headers: Iterable[tuple[bytes, bytes]], has_key: bool) -> str | None:
     """The reason to refuse a call with these headers, as a sentence, or None.
 
     A page's own address stands in `Origin`; it must be the one the server was called by. And a page may point a name of
     its own at 127.0.0.1: where no key is asked for, only loopback names are answered to.
 
-    >>> why_foreign([(b"host", b"127.0.0.1:8000")], has_key=False)
-    >>> why_foreign([(b"host", b"rebound.example:8000")], has_key=False)
+    >>> refusal_reason([(b"host", b"127.0.0.1:8000")], has_key=False)
+    >>> refusal_reason([(b"host", b"rebound.example:8000")], has_key=False)
     '`Host` is `rebound.example`: without a key only 127.0.0.1 and localhost are answered to; use those, or set a key'
-    >>> why_foreign([(b"host", b"gpu1:8000"), (b"origin", b"https://page.example")], has_key=True)
+    >>> refusal_reason([(b"host", b"gpu1:8000"), (b"origin", b"https://page.example")], has_key=True)
     'a web page of https://page.example may not call this server'
     """
     given = {name.lower(): value.decode("latin-1") for name, value in headers if name.lower() in (b"host", b"origin")}

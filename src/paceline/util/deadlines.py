@@ -1,7 +1,7 @@
 """Gives every wait a name and a deadline, so that it can be seen from outside.
 
-    result = await within(300, "an episode of `code`", play())     a deadline of our own
-    with waiting("training", on="the trainer"): ...                the other side's deadline; the name is ours
+    result = await wait_within(300, "an episode of `code`", play())  # a deadline of our own
+    with named_wait("training", waits_for="the trainer"): ...        # the other side has the deadline
 
 Open waits stand in a registry that the watchdog reads from its own thread. A wait that was opened inside another one
 (also in a task that was started there) knows it as its parent, so the registry is a graph: who waits for whom.
@@ -21,7 +21,7 @@ from paceline.util.user_code import user_place
 
 T = TypeVar("T")
 log = logging.getLogger("paceline.util.deadlines")
-AGAIN_SECONDS = 5.0
+RECANCEL_SECONDS = 5.0
 """Cancelled work has this long to clean up, and is then cancelled again: some swallows it and goes on."""
 ABANDON_SECONDS = 30.0
 """Work that has not ended by then is named; user code is abandoned."""
@@ -39,15 +39,26 @@ class Wait:
     """One open wait, in a `with` block of its task or thread. It costs about a microsecond, for there is one for each
     episode."""
 
-    __slots__ = ("_cancelling", "_timer", "_token", "cancels", "on", "parent", "seconds", "since", "what", "who")
+    __slots__ = (
+        "_cancelling",
+        "_timer",
+        "_token",
+        "cancels",
+        "parent",
+        "seconds",
+        "since",
+        "waiter",
+        "waits_for",
+        "what",
+    )
 
-    def __init__(self, what: str, seconds: float | None = None, on: tuple[str, ...] = ()) -> None:
+    def __init__(self, what: str, seconds: float | None = None, waits_for: tuple[str, ...] = ()) -> None:
         self.what = what
         self.seconds = seconds
         """How long it may take, where it has a deadline of its own."""
-        self.on = on
+        self.waits_for = waits_for
         """Beginnings of the names of waits that must end before this one can."""
-        self.who: asyncio.Task[Any] | threading.Thread | None = None
+        self.waiter: asyncio.Task[Any] | threading.Thread | None = None
         """None once the wait is over, so that a reference to it keeps no task alive."""
         self.parent: Wait | None = None
         self.cancels = 0
@@ -56,14 +67,14 @@ class Wait:
 
     def __enter__(self) -> Self:
         parent = _current.get()
-        while parent is not None and parent.who is None:  # that wait is over by now
+        while parent is not None and parent.waiter is None:  # that wait is over by now
             parent = parent.parent
         self.parent = parent
         self.since = time.monotonic()
         if self.seconds is None:
-            self.who = _who()
+            self.waiter = _current_waiter()
         else:
-            self.who = task = asyncio.current_task()
+            self.waiter = task = asyncio.current_task()
             assert task is not None
             self._cancelling = task.cancelling()
             self._timer = task.get_loop().call_later(self.seconds, self._expire)
@@ -76,33 +87,33 @@ class Wait:
         if self._timer is not None:
             self._timer.cancel()
         late = self.cancels and self._uncancel() and isinstance(error, asyncio.CancelledError)
-        self.who = None
+        self.waiter = None
         del _open[self]
         try:  # noqa: SIM105 - a context manager costs more than the wait
             _current.reset(self._token)
         except ValueError:  # thrown away half-way: the garbage collector ran in another context
             pass
         if late:
-            raise self._late() from error
+            raise self._deadline_error() from error
 
     def _expire(self) -> None:
         """The deadline is over: cancel the waiting task, and again until it leaves."""
-        assert isinstance(self.who, asyncio.Task)
-        self._timer = self.who.get_loop().call_later(AGAIN_SECONDS, self._expire)
-        if self.cancels == round(ABANDON_SECONDS / AGAIN_SECONDS) + 1:  # user code is abandoned by now
+        assert isinstance(self.waiter, asyncio.Task)
+        self._timer = self.waiter.get_loop().call_later(RECANCEL_SECONDS, self._expire)
+        if self.cancels == round(ABANDON_SECONDS / RECANCEL_SECONDS) + 1:  # user code is abandoned by now
             text = "%s does not let itself be cancelled, %g s after its %g s are over: pass asyncio.CancelledError on"
-            log.warning(text, self.what, self.cancels * AGAIN_SECONDS, self.seconds)
+            log.warning(text, self.what, self.cancels * RECANCEL_SECONDS, self.seconds)
         self.cancels += 1
-        self.who.cancel()
+        self.waiter.cancel()
 
     def _uncancel(self) -> bool:
         """Take all of that back; answers with whether nothing else has cancelled the task meanwhile."""
-        assert isinstance(self.who, asyncio.Task)
+        assert isinstance(self.waiter, asyncio.Task)
         for _ in range(self.cancels):
-            self.who.uncancel()
-        return self.who.cancelling() <= self._cancelling
+            self.waiter.uncancel()
+        return self.waiter.cancelling() <= self._cancelling
 
-    def _late(self) -> DeadlineError:
+    def _deadline_error(self) -> DeadlineError:
         return DeadlineError(f"{self.what} took longer than {self.seconds:g} s")
 
 
@@ -111,7 +122,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.open: dict[Wait, None] = {}
-        self.moved = 0
+        self.progress_count = 0
         """Counts progress. Polls that come back to say that nothing has happened must not count."""
 
     def waits(self) -> list[Wait]:
@@ -134,26 +145,26 @@ def current_wait() -> str:
     return "" if wait is None else wait.what
 
 
-def beat() -> None:
+def record_progress() -> None:
     """Tell the watchdog that something has moved."""
-    registry.moved += 1
+    registry.progress_count += 1
 
 
-async def within(seconds: float, what: str, work: Awaitable[T], *, moves: bool = True) -> T:
+async def wait_within(seconds: float, what: str, work: Awaitable[T], *, is_progress: bool = True) -> T:
     """The result of `work`, or a `DeadlineError` that names what was waited for.
 
-    The same as `asyncio.timeout` around a named wait, in one object and one timer instead of two. `moves` says whether
-    a good end is progress of the run, which is not so for a health check.
+    The same as `asyncio.timeout` around a named wait, in one object and one timer instead of two. `is_progress` says
+    whether a good end is progress of the run, which is not so for a health check.
     """
     with Wait(what, seconds):
         result = await work  # bounded: here is the bound
-    if moves:
-        registry.moved += 1
+    if is_progress:
+        registry.progress_count += 1
     return result
 
 
 class UserCall(Wait):
-    """As `within`, for user code, which may swallow its cancellation.
+    """As `wait_within`, for user code, which may swallow its cancellation.
 
     A task cannot be killed, but its work can be left where it stands. `ABANDON_SECONDS` after the deadline, or after
     the caller was cancelled, the work is abandoned: the caller goes on with an `AbandonedError` or its cancellation,
@@ -162,7 +173,7 @@ class UserCall(Wait):
     Wait and driver of the work are one object: at thousands of episodes in flight each further one is felt.
     """
 
-    __slots__ = ("_give_up_timer", "_given_up", "_notice", "work")
+    __slots__ = ("_give_up_timer", "_has_given_up", "_notice", "work")
 
     def __init__(self, seconds: float, what: str, work: Awaitable[Any]) -> None:
         super().__init__(what, seconds)
@@ -170,14 +181,14 @@ class UserCall(Wait):
         self._notice: str | None = None
         """The message about it, once it is abandoned."""
         self._give_up_timer: asyncio.TimerHandle | None = None
-        self._given_up = False
+        self._has_given_up = False
 
     def __await__(self) -> Generator[Any, None, Any]:
         work: Any = self.work
         driven = work if type(work) is CoroutineType else work.__await__()  # a wrapper less for each episode
         error: BaseException | None = None
         with self:
-            task = self.who
+            task = self.waiter
             assert isinstance(task, asyncio.Task)
             while True:
                 before = task.cancelling()
@@ -185,10 +196,10 @@ class UserCall(Wait):
                     future = driven.send(None) if error is None else driven.throw(error)
                 except BaseException as end:
                     if task.cancelling() > before:
-                        yield from _uncancelled(task, before)
+                        yield from _undo_cancellations(task, before)
                     if not isinstance(end, StopIteration):
                         raise
-                    registry.moved += 1
+                    registry.progress_count += 1
                     return end.value
                 while task.cancelling() > before:  # by the work itself: a CancelledError of its own is on its way to it
                     task.uncancel()
@@ -197,13 +208,13 @@ class UserCall(Wait):
                     if future is None or type(future) is asyncio.Future:
                         yield future
                     else:
-                        yield from self._ended(future)
+                        yield from self._wait_until_done(future)
                 except GeneratorExit:
                     driven.close()
                     raise
                 except BaseException as thrown:
                     error = thrown
-                    if self._given_up:
+                    if self._has_given_up:
                         self._abandon()
                         raise
                     self._give_up_later()
@@ -215,19 +226,19 @@ class UserCall(Wait):
         if self._notice is not None:
             log.warning(self._notice)
 
-    def _late(self) -> DeadlineError:
-        return super()._late() if self._notice is None else AbandonedError(self._notice)
+    def _deadline_error(self) -> DeadlineError:
+        return super()._deadline_error() if self._notice is None else AbandonedError(self._notice)
 
-    def _ended(self, future: "asyncio.Future[Any]") -> Generator[Any, None, None]:
+    def _wait_until_done(self, future: "asyncio.Future[Any]") -> Generator[Any, None, None]:
         """Wait for a task, or for several: unlike a plain future it may outlive its cancellation."""
         future._asyncio_future_blocking = False
         while not future.done():
-            end = _End(future)
+            end = _DoneSignal(future)
             try:
                 yield end
             except asyncio.CancelledError:
                 future.remove_done_callback(end.wake)
-                if self._given_up or not future.cancel():
+                if self._has_given_up or not future.cancel():
                     raise
                 self._give_up_later()
 
@@ -235,21 +246,21 @@ class UserCall(Wait):
         if self._give_up_timer is None:
             task = asyncio.current_task()
             assert task is not None
-            # After the deadline the wait itself cancels every `AGAIN_SECONDS`: the last time must find it given up.
-            seconds = ABANDON_SECONDS - (0.5 * AGAIN_SECONDS if self.cancels else 0.0)
+            # After the deadline the wait itself cancels every `RECANCEL_SECONDS`: the last time must find it given up.
+            seconds = ABANDON_SECONDS - (0.5 * RECANCEL_SECONDS if self.cancels else 0.0)
             self._give_up_timer = task.get_loop().call_later(seconds, self._give_up, task, task.cancelling())
 
     def _give_up(self, task: "asyncio.Task[Any]", cancelling: int) -> None:
         self._give_up_timer = None
         if not task.cancelling() >= cancelling > 0:
             return  # it has dealt with it: a time-out of its own
-        self._given_up = True
+        self._has_given_up = True
         if not self.cancels:
             task.cancel()
 
     def _abandon(self) -> None:
         """Keep the work from the garbage collector, and say where it stands."""
-        _keep(self.work)
+        _retain_abandoned(self.work)
         at = user_place(awaited_frames(self.work))
         self._notice = (
             f"{self.what} was cancelled and did not end within {ABANDON_SECONDS:g} s{at and f', at {at}'}: it is "
@@ -257,7 +268,7 @@ class UserCall(Wait):
         )
 
 
-def _uncancelled(task: "asyncio.Task[Any]", before: int) -> Generator[Any, None, None]:
+def _undo_cancellations(task: "asyncio.Task[Any]", before: int) -> Generator[Any, None, None]:
     """Take back what user code asked of the caller's task at its end: the caller goes on."""
     while task.cancelling() > before:
         task.uncancel()
@@ -268,7 +279,7 @@ def _uncancelled(task: "asyncio.Task[Any]", before: int) -> Generator[Any, None,
             raise
 
 
-class _End(asyncio.Future[None]):
+class _DoneSignal(asyncio.Future[None]):
     """The end of another future, to wait for in its place."""
 
     def __init__(self, awaited: "asyncio.Future[Any]") -> None:
@@ -286,16 +297,16 @@ _abandoned: list[object] = []
 """User code that swallowed its cancellation: nothing waits for it any more."""
 
 
-def _keep(work: object) -> None:
+def _retain_abandoned(work: object) -> None:
     """Hold abandoned work until the process ends. Collected, its coroutine would get a GeneratorExit, swallow that too
     and go on without a loop: for ever, where it catches the error of that as well. A daemon thread's frame is the one
     place that the interpreter does not clear when it shuts down."""
     if not _abandoned:
-        threading.Thread(target=_hold, args=(_abandoned,), name="abandoned user code", daemon=True).start()
+        threading.Thread(target=_park_thread, args=(_abandoned,), name="abandoned user code", daemon=True).start()
     _abandoned.append(work)
 
 
-def _hold(kept: object) -> None:
+def _park_thread(kept: object) -> None:
     threading.Event().wait()  # unbounded: as long as the process lives
 
 
@@ -311,15 +322,15 @@ def awaited_frames(coroutine: Any) -> Iterator[FrameType]:
             coroutine = frame.f_locals["self"].work
 
 
-def waiting(what: str, on: str | tuple[str, ...] = ()) -> Wait:
+def named_wait(what: str, waits_for: str | tuple[str, ...] = ()) -> Wait:
     """Name a wait whose deadline is kept by the other side, in a `with` block.
 
-    `on` names that side: open waits whose names begin so are drawn below this one.
+    `waits_for` names that side: open waits whose names begin so are drawn below this one.
     """
-    return Wait(what, on=(on,) if isinstance(on, str) else on)
+    return Wait(what, waits_for=(waits_for,) if isinstance(waits_for, str) else waits_for)
 
 
-def _who() -> "asyncio.Task[Any] | threading.Thread":
+def _current_waiter() -> "asyncio.Task[Any] | threading.Thread":
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -327,7 +338,7 @@ def _who() -> "asyncio.Task[Any] | threading.Thread":
     return task or threading.current_thread()
 
 
-async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """All results in order. The first failure is raised as it is, once everything else has been cancelled and ended:
     nothing goes on speaking after its episode is over."""
     tasks = [asyncio.ensure_future(one) for one in work]
@@ -348,7 +359,7 @@ class Clock(Protocol):
 
     async def sleep(self, seconds: float) -> None: ...
 
-    def within(self, seconds: float, what: str, work: Awaitable[T]) -> Awaitable[T]:
+    def wait_within(self, seconds: float, what: str, work: Awaitable[T]) -> Awaitable[T]:
         """The result of user code's `work`, or a `DeadlineError` that names what was waited for."""
         ...
 
@@ -362,5 +373,5 @@ class RealClock:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    def within(self, seconds: float, what: str, work: Awaitable[T]) -> Awaitable[T]:
+    def wait_within(self, seconds: float, what: str, work: Awaitable[T]) -> Awaitable[T]:
         return UserCall(seconds, what, work)

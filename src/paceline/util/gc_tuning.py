@@ -8,13 +8,13 @@ YOUNG, MIDDLE, OLD = 50_000, 20, 20
 """Allocations before the youngest objects are looked through, and how often that happens before older ones are."""
 
 
-def collect_rarely() -> None:
+def raise_gc_thresholds() -> None:
     """Python's usual thresholds look through all of torch again and again while it is imported: most of a second."""
     gc.set_threshold(YOUNG, MIDDLE, OLD)
 
 
 @contextmanager
-def rarely_collected() -> Generator[None]:
+def tuned_gc() -> Generator[None]:
     """Look for cycles rarely while a run is led or a model served, and never among what was there before.
 
     With 20,000 rollouts in flight Python tracks over a million objects that are all alive. At its usual thresholds it
@@ -26,7 +26,7 @@ def rarely_collected() -> Generator[None]:
     if ours:
         gc.collect()
         gc.freeze()
-    collect_rarely()
+    raise_gc_thresholds()
     try:
         yield
     finally:
@@ -35,7 +35,7 @@ def rarely_collected() -> Generator[None]:
             gc.unfreeze()
 
 
-def freeze_more() -> None:
+def freeze_new_objects() -> None:
     """Freeze what was made since, such as compiled code: it stays, and looking through it once took half a second."""
     if gc.get_freeze_count():
         gc.freeze()

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.util.user_code import described, is_ctrl_c
+from paceline.util.user_code import describe_error, is_ctrl_c
 
 PREFIX = "paceline_user_"
 FROM_PYTHON = "python"
@@ -43,7 +43,7 @@ def import_object(path: str) -> Any:
         if is_ctrl_c(error):
             raise
         found = file is not None or not isinstance(error, ImportError)
-        cause = f"{file or place} raised {described(error)}" if found else str(error)
+        cause = f"{file or place} raised {describe_error(error)}" if found else str(error)
         raise HookError(f"import path `{path}`: {cause}") from error
     if not hasattr(module, name):
         raise HookError(f"import path `{path}`: {place} has no `{name}`")

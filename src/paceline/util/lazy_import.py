@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 
-def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+def lazy_getattr(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """A module's `__getattr__`: names by the submodule they live in. So only code that needs torch loads it."""
     home_of = {name: home for home, names in homes.items() for name in names}
 
@@ -18,7 +18,7 @@ def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], 
     return __getattr__
 
 
-MODULES = {
+RENAMED_MODULES = {
     "paceline.waits": "paceline.util.deadlines",
     "paceline.inference": "paceline.engine (its contract and the embedded engine) or paceline.clients",
     "paceline.cluster": "paceline.runtime",
@@ -37,16 +37,16 @@ class RenamedModules:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if new := MODULES.get(name):
+        if new := RENAMED_MODULES.get(name):
             raise ModuleNotFoundError(f"`{name}` is called `{new}` now", name=name)
 
 
-def tell_renamed_modules() -> None:
+def install_renamed_modules() -> None:
     if RenamedModules not in sys.meta_path:
         sys.meta_path.append(RenamedModules)
 
 
-def renamed_names(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
+def renamed_getattr(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
     """A module's `__getattr__` that knows what its names are called now."""
 
     def missing(name: str) -> NoReturn:

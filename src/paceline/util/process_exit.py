@@ -21,7 +21,7 @@ from paceline.util.user_code import frames_of, user_place
 
 THREADS_SECONDS = 2.0
 """Time that threads of user code get to end, once everything else has ended."""
-_HEIGHTS = {io.FileIO: 0, io.BufferedWriter: 1, io.BufferedRandom: 1, io.BufferedReader: 1, io.TextIOWrapper: 3}
+_LAYERS = {io.FileIO: 0, io.BufferedWriter: 1, io.BufferedRandom: 1, io.BufferedReader: 1, io.TextIOWrapper: 3}
 _exit = os._exit
 
 
@@ -32,7 +32,7 @@ def exit_process(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):  # before anything that may end the process first
         with contextlib.suppress(Exception):
             stream.flush()
-    threading.Thread(target=_leave_threads, args=(code,), name="exit", daemon=True).start()
+    threading.Thread(target=_abandon_threads, args=(code,), name="exit", daemon=True).start()
     profiled = sys.getprofile() or sys.gettrace()  # a profiler writes its results after us
     if profiled or ("torch" not in sys.modules and code != INTERRUPTED):
         sys.exit(code)
@@ -48,7 +48,7 @@ def _close_files() -> None:
     gc.unfreeze()  # what is frozen is not listed
     files = [found for found in gc.get_objects() if issubclass(type(found), _IOBase)]
     # A text lies on a buffer, which lies on the file of the system; a compressed one may lie between.
-    for file in sorted(files, key=lambda file: _HEIGHTS.get(type(file), 2), reverse=True):
+    for file in sorted(files, key=lambda file: _LAYERS.get(type(file), 2), reverse=True):
         with contextlib.suppress(Exception):
             file.flush()
             with contextlib.suppress(Exception):  # a file in memory has no number
@@ -57,7 +57,7 @@ def _close_files() -> None:
             file.close()
 
 
-def _leave_threads(code: int) -> None:
+def _abandon_threads(code: int) -> None:
     time.sleep(THREADS_SECONDS)
     left = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
     if left:

@@ -18,17 +18,17 @@ from types import FrameType
 
 from paceline.errors import PacelineError
 
-SHOW_ALL = "PACELINE_TRACEBACK"
+TRACEBACK_VARIABLE = "PACELINE_TRACEBACK"
 """Environment variable: with `1` a failed command prints whole tracebacks, Paceline's and torch's frames included."""
-_OURS = str(Path(__file__).resolve().parent.parent) + os.sep
-_INSTALLS = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-_LIBRARIES = tuple({str(path) + os.sep for place in _INSTALLS for path in (place, place.resolve())})
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent) + os.sep
+_LIBRARY_FOLDERS = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+_LIBRARIES = tuple({str(path) + os.sep for place in _LIBRARY_FOLDERS for path in (place, place.resolve())})
+_PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 _SYS_PATH = tuple(sys.path)
 _RECURSION_LIMIT = sys.getrecursionlimit()
-Takes = Callable[[traceback.FrameSummary], bool]
+FrameFilter = Callable[[traceback.FrameSummary], bool]
 
 
 class TracedError(PacelineError):
@@ -63,7 +63,7 @@ def user_code(hook: str, about: str = "") -> Generator[None]:
     except BaseException as error:
         if is_ctrl_c(error) or (isinstance(error, asyncio.CancelledError) and is_cancelled()):
             raise
-        raise raised(hook, error, about) from error
+        raise hook_error(hook, error, about) from error
     finally:
         del _open_hooks[here]
 
@@ -100,19 +100,19 @@ def is_ctrl_c(error: BaseException) -> bool:
     return signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def raised(hook: str, error: BaseException, about: str = "") -> UserCodeError:
+def hook_error(hook: str, error: BaseException, about: str = "") -> UserCodeError:
     """The error to raise `from` an exception of a hook."""
     where = f" ({about})" if about else ""
     # A hook may live in an installed package.
-    said, frames = described(error, is_foreign), user_frames(error, is_foreign)
-    return UserCodeError(f"{hook} raised {said}{where}", frames, whole(error))
+    said, frames = describe_error(error, is_foreign_frame), user_frames(error, is_foreign_frame)
+    return UserCodeError(f"{hook} raised {said}{where}", frames, full_traceback(error))
 
 
-def unexpected(error: Exception, record: Path) -> PacelineError:
+def unexpected_failure(error: Exception, record: Path) -> PacelineError:
     """An exception that nothing has handled, as a sentence: of user code where its traceback leads there, else a bug of
     Paceline's. `record` is the file that will hold the whole traceback."""
     if user_frames(error):
-        failure: PacelineError = raised("user code", error)
+        failure: PacelineError = hook_error("user code", error)
     elif type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         failure = PacelineError(
             f"out of memory ({error}): lower trainer.micro_batch_tokens, engine.max_running or sampling.max_tokens; "
@@ -121,18 +121,18 @@ def unexpected(error: Exception, record: Path) -> PacelineError:
     elif isinstance(error, OSError):
         failure = PacelineError(f"the system refused something the run needs: {error}")
     else:
-        what = described(error, lambda frame: True)
+        what = describe_error(error, lambda frame: True)
         text = f"a bug in Paceline: {what}. Please report it with {record}, which has the traceback"
-        failure = InternalError(text, trace=whole(error))
+        failure = InternalError(text, trace=full_traceback(error))
     failure.__cause__ = error
     return failure
 
 
-def described(error: BaseException, *others: Takes) -> str:
+def describe_error(error: BaseException, *others: FrameFilter) -> str:
     """The exception and the user's innermost line: `KeyError: 'answer', at score.py, line 12, in judge`. Where no frame
     is the user's, the innermost that one of the `others` takes."""
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
-    _, frames = _frames(error, is_users, *others)
+    _, frames = _frames(error, is_user_frame, *others)
     return f"{said}, at {_place(frames[-1])}" if frames else said
 
 
@@ -145,38 +145,38 @@ def frames_of(innermost: FrameType | None) -> list[FrameType]:
     return frames[::-1]
 
 
-def user_place(stack: Iterable[FrameType], *others: Takes) -> str:
+def user_place(stack: Iterable[FrameType], *others: FrameFilter) -> str:
     """Where a stack, outermost frame first, stands in user code: `score.py, line 12, in judge`. Empty where no frame is
     the user's, or one that the `others` take."""
     frames = [
         traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, f.f_code.co_name, lookup_line=False) for f in stack
     ]
-    for take in (is_users, *others):
+    for take in (is_user_frame, *others):
         if found := [frame for frame in frames if take(frame)]:
             return _place(found[-1])
     return ""
 
 
-def user_frames(error: BaseException, *others: Takes) -> str:
+def user_frames(error: BaseException, *others: FrameFilter) -> str:
     """The traceback without frames of Paceline, the standard library and installed packages. Empty where no other is
     left, unless one of the `others` takes some."""
-    one, frames = _frames(error, is_users, *others)
+    one, frames = _frames(error, is_user_frame, *others)
     if not frames:
         return ""
     lines = ["Traceback (of your code):\n", *traceback.format_list(frames), *traceback.format_exception_only(one)]
     return "".join(lines).rstrip()
 
 
-def _frames(error: BaseException, *takes: Takes) -> tuple[BaseException, list[traceback.FrameSummary]]:
+def _frames(error: BaseException, *takes: FrameFilter) -> tuple[BaseException, list[traceback.FrameSummary]]:
     """The frames of the deepest cause that has any which the first of `takes` takes, else the second, and so on."""
     for take in takes:
-        for one in chain(error):
+        for one in cause_chain(error):
             if frames := [frame for frame in traceback.extract_tb(one.__traceback__) if take(frame)]:
                 return one, frames
     return error, []
 
 
-def whole(error: BaseException) -> str:
+def full_traceback(error: BaseException) -> str:
     """The traceback with every frame, and what the exception was raised from."""
     return "".join(traceback.format_exception(error)).rstrip()
 
@@ -187,15 +187,15 @@ def failure_traces(error: BaseException) -> tuple[str, str]:
     if isinstance(error, TracedError):
         return error.frames, error.trace
     frames = "" if error.__cause__ is None else user_frames(error.__cause__)
-    return (frames, whole(error)) if frames else ("", "")
+    return (frames, full_traceback(error)) if frames else ("", "")
 
 
-def to_show(frames: str, trace: str) -> str:
+def trace_to_print(frames: str, trace: str) -> str:
     """The trace that a command prints below the sentence of a failure."""
-    return trace if os.environ.get(SHOW_ALL, "0") not in ("", "0") else frames
+    return trace if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0") else frames
 
 
-def chain(error: BaseException) -> Iterator[BaseException]:
+def cause_chain(error: BaseException) -> Iterator[BaseException]:
     """The exception and what caused it, the deepest cause first."""
     seen: list[BaseException] = []
     current: BaseException | None = error
@@ -206,17 +206,17 @@ def chain(error: BaseException) -> Iterator[BaseException]:
     return reversed(seen)
 
 
-def is_foreign(frame: traceback.FrameSummary) -> bool:
+def is_foreign_frame(frame: traceback.FrameSummary) -> bool:
     """Whether a frame is not Paceline's."""
-    return not frame.filename.startswith((_OURS, "<frozen "))
+    return not frame.filename.startswith((_PACKAGE_ROOT, "<frozen "))
 
 
-def is_users(frame: traceback.FrameSummary) -> bool:
+def is_user_frame(frame: traceback.FrameSummary) -> bool:
     """Whether a frame is neither Paceline's nor of the standard library or an installed package."""
     name = frame.filename
-    library = name.startswith(_LIBRARIES) or any(part in name for part in _INSTALLED)
+    library = name.startswith(_LIBRARIES) or any(part in name for part in _PACKAGE_FOLDERS)
     generated = name == "<string>" and frame.name == "__init__"  # a dataclass's
-    return is_foreign(frame) and not library and not generated
+    return is_foreign_frame(frame) and not library and not generated
 
 
 def _place(frame: traceback.FrameSummary) -> str:

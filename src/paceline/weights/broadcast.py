@@ -2,8 +2,8 @@
 
 A group is the sender (rank 0) and its receivers, and has nothing to do with torch's own default group: a process may be
 in several. They meet at a TCP store of the sender's. The update is one row of bytes, each tensor at a multiple of 64;
-a bucket is a stretch of that row. Receivers stage all of it, and only then give it to their engine, which swaps between
-two tokens. Every wait has a bound: a member that is lost costs the others no more than `seconds`.
+a bucket is a stretch of that row. Receivers stage all of it, and only then give it to their engine, which applies it
+between two tokens. Every wait has a bound: a member that is lost costs the others no more than `seconds`.
 
     sender   = Sender(members=2);            receiver = Receiver(address, port, world=3, rank=1)
     sender.form()                            receiver.form()                      (at the same time)
@@ -23,11 +23,11 @@ from torch import Tensor
 from paceline.errors import EngineError
 from paceline.weights.delta import DTYPES
 
-SECONDS = 120.0
+TIMEOUT_SECONDS = 120.0
 """For a group to form, and for one bucket to arrive."""
-FIND_SECONDS = 10.0
+CONNECT_SECONDS = 10.0
 """For a receiver to reach the sender, which listens before it invites receivers."""
-BUCKET = 64 << 20
+BUCKET_BYTES = 64 << 20
 ALIGN = 64
 
 
@@ -49,7 +49,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     ]
 
 
-def places_of(layout: Sequence[Mapping[str, Any]]) -> tuple[list[TensorSlot], int]:
+def byte_layout(layout: Sequence[Mapping[str, Any]]) -> tuple[list[TensorSlot], int]:
     """Where each tensor lies in the row, and the row's length in bytes."""
     places: list[TensorSlot] = []
     end = 0
@@ -98,7 +98,7 @@ class BroadcastGroup:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _pass_on(self, part: Tensor) -> None:
+    def _broadcast_or_close(self, part: Tensor) -> None:
         if self._group is None:
             raise EngineError("there is no group to broadcast weights in: it must be formed first")
         try:
@@ -112,8 +112,8 @@ class Sender(BroadcastGroup):
     """Rank 0: the process that has the weights."""
 
     def __init__(
-        self, members: int, device: torch.device | str = "cpu", seconds: float = SECONDS, bucket: int = BUCKET,
-        host: str = "127.0.0.1",
+        self, members: int, device: torch.device | str = "cpu", seconds: float = TIMEOUT_SECONDS,
+        bucket: int = BUCKET_BYTES, host: str = "127.0.0.1",
     ) -> None:  # fmt: skip
         super().__init__(members + 1, 0, device, seconds, bucket)
         self._host = host
@@ -134,7 +134,7 @@ class Sender(BroadcastGroup):
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         """Send all tensors; returns when the last bucket has left."""
-        places, size = places_of(layout_of(tensors))
+        places, size = byte_layout(layout_of(tensors))
         buffer = torch.empty(min(self.bucket, max(1, size)), dtype=torch.uint8, device=self.device)
         for start in range(0, size, self.bucket):
             end = min(size, start + self.bucket)
@@ -143,7 +143,7 @@ class Sender(BroadcastGroup):
                 if low < high:  # what of it lies in this bucket
                     raw = tensors[place.name].detach().contiguous().view(-1).view(torch.uint8)
                     buffer[low - start : high - start].copy_(raw[low - place.start : high - place.start])
-            self._pass_on(buffer[: end - start])
+            self._broadcast_or_close(buffer[: end - start])
 
 
 class Receiver(BroadcastGroup):
@@ -151,38 +151,38 @@ class Receiver(BroadcastGroup):
 
     def __init__(
         self, address: str, port: int, world: int, rank: int, device: torch.device | str = "cpu",
-        seconds: float = SECONDS, bucket: int = BUCKET,
+        seconds: float = TIMEOUT_SECONDS, bucket: int = BUCKET_BYTES,
     ) -> None:  # fmt: skip
         super().__init__(world, rank, device, seconds, bucket)
-        self._where = address, port
+        self._address = address, port
         self._staging: Tensor | None = None
 
     def form(self) -> None:
         """Find the sender and the others."""
-        limit = timedelta(seconds=min(self.seconds, FIND_SECONDS))
+        limit = timedelta(seconds=min(self.seconds, CONNECT_SECONDS))
         try:
-            self._store = dist.TCPStore(*self._where, None, False, limit)
+            self._store = dist.TCPStore(*self._address, None, False, limit)
         except (RuntimeError, ValueError) as error:
-            address, port = self._where
+            address, port = self._address
             raise EngineError(f"no sender listens at {address} port {port}: {_first_line(error)}") from error
         self._join(self._store)
 
     def receive(self, layout: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The tensors of one update, in a buffer of the host that the next one overwrites. A GPU holds a bucket of them
         on the way: it has no room for all weights twice."""
-        places, size = places_of(layout)
+        places, size = byte_layout(layout)
         if self._staging is None or len(self._staging) != size:
             self._staging = None  # two of them need not be there at once
             self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
-        onward = self.device.type != "cpu"
-        through = torch.empty(min(self.bucket, size) if onward else 0, dtype=torch.uint8, device=self.device)
+        via_device = self.device.type != "cpu"
+        device_bucket = torch.empty(min(self.bucket, size) if via_device else 0, dtype=torch.uint8, device=self.device)
         for start in range(0, size, self.bucket):
             part = self._staging[start : start + self.bucket]
-            if onward:
-                self._pass_on(through[: len(part)])
-                part.copy_(through[: len(part)])
+            if via_device:
+                self._broadcast_or_close(device_bucket[: len(part)])
+                part.copy_(device_bucket[: len(part)])
             else:
-                self._pass_on(part)
+                self._broadcast_or_close(part)
         return {p.name: self._staging[p.start : p.end].view(p.dtype).view(p.shape) for p in places}
 
 

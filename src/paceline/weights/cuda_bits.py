@@ -13,7 +13,7 @@ SPAN = 16
 
 
 @triton.jit
-def _mix(x):
+def mix_triton(x):  # noqa: ANN201 - Triton code has no types
     """splitmix64's finaliser, as in `update.mix_tensor`."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -22,7 +22,7 @@ def _mix(x):
 
 
 @triton.jit
-def _sum(tensors, work, out, BITS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
+def _sum_kernel(tensors, work, out, BITS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
     """tensors: [n, 4] address, elements, columns, row stride; work: [programs, 2] tensor, first element."""
     place = tl.load(work + tl.program_id(0) * 2)
     first = tl.load(work + tl.program_id(0) * 2 + 1)
@@ -42,7 +42,7 @@ def _sum(tensors, work, out, BITS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.c
     for step in range(SPAN):
         index = first + step * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(bits + index // columns * stride + index % columns, index < size, 0)
-        total += value.to(tl.int64).to(tl.uint64, bitcast=True) * _mix(index.to(tl.uint64, bitcast=True))
+        total += value.to(tl.int64).to(tl.uint64, bitcast=True) * mix_triton(index.to(tl.uint64, bitcast=True))
     tl.atomic_add(out + place, tl.sum(total, 0).to(tl.int64, bitcast=True))
 
 
@@ -51,13 +51,13 @@ def tensor_sums(tensors: Sequence[Tensor]) -> list[int]:
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     for width in {tensor.element_size() for tensor in tensors}:
         places = [i for i, tensor in enumerate(tensors) if tensor.element_size() == width]
-        part = _launch([tensors[i] for i in places], width)
+        part = _launch_sums([tensors[i] for i in places], width)
         sums[torch.tensor(places, device=sums.device)] = part
     return sums.tolist()
 
 
-def _launch(tensors: list[Tensor], width: int) -> Tensor:
-    rows = [_row(tensor) for tensor in tensors]
+def _launch_sums(tensors: list[Tensor], width: int) -> Tensor:
+    rows = [_describe(tensor) for tensor in tensors]
     described = torch.tensor([row[1:] for row in rows])
     counts = torch.tensor([-(-row[2] // (BLOCK * SPAN)) for row in rows])
     place = torch.arange(len(rows)).repeat_interleave(counts)
@@ -65,11 +65,11 @@ def _launch(tensors: list[Tensor], width: int) -> Tensor:
     device = tensors[0].device
     out = torch.zeros(len(rows), dtype=torch.int64, device=device)
     work = torch.stack([place, first], 1).to(device)
-    _sum[(len(place),)](described.to(device), work, out, BITS=8 * width, BLOCK=BLOCK, SPAN=SPAN, num_warps=8)
+    _sum_kernel[(len(place),)](described.to(device), work, out, BITS=8 * width, BLOCK=BLOCK, SPAN=SPAN, num_warps=8)
     return out
 
 
-def _row(tensor: Tensor) -> tuple[Tensor, int, int, int, int]:
+def _describe(tensor: Tensor) -> tuple[Tensor, int, int, int, int]:
     """The tensor (kept alive), its address, elements, columns and row stride."""
     if tensor.ndim == 2 and tensor.stride(1) == 1 and tensor.numel():
         return tensor, tensor.data_ptr(), tensor.numel(), tensor.shape[1], tensor.stride(0)

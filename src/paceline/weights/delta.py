@@ -32,14 +32,14 @@ from paceline.errors import PacelineError
 from paceline.weights.update import MASK, ServedPolicy, bits_of, fingerprint, mix_tensor, salt
 
 MAGIC = b"PLDELTA1"
-HEAD = struct.Struct("<8sQ16s")
+HEADER = struct.Struct("<8sQ16s")
 MOST_SHARE = 0.5
 """Of a full update's bytes: a delta that would be larger is not worth its trouble."""
 BLOCK = 256
-BITMAP = BLOCK // 8
-LONGEST = 6
+BITMAP_BYTES = BLOCK // 8
+MOST_VARINT_BYTES = 6
 """Bytes of one gap: tensors of up to 2^42 elements."""
-WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -53,7 +53,7 @@ class DeltaError(PacelineError):
     """A delta that cannot be read, or does not fit what it is applied to."""
 
 
-class Change(NamedTuple):
+class TensorChange(NamedTuple):
     """The elements of one tensor that are not as they were."""
 
     positions: Tensor
@@ -63,7 +63,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DeltaEntry:
     """A tensor in the header, and where its part of the payload lies."""
 
     dtype: torch.dtype
@@ -83,31 +83,31 @@ class Entry:
 
 
 class WeightDelta:
-    """From `base` to `result`. Made by `LastSent`, or read from bytes, which are not trusted."""
+    """From `base` to `result`. Made by `DeltaEncoder`, or read from bytes, which are not trusted."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        header, self._payload = _checked(data)
+        header, self._payload = _parse(data)
         try:
-            self.base, self.result = _policy(header["base"]), _policy(header["result"])
-            self.entries = _entries(header["tensors"])
+            self.base, self.result = _parse_policy(header["base"]), _parse_policy(header["result"])
+            self.entries = _parse_entries(header["tensors"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DeltaError(f"the delta's header makes no sense ({type(error).__name__}: {error})") from error
         if (end := max((entry.end for entry in self.entries.values()), default=0)) != len(self._payload):
             raise DeltaError(f"the delta is not whole: {len(self._payload)} bytes where its header announces {end}")
-        self._changes: dict[torch.device, dict[str, Change]] = {}
+        self._changes: dict[torch.device, dict[str, TensorChange]] = {}
 
     def __len__(self) -> int:
         """Bytes on the wire."""
         return len(self.data)
 
-    def changes(self, device: torch.device | str = "cpu") -> dict[str, Change]:
+    def changes(self, device: torch.device | str = "cpu") -> dict[str, TensorChange]:
         """The changed elements by tensor, on this device; unchanged tensors are left out."""
         device = torch.device(device)
         if device not in self._changes:
             payload = torch.from_numpy(np.frombuffer(self._payload, np.uint8).copy()).to(device)
             entries = ((name, entry) for name, entry in self.entries.items() if entry.count)
-            self._changes[device] = {name: _change(name, entry, payload) for name, entry in entries}
+            self._changes[device] = {name: _decode_change(name, entry, payload) for name, entry in entries}
         return self._changes[device]
 
     def check_fit(self, tensors: Mapping[str, Tensor]) -> None:
@@ -119,12 +119,12 @@ class WeightDelta:
             if mine.dtype != entry.dtype or tuple(mine.shape) != entry.shape:
                 raise DeltaError(f"`{name}` is {entry.dtype} {list(entry.shape)} in the delta, but not in the model")
 
-    def moved(self, tensors: Mapping[str, Tensor]) -> str:
-        """The fingerprint these tensors, which have the base's, will have; nothing is changed yet."""
+    def result_fingerprint(self, tensors: Mapping[str, Tensor]) -> str:
+        """The fingerprint these tensors will have after `write`; they must hold the base. Changes nothing."""
         total = int(self.base.fingerprint, 16)
         for name, change in self.changes(_device(tensors)).items():
             old = bits_of(tensors[name])[change.positions]
-            total += _shift(name, change.positions, old, change.bits)
+            total += _fingerprint_change(name, change.positions, old, change.bits)
         return f"{total & MASK:016x}"
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
@@ -136,13 +136,13 @@ class WeightDelta:
             if not tensor.is_contiguous():
                 tensor.copy_(bits.view(tensor.dtype).view(tensor.shape))
 
-    def forget(self) -> None:
-        """Let go of what was unpacked for a device; it is unpacked again where it is needed."""
+    def free_unpacked(self) -> None:
+        """Free the decoded changes; they are decoded again when needed."""
         self._changes.clear()
 
 
-class LastSent:
-    """A copy of what was published last, where the tensors lie, and the way from there to the next."""
+class DeltaEncoder:
+    """Keeps a copy of the last published tensors, on their device, and encodes the delta to the next."""
 
     def __init__(self, share: float = MOST_SHARE) -> None:
         self.policy: ServedPolicy | None = None
@@ -151,23 +151,23 @@ class LastSent:
 
     def advance(self, version: int, tensors: Mapping[str, Tensor]) -> WeightDelta | None:
         """The delta from the last version to this one; None if there was none, or a full update would be shorter."""
-        alike = _forms(tensors) == _forms(self._copy)
-        made = self._encoded(version, tensors) if self.policy is not None and alike else None
-        if made is None:
+        alike = _tensor_specs(tensors) == _tensor_specs(self._copy)
+        encoded = self._encode(version, tensors) if self.policy is not None and alike else None
+        if encoded is None:
             self.policy = ServedPolicy(version, fingerprint(tensors.items()))
             if not alike:
                 self._copy = {name: tensor.detach().clone() for name, tensor in tensors.items()}
             elif tensors:
                 torch._foreach_copy_(list(self._copy.values()), [tensors[name].detach() for name in self._copy])
             return None
-        delta = WeightDelta(made)
+        delta = WeightDelta(encoded)
         self.policy = None  # a write that breaks off leaves nothing to build on
         delta.write(self._copy)
         self.policy = delta.result
-        delta.forget()
+        delta.free_unpacked()
         return delta
 
-    def _encoded(self, version: int, tensors: Mapping[str, Tensor]) -> bytes | None:
+    def _encode(self, version: int, tensors: Mapping[str, Tensor]) -> bytes | None:
         assert self.policy is not None
         room = self._share * sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         total = int(self.policy.fingerprint, 16)
@@ -184,8 +184,8 @@ class LastSent:
             if count:
                 positions = changed.nonzero().view(-1)
                 values = new[positions]
-                total += _shift(name, positions, old[positions], values)
-                form, packed = pack(positions)
+                total += _fingerprint_change(name, positions, old[positions], values)
+                form, packed = encode_positions(positions)
                 index = _raw(packed)
                 parts += [index, _raw(values.view(torch.uint8))]
                 room -= len(index)
@@ -197,14 +197,14 @@ class LastSent:
         if len(written) > room:
             return None
         body = b"".join([written, *parts])
-        return HEAD.pack(MAGIC, len(written), _digest(body)) + body
+        return HEADER.pack(MAGIC, len(written), _digest(body)) + body
 
 
-def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple]:
+def _tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, tuple]:
     return {name: (t.dtype, t.shape, t.device) for name, t in sorted(tensors.items())}
 
 
-def _shift(name: str, positions: Tensor, old: Tensor, new: Tensor) -> int:
+def _fingerprint_change(name: str, positions: Tensor, old: Tensor, new: Tensor) -> int:
     """What the change adds to the fingerprint."""
     return int(((new.long() - old.long()) * mix_tensor(positions)).sum()) * salt(name)
 
@@ -221,12 +221,12 @@ def _device(tensors: Mapping[str, Tensor]) -> torch.device:
     return next(iter(tensors.values())).device
 
 
-def _checked(data: bytes) -> tuple[dict[str, Any], memoryview]:
+def _parse(data: bytes) -> tuple[dict[str, Any], memoryview]:
     """Header and payload of bytes that are as they were sent."""
-    if len(data) < HEAD.size or data[:8] != MAGIC:
+    if len(data) < HEADER.size or data[:8] != MAGIC:
         raise DeltaError(f"these {len(data)} bytes are no delta of weights")
-    _, length, digest = HEAD.unpack_from(data)
-    body = memoryview(data)[HEAD.size :]
+    _, length, digest = HEADER.unpack_from(data)
+    body = memoryview(data)[HEADER.size :]
     if _digest(body) != digest:
         raise DeltaError("the delta is damaged: its digest is not that of its bytes")
     try:
@@ -238,21 +238,21 @@ def _checked(data: bytes) -> tuple[dict[str, Any], memoryview]:
     return header, body[length:]
 
 
-def _policy(given: Any) -> ServedPolicy:
-    version, mark = given
-    if type(version) is not int or not re.fullmatch("[0-9a-f]{16}", mark):
-        raise ValueError(f"{given} is no version with its fingerprint")
-    return ServedPolicy(version, mark)
+def _parse_policy(value: Any) -> ServedPolicy:
+    version, digest = value
+    if type(version) is not int or not re.fullmatch("[0-9a-f]{16}", digest):
+        raise ValueError(f"{value} is no version with its fingerprint")
+    return ServedPolicy(version, digest)
 
 
-def _entries(listed: list[list[Any]]) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
+def _parse_entries(listed: list[list[Any]]) -> dict[str, DeltaEntry]:
+    entries: dict[str, DeltaEntry] = {}
     start = 0
     for name, kind, shape, form, count, index_bytes in listed:
         numbers = (count, index_bytes, *shape)
         if not all(type(number) is int and number >= 0 for number in numbers) or name in entries:
             raise ValueError(f"the entry of `{name}`")
-        entry = Entry(DTYPES[kind], tuple(shape), form, count, index_bytes, start)
+        entry = DeltaEntry(DTYPES[kind], tuple(shape), form, count, index_bytes, start)
         if count > entry.numel or (not count and index_bytes):
             raise ValueError(f"{count} changes in the {entry.numel} elements of `{name}`")
         entries[name] = entry
@@ -262,40 +262,40 @@ def _entries(listed: list[list[Any]]) -> dict[str, Entry]:
     return entries
 
 
-def _change(name: str, entry: Entry, payload: Tensor) -> Change:
+def _decode_change(name: str, entry: DeltaEntry, payload: Tensor) -> TensorChange:
     middle = entry.start + entry.index_bytes
     try:
-        positions = unpack(entry.form, payload[entry.start : middle], entry.count, entry.numel)
+        positions = decode_positions(entry.form, payload[entry.start : middle], entry.count, entry.numel)
     except DeltaError as error:
         raise DeltaError(f"the positions of `{name}` cannot be read: {error}") from error
     raw = payload[middle : entry.end].clone()  # aligned, whatever came before
-    return Change(positions, raw.view(WIDTHS[entry.dtype.itemsize]))
+    return TensorChange(positions, raw.view(INTEGERS[entry.dtype.itemsize]))
 
 
-def pack(positions: Tensor) -> tuple[str, Tensor]:
+def encode_positions(positions: Tensor) -> tuple[str, Tensor]:
     """The shorter form and its bytes; there must be at least one position."""
-    gaps = _gaps(positions)
-    as_gaps = int(_lengths(gaps).sum())
+    gaps = _to_gaps(positions)
+    as_gaps = int(_varint_lengths(gaps).sum())
     blocks = positions >> 8
     touched = int((blocks[1:] != blocks[:-1]).sum()) + 1
     # A touched block costs its bitmap and at least one byte of gap.
-    if touched * (BITMAP + 1) >= as_gaps:
-        return "gaps", _varints(gaps)
+    if touched * (BITMAP_BYTES + 1) >= as_gaps:
+        return "gaps", _encode_varints(gaps)
     some, place = torch.unique_consecutive(blocks, return_inverse=True)
-    head = _varints(_gaps(some))
-    if len(head) + touched * BITMAP >= as_gaps:
-        return "gaps", _varints(gaps)
+    head = _encode_varints(_to_gaps(some))
+    if len(head) + touched * BITMAP_BYTES >= as_gaps:
+        return "gaps", _encode_varints(gaps)
     marks = torch.zeros(touched * BLOCK, dtype=torch.uint8, device=positions.device)
     marks[place * BLOCK + (positions & (BLOCK - 1))] = 1
-    return "blocks", torch.cat([head, (marks.view(-1, 8) * _powers(marks)).sum(1, dtype=torch.uint8)])
+    return "blocks", torch.cat([head, (marks.view(-1, 8) * _bit_weights(marks)).sum(1, dtype=torch.uint8)])
 
 
-def unpack(form: str, data: Tensor, count: int, size: int) -> Tensor:
+def decode_positions(form: str, data: Tensor, count: int, size: int) -> Tensor:
     """`count` ascending positions below `size`."""
     if form == "gaps":
-        positions = _positions(_numbers(data), size)
+        positions = _from_gaps(_decode_varints(data), size)
     elif form == "blocks":
-        positions = _from_blocks(data, size)
+        positions = _decode_blocks(data, size)
     else:
         raise DeltaError(f"there is no form `{form}`")
     if len(positions) != count:
@@ -303,19 +303,19 @@ def unpack(form: str, data: Tensor, count: int, size: int) -> Tensor:
     return positions
 
 
-def _from_blocks(data: Tensor, size: int) -> Tensor:
+def _decode_blocks(data: Tensor, size: int) -> Tensor:
     """The bitmaps come last, and there are as many as gaps: how many follows from where the gaps end."""
     # n gaps take e[n] bytes, e being where the n-th ends; the one n for which e[n] + 32 n is all of it.
     ends = (data < 128).nonzero().view(-1) + 1
     numbers = torch.arange(1, len(ends) + 1, device=data.device)
-    (found,) = ((ends + BITMAP * numbers) == len(data)).nonzero(as_tuple=True)
+    (found,) = ((ends + BITMAP_BYTES * numbers) == len(data)).nonzero(as_tuple=True)
     if len(found) != 1:
         raise DeltaError("its bitmaps are not whole")
     touched = int(found[0]) + 1
-    cut = len(data) - BITMAP * touched
-    blocks = _positions(_numbers(data[:cut]), -(-size // BLOCK))
-    bitmaps = data[cut:].view(touched, BITMAP, 1)
-    marks = (bitmaps & _powers(data)).ne(0).view(touched, BLOCK)
+    cut = len(data) - BITMAP_BYTES * touched
+    blocks = _from_gaps(_decode_varints(data[:cut]), -(-size // BLOCK))
+    bitmaps = data[cut:].view(touched, BITMAP_BYTES, 1)
+    marks = (bitmaps & _bit_weights(data)).ne(0).view(touched, BLOCK)
     if not bool(marks.any(1).all()):
         raise DeltaError("a block is empty")
     row, column = marks.nonzero(as_tuple=True)
@@ -325,26 +325,26 @@ def _from_blocks(data: Tensor, size: int) -> Tensor:
     return positions
 
 
-def _gaps(positions: Tensor) -> Tensor:
+def _to_gaps(positions: Tensor) -> Tensor:
     return torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
 
 
-def _positions(gaps: Tensor, size: int) -> Tensor:
+def _from_gaps(gaps: Tensor, size: int) -> Tensor:
     # As floating point first: bytes may say anything, and a sum of integers that overflows looks innocent.
     if float(gaps.double().sum()) + len(gaps) > size:
         raise DeltaError(f"they lie outside of the tensor's {size} elements")
     return (gaps + 1).cumsum(0) - 1
 
 
-def _lengths(numbers: Tensor) -> Tensor:
+def _varint_lengths(numbers: Tensor) -> Tensor:
     lengths = torch.ones_like(numbers, dtype=torch.uint8)
-    for more in range(1, LONGEST):
+    for more in range(1, MOST_VARINT_BYTES):
         lengths += numbers >= 1 << (7 * more)
     return lengths
 
 
-def _varints(numbers: Tensor) -> Tensor:
-    lengths = _lengths(numbers)
+def _encode_varints(numbers: Tensor) -> Tensor:
+    lengths = _varint_lengths(numbers)
     longest = int(lengths.max())
     if longest == 1:
         return numbers.to(torch.uint8)
@@ -358,7 +358,7 @@ def _varints(numbers: Tensor) -> Tensor:
     return out
 
 
-def _numbers(data: Tensor) -> Tensor:
+def _decode_varints(data: Tensor) -> Tensor:
     last = data < 128
     if not len(data) or not bool(last[-1]):
         raise DeltaError("they end in the middle of a number")
@@ -368,10 +368,10 @@ def _numbers(data: Tensor) -> Tensor:
     (ends,) = last.nonzero(as_tuple=True)
     starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])
     place = torch.arange(len(data), device=data.device) - starts[which]
-    if int(place.max()) >= LONGEST:
-        raise DeltaError(f"a number has more than {LONGEST} bytes")
+    if int(place.max()) >= MOST_VARINT_BYTES:
+        raise DeltaError(f"a number has more than {MOST_VARINT_BYTES} bytes")
     return torch.zeros_like(ends).scatter_add_(0, which, (data & 127).long() << (7 * place))
 
 
-def _powers(like: Tensor) -> Tensor:
+def _bit_weights(like: Tensor) -> Tensor:
     return 1 << torch.arange(8, dtype=torch.uint8, device=like.device)

@@ -1,4 +1,4 @@
-"""Writes and checks `manifest.json`: the size and digest of every file of a checkpoint or an export.
+"""Writes and checks `manifest.json`: size and digest of every file of a checkpoint or export.
 
 A file system reports a full disk or a lost block, but not a flipped bit or a copy that was cut short: weights with
 either load without an error and train or answer worse.
@@ -24,7 +24,7 @@ def write_manifest(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     entries = {
         file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "blake2b": digest}
-        for file, digest in zip(files, _digests(files), strict=True)
+        for file, digest in zip(files, _hash_files(files), strict=True)
     }
     draft = folder / f".{MANIFEST}.tmp"
     draft.write_text(json.dumps({"chunk": CHUNK, "files": entries}, indent=1), encoding="utf-8")
@@ -35,7 +35,7 @@ def has_manifest(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def problems(folder: Path, only: str | None = None) -> list[str]:
+def find_problems(folder: Path, file_name: str | None = None) -> list[str]:
     """What is wrong with the files of a folder, or with one of them, by name; nothing where it has no manifest."""
     if not has_manifest(folder):
         return []
@@ -44,7 +44,7 @@ def problems(folder: Path, only: str | None = None) -> list[str]:
         entries: Mapping[str, tuple[int, str]] = {
             str(name): (int(entry["bytes"]), str(entry["blake2b"]))
             for name, entry in table["files"].items()
-            if only in (None, name)
+            if file_name in (None, name)
         }
         chunk = int(table["chunk"])
         if chunk < 1:
@@ -60,7 +60,7 @@ def problems(folder: Path, only: str | None = None) -> list[str]:
         else:
             whole.append(name)
     try:
-        read = _digests([folder / name for name in whole], chunk)
+        read = _hash_files([folder / name for name in whole], chunk)
     except OSError as error:
         return [*found, f"{error.filename or folder} cannot be read ({error.strerror or error})"]
     pairs = zip(whole, read, strict=True)
@@ -68,16 +68,16 @@ def problems(folder: Path, only: str | None = None) -> list[str]:
     return found
 
 
-def several(found: Sequence[str], most: int = 3) -> str:
+def join_first(found: Sequence[str], most: int = 3) -> str:
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return ", ".join(found[:most]) + more
 
 
-def _digests(files: Sequence[Path], chunk: int = CHUNK) -> list[str]:
+def _hash_files(files: Sequence[Path], chunk: int = CHUNK) -> list[str]:
     """Of each file, on several threads: hashing leaves Python's lock alone."""
     parts = [(file, start) for file in files for start in range(0, max(1, file.stat().st_size), chunk)]
     with ThreadPoolExecutor(max(1, min(MOST_THREADS, os.cpu_count() or 1, len(parts))), "paceline-digest") as threads:
-        hashed = iter(threads.map(lambda part: _digest(*part, chunk), parts))
+        hashed = iter(threads.map(lambda part: _hash_chunk(*part, chunk), parts))
         out = []
         for file in files:
             whole = blake2b(digest_size=DIGEST_BYTES)
@@ -87,7 +87,7 @@ def _digests(files: Sequence[Path], chunk: int = CHUNK) -> list[str]:
     return out
 
 
-def _digest(file: Path, start: int, size: int) -> bytes:
+def _hash_chunk(file: Path, start: int, size: int) -> bytes:
     with file.open("rb") as opened:
         opened.seek(start)
         return blake2b(opened.read(size), digest_size=DIGEST_BYTES).digest()

@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 
-def save(arrays: Mapping[str, mx.array], notes: dict[str, str] | None = None) -> bytes:
+def save(arrays: Mapping[str, mx.array], metadata: dict[str, str] | None = None) -> bytes:
     buffer = io.BytesIO()
-    mx.save_safetensors(buffer, dict(arrays), notes)
+    mx.save_safetensors(buffer, dict(arrays), metadata)
     return buffer.getvalue()
 
 
-def save_file(arrays: Mapping[str, mx.array], file: Path, notes: dict[str, str] | None = None) -> None:
+def save_file(arrays: Mapping[str, mx.array], file: Path, metadata: dict[str, str] | None = None) -> None:
     with Path(file).open("wb") as opened:  # Python's own, which says what the system refused
-        mx.save_safetensors(opened, dict(arrays), notes)
+        mx.save_safetensors(opened, dict(arrays), metadata)
 
 
 def load(data: bytes) -> dict[str, mx.array]:
@@ -65,7 +65,7 @@ def as_array(tensor: Any) -> mx.array:
     return mx.array(tensor.numpy())
 
 
-def settled(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+def evaluate(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """Computed, so that another thread may use them: what is still to be computed belongs to the thread that asked."""
     mx.eval(*arrays.values())
     return dict(arrays)

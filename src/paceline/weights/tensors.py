@@ -1,7 +1,7 @@
-"""Reads and writes tensors as safetensors files and bytes: in torch, or in mlx where torch is missing.
+"""Reads and writes tensors as safetensors files and bytes, in torch or, without it, in mlx.
 
 >>> import numpy
->>> {name: list(tensor.shape) for name, tensor in unpacked(packed({"a": numpy.zeros((2, 3))})).items()}
+>>> {name: list(tensor.shape) for name, tensor in deserialize(serialize({"a": numpy.zeros((2, 3))})).items()}
 {'a': [2, 3]}
 """
 
@@ -36,28 +36,28 @@ def read_file(file: Path) -> dict[str, Array]:
     return dict(_library_of({}).load_file(file))
 
 
-def unpacked(data: bytes) -> dict[str, Array]:
+def deserialize(data: bytes) -> dict[str, Array]:
     """All tensors of a file's bytes."""
     return dict(_library_of({}).load(data))
 
 
-def packed(tensors: Mapping[str, Array], notes: dict[str, str] | None = None) -> bytes:
+def serialize(tensors: Mapping[str, Array], metadata: dict[str, str] | None = None) -> bytes:
     """A file's bytes."""
-    return _library_of(tensors).save(_plain(tensors), notes)
+    return _library_of(tensors).save(_all_to_host(tensors), metadata)
 
 
-def plain(tensor: Array) -> Array:
+def to_host(tensor: Array) -> Array:
     """In the host's memory, in order, and free of gradients."""
     return tensor.detach().cpu().contiguous() if hasattr(tensor, "detach") else tensor
 
 
-def copied(tensor: Array) -> Array:
+def clone_to_host(tensor: Array) -> Array:
     """The same numbers in memory of their own, on the host. An array of mlx never changes, so it needs none."""
-    return plain(tensor).clone() if hasattr(tensor, "detach") else tensor
+    return to_host(tensor).clone() if hasattr(tensor, "detach") else tensor
 
 
-def _plain(tensors: Mapping[str, Array]) -> dict[str, Any]:
-    return {name: plain(tensor) for name, tensor in tensors.items()}
+def _all_to_host(tensors: Mapping[str, Array]) -> dict[str, Any]:
+    return {name: to_host(tensor) for name, tensor in tensors.items()}
 
 
 def _library_of(tensors: Mapping[str, Array]) -> ModuleType:
@@ -66,7 +66,7 @@ def _library_of(tensors: Mapping[str, Array]) -> ModuleType:
 
 
 @contextmanager
-def writing() -> Generator[None]:
+def raise_os_errors() -> Generator[None]:
     """Safetensors wraps the system's refusals into an error of its own: here they are `OSError` again."""
     try:
         yield
@@ -76,6 +76,6 @@ def writing() -> Generator[None]:
         raise OSError(code, os.strerror(code) if number else str(error)) from error
 
 
-def write_tensors(tensors: Mapping[str, Array], path: Path, notes: dict[str, str] | None = None) -> None:
-    with writing():
-        _library_of(tensors).save_file(_plain(tensors), path, notes)
+def write_tensors(tensors: Mapping[str, Array], path: Path, metadata: dict[str, str] | None = None) -> None:
+    with raise_os_errors():
+        _library_of(tensors).save_file(_all_to_host(tensors), path, metadata)

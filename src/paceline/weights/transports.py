@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.weights.broadcast import Sender
 
 WeightPath = Literal["auto", "disk", "http", "delta", "broadcast"]
-PIECE = 4 << 20
+PIECE_BYTES = 4 << 20
 UPDATE_HEADER = "Paceline-Update"
 """Version, fingerprint and canary of weights that travel as a body, as JSON."""
 
@@ -60,7 +60,7 @@ class WeightTransport(ABC):
         if self._deltas and update.delta is not None:
             data = update.delta.data
             try:
-                return await channel.stream("/weights/delta", head, len(data), _cut(data))
+                return await channel.stream("/weights/delta", head, len(data), _split_bytes(data))
             except DeltaBaseMismatch:
                 pass  # it was restarted, or has missed or refused one: it gets everything
         return await self._send_full(channel, head, update)
@@ -76,19 +76,21 @@ class DiskTransport(WeightTransport):
     """A file in a folder both sides see under the same path, and that the server was started to `--allow`."""
 
     async def _send_full(self, channel: WeightChannel, head: dict[str, Any], update: WeightUpdate) -> Any:
-        return await channel.post("/weights/load", head | {"path": str((await self._store.whole(update)).resolve())})
+        return await channel.post(
+            "/weights/load", head | {"path": str((await self._store.full_path(update)).resolve())}
+        )
 
 
 class HttpTransport(WeightTransport):
     """A request's body."""
 
     async def _send_full(self, channel: WeightChannel, head: dict[str, Any], update: WeightUpdate) -> Any:
-        file = await self._store.whole(update)
+        file = await self._store.full_path(update)
         try:
             size = file.stat().st_size
         except OSError as error:
             raise EngineError(f"the weights cannot be read any more: {error}") from error
-        return await channel.stream("/weights/upload", head, size, _pieces(file))
+        return await channel.stream("/weights/upload", head, size, _read_pieces(file))
 
 
 class BroadcastTransport(WeightTransport):
@@ -100,25 +102,25 @@ class BroadcastTransport(WeightTransport):
         from paceline.weights.broadcast import layout_of
 
         try:
-            sender = self._sender = self._sender or await self._meet(channel)
+            sender = self._sender = self._sender or await self._connect(channel)
             layout = layout_of(update.tensors)
-            asked = asyncio.ensure_future(channel.post("/weights/receive", head | {"tensors": layout}))
+            reply = asyncio.ensure_future(channel.post("/weights/receive", head | {"tensors": layout}))
             sending = asyncio.ensure_future(asyncio.to_thread(sender.send, update.tensors))
-            return await _both(asked, sending, sender.seconds)
+            return await _await_both(reply, sending, sender.seconds)
         except BaseException:
-            self._leave()
+            self._disconnect()
             raise
         finally:
             if isinstance(update.tensors, StoredTensors):
-                update.tensors.forget()
+                update.tensors.unload()
 
-    async def _meet(self, channel: WeightChannel) -> "Sender":
+    async def _connect(self, channel: WeightChannel) -> "Sender":
         from paceline.weights.broadcast import Sender
 
         sender = Sender(members=1)
         try:
             joining = asyncio.ensure_future(asyncio.to_thread(sender.form))
-            await _both(
+            await _await_both(
                 asyncio.ensure_future(channel.post("/weights/group", sender.invitation(1))), joining, sender.seconds
             )
         except BaseException:
@@ -126,36 +128,36 @@ class BroadcastTransport(WeightTransport):
             raise
         return sender
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
 
     def close(self) -> None:
-        self._leave()
+        self._disconnect()
         super().close()
 
 
-async def _both(asked: "asyncio.Future[Any]", ours: "asyncio.Future[Any]", seconds: float) -> Any:
+async def _await_both(reply: "asyncio.Future[Any]", sending: "asyncio.Future[Any]", seconds: float) -> Any:
     """The server's answer, once our part is done too. A refusal counts for more than our own failure that follows."""
     try:
-        await asyncio.wait({asked, ours}, return_when=asyncio.FIRST_EXCEPTION, timeout=seconds)
-        if asked.done() or not ours.done() or ours.exception() is None:
+        await asyncio.wait({reply, sending}, return_when=asyncio.FIRST_EXCEPTION, timeout=seconds)
+        if reply.done() or not sending.done() or sending.exception() is None:
             async with asyncio.timeout(seconds):
-                return (await asked, await ours)[0]
-        await asyncio.wait({asked}, timeout=seconds)  # ours failed: its answer will say why
-        if asked.done():
-            asked.result()  # bounded: it is done
-        return ours.result()  # bounded: it is done
+                return (await reply, await sending)[0]
+        await asyncio.wait({reply}, timeout=seconds)  # ours failed: its answer will say why
+        if reply.done():
+            reply.result()  # bounded: it is done
+        return sending.result()  # bounded: it is done
     except TimeoutError:
         raise EngineError(f"the weights were not broadcast within {seconds:g} s") from None
     finally:
-        for part in (asked, ours):
+        for part in (reply, sending):
             part.cancel()
-            part.add_done_callback(_forgiven)
+            part.add_done_callback(_retrieve_exception)
 
 
-def _forgiven(part: "asyncio.Future[Any]") -> None:
+def _retrieve_exception(part: "asyncio.Future[Any]") -> None:
     if not part.cancelled():
         part.exception()
 
@@ -172,12 +174,12 @@ def transport_for(path: WeightPath, folder: Path | None) -> WeightTransport:
     return (DiskTransport if on_disk else HttpTransport)(folder, deltas=path in ("auto", "delta"))
 
 
-async def _pieces(file: Path) -> AsyncIterator[bytes]:
+async def _read_pieces(file: Path) -> AsyncIterator[bytes]:
     with file.open("rb") as opened:
-        while piece := await asyncio.to_thread(opened.read, PIECE):
+        while piece := await asyncio.to_thread(opened.read, PIECE_BYTES):
             yield piece
 
 
-async def _cut(data: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(data), PIECE):
-        yield data[start : start + PIECE]
+async def _split_bytes(data: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 Array = Any
 """A tensor of torch, an array of mlx or of numpy: whatever the trainer computes with."""
 MASK = (1 << 64) - 1
-STRETCH = 1 << 20
+STRETCH_ELEMENTS = 1 << 20
 INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 """By their width in bytes."""
-PIECE = 1 << 14
+PIECE_ELEMENTS = 1 << 14
 """Elements: 128 KiB of factors, and as much again for what they are multiplied with."""
 CANARY_LENGTH = 24
 TOLERANCE = 1e-3
@@ -108,13 +108,13 @@ class ServedPolicy:
     fingerprint: str
 
 
-def fingerprint(named: Iterable[tuple[str, Array]]) -> str:
+def fingerprint(named_tensors: Iterable[tuple[str, Array]]) -> str:
     """A sum over tensors of sum(bits[i] * mix(i)) mod 2^64, as hex.
 
     Additive over elements with their global index, so shards combine by sum. The name's hash enters each tensor's sum,
     so two tensors cannot trade places unseen.
     """
-    pairs = list(named)
+    pairs = list(named_tensors)
     total = 0
     for (name, _), value in zip(pairs, tensor_sums([tensor for _, tensor in pairs]), strict=True):
         total += (value * salt(name)) & MASK
@@ -159,29 +159,31 @@ def tensor_sums(tensors: Sequence[Array]) -> list[int]:
         return [value & MASK for value in cuda_bits.tensor_sums(tensors)]
     rows = [host_bits(tensor) for tensor in tensors]
     totals = [0] * len(rows)
-    for start in range(0, max(map(len, rows), default=0), STRETCH):
+    for start in range(0, max(map(len, rows), default=0), STRETCH_ELEMENTS):
         for number, row in enumerate(rows):
             if start < len(row):
-                totals[number] += _stretch_sum(row[start : start + STRETCH], start)
+                totals[number] += _stretch_sum(row[start : start + STRETCH_ELEMENTS], start)
     return [total & MASK for total in totals]
 
 
 def _stretch_sum(bits: NDArray, start: int) -> int:
-    factors, wide = _mixed(start), np.empty(PIECE, np.int64)
+    factors, wide = _index_factors(start), np.empty(PIECE_ELEMENTS, np.int64)
     total = 0
-    for low in range(0, len(bits), PIECE):
-        piece = bits[low : low + PIECE]
+    for low in range(0, len(bits), PIECE_ELEMENTS):
+        piece = bits[low : low + PIECE_ELEMENTS]
         wide[: len(piece)] = piece
         total += int(np.dot(wide[: len(piece)], factors[low : low + len(piece)]))
     return total
 
 
 @functools.lru_cache(maxsize=8)
-def _mixed(start: int) -> NDArray[np.int64]:
+def _index_factors(start: int) -> NDArray[np.int64]:
     """mix(i) for a stretch from `start` on; small models ask for the same few at every publish."""
-    out = np.empty(STRETCH, np.uint64)
-    for low in range(0, STRETCH, PIECE):
-        out[low : low + PIECE] = mix_array(np.arange(start + low, start + low + PIECE, dtype=np.uint64))
+    out = np.empty(STRETCH_ELEMENTS, np.uint64)
+    for low in range(0, STRETCH_ELEMENTS, PIECE_ELEMENTS):
+        out[low : low + PIECE_ELEMENTS] = mix_array(
+            np.arange(start + low, start + low + PIECE_ELEMENTS, dtype=np.uint64)
+        )
     return out.view(np.int64)
 
 
@@ -226,10 +228,10 @@ def _signed(value: int) -> int:
 def noise_key(*parts: int) -> int:
     """One 64-bit key from (run seed, ticket, member, turn, ...), as a signed integer that fits a tensor. Sampling noise
     is a pure function of this key and a token's number."""
-    return _signed(_keyed(_group_key(parts[:-2]), parts[-2:]))
+    return _signed(_fold_key(_group_key(parts[:-2]), parts[-2:]))
 
 
-def _keyed(key: int, parts: Iterable[int]) -> int:
+def _fold_key(key: int, parts: Iterable[int]) -> int:
     for part in parts:
         key = mix_int(key ^ mix_int(part & MASK))
     return key
@@ -238,7 +240,7 @@ def _keyed(key: int, parts: Iterable[int]) -> int:
 @functools.lru_cache(maxsize=4096)
 def _group_key(parts: tuple[int, ...]) -> int:
     """What the keys of a group's episodes have in common."""
-    return _keyed(0, parts)
+    return _fold_key(0, parts)
 
 
 def uniform_array(keys: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LONGEST_CHAIN = 64
 """Deltas since the last whole file. An engine that comes back is given the file with all of them applied."""
-NARROW = 2
+MOST_DELTA_ITEMSIZE = 2
 """Bytes of a published element up to which deltas are worth trying: of float32 a step changes nearly every one."""
 PEFT_PREFIX = "base_model.model."
 """What peft puts before the names of an adapter's tensors."""
@@ -36,9 +36,9 @@ class StoredTensors(Mapping[str, Array]):
     def __init__(self, files: Sequence[Path], deltas: Sequence[Path] = ()) -> None:
         self.files, self.deltas = tuple(files), tuple(deltas)
         self._tensors: dict[str, Array] | None = None
-        self._names = [name for file in files for name in _names(file)]
+        self._names = [name for file in files for name in _tensor_names(file)]
 
-    def fill(self) -> dict[str, Array]:
+    def load(self) -> dict[str, Array]:
         """Read the files now; else the first access to a tensor does."""
         if self._tensors is None:
             try:
@@ -46,16 +46,16 @@ class StoredTensors(Mapping[str, Array]):
             except (SafetensorError, OSError) as error:
                 raise EngineError(f"the weights cannot be read any more: {error}") from error
             for file in self.deltas:
-                _apply(tensors, file)
+                _apply_delta_file(tensors, file)
             self._tensors = tensors
         return self._tensors
 
-    def forget(self) -> None:
+    def unload(self) -> None:
         """Give the memory back; the files are still there."""
         self._tensors = None
 
     def __getitem__(self, name: str) -> Array:
-        return self.fill()[name]
+        return self.load()[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -84,7 +84,7 @@ def open_delta(file: Path) -> "WeightDelta":
         raise EngineError(f"{file.name} cannot be read: {error}") from error
 
 
-def _apply(tensors: dict[str, Array], file: Path) -> None:
+def _apply_delta_file(tensors: dict[str, Array], file: Path) -> None:
     """The fingerprint that goes with the update proves the whole chain, so the links are not proved one by one."""
     from paceline.weights.delta import DeltaError
 
@@ -96,7 +96,7 @@ def _apply(tensors: dict[str, Array], file: Path) -> None:
         raise EngineError(f"{file.name} does not fit the weights before it: {error}") from error
 
 
-def _names(file: Path) -> list[str]:
+def _tensor_names(file: Path) -> list[str]:
     """The tensors a file holds, from its header: a damaged file is found before anything is loaded."""
     try:
         with safe_open(file, framework=framework()) as opened:
@@ -117,24 +117,24 @@ class WeightStore:
     def __init__(self, folder: Path, most: int = 1, deltas: bool = False) -> None:
         self.folder = folder.resolve()
         self._most = most
-        self._ours: deque[tuple[Path, ...]] = deque()
+        self._stored_files: deque[tuple[Path, ...]] = deque()
         self._last = None
         if deltas:
-            from paceline.weights.delta import LastSent  # which needs torch
+            from paceline.weights.delta import DeltaEncoder  # which needs torch
 
-            self._last = LastSent()
+            self._last = DeltaEncoder()
         self._file: Path | None = None
         self._chain: tuple[Path, ...] = ()
-        self.link: Path | None = None
+        self.last_delta: Path | None = None
         """The delta that led to what was stored last."""
-        self._composed: tuple[StoredTensors, Path] | None = None
+        self._merged: tuple[StoredTensors, Path] | None = None
         """The last that was asked for as one file, and lay in several."""
-        self._composing = asyncio.Lock()
+        self._merge_lock = asyncio.Lock()
 
     def adopt(self) -> None:
         """Take over the files that lie there: an earlier process in this role wrote them."""
         left = (*self.folder.glob("*.safetensors"), *self.folder.glob("*.delta"))
-        self._ours = deque([left] if left else [])
+        self._stored_files = deque([left] if left else [])
         for half in self.folder.glob("*.part"):
             half.unlink(missing_ok=True)
 
@@ -145,57 +145,57 @@ class WeightStore:
             return update
         return await asyncio.to_thread(self._keep, update)
 
-    async def whole(self, update: WeightUpdate) -> Path:
+    async def full_path(self, update: WeightUpdate) -> Path:
         """A single safetensors file of this folder with all of its tensors."""
         tensors = (await self.keep(update)).tensors
         assert isinstance(tensors, StoredTensors)
         if not tensors.deltas and len(tensors.files) == 1:
             return tensors.files[0]
-        async with self._composing:  # bounded: by the writing of one file
-            if self._composed is None or self._composed[0] is not tensors:
-                self._drop_composed()
-                self._composed = tensors, await asyncio.to_thread(self._write, update.version, tensors)
-                tensors.forget()
-            return self._composed[1]
+        async with self._merge_lock:  # bounded: by the writing of one file
+            if self._merged is None or self._merged[0] is not tensors:
+                self._drop_merged()
+                self._merged = tensors, await asyncio.to_thread(self._write, update.version, tensors)
+                tensors.unload()
+            return self._merged[1]
 
     def clear(self) -> None:
         """Remove what lies there of ours."""
-        self._leave(0)
-        self._drop_composed()
+        self._remove_old(0)
+        self._drop_merged()
 
-    def _drop_composed(self) -> None:
-        if self._composed is not None:
-            self._composed[1].unlink(missing_ok=True)
-            self._composed = None
+    def _drop_merged(self) -> None:
+        if self._merged is not None:
+            self._merged[1].unlink(missing_ok=True)
+            self._merged = None
 
     def _keep(self, update: WeightUpdate) -> WeightUpdate:
-        delta, known = self._advance(update)
-        link = self.link = self._write_delta(delta) if delta is not None else None
+        delta, known = self._encode_delta(update)
+        link = self.last_delta = self._write_delta(delta) if delta is not None else None
         self._chain = (*self._chain, link) if link else ()
         written = sum(delta.stat().st_size for delta in self._chain)
         if not link or not self._file or len(self._chain) >= LONGEST_CHAIN or written > self._file.stat().st_size:
             self._file, self._chain = self._write(update.version, update.tensors), ()
-        self._ours.append((self._file, *self._chain, *([link] if link else [])))
-        self._leave(self._most)
+        self._stored_files.append((self._file, *self._chain, *([link] if link else [])))
+        self._remove_old(self._most)
         stored = StoredTensors([self._file], self._chain)
         return dataclasses.replace(update, tensors=stored, delta=delta, expected=update.expected or known)
 
-    def _advance(self, update: WeightUpdate) -> tuple["WeightDelta | None", str | None]:
-        """The way from the last one, and the fingerprint, which comes with it."""
+    def _encode_delta(self, update: WeightUpdate) -> tuple["WeightDelta | None", str | None]:
+        """The delta from the last stored update, and the new fingerprint."""
         if self._last is None or update.adapter is not None:
             return None, None
         tensors = update.tensors.values()
-        narrow = sum(tensor.nbytes for tensor in tensors if tensor.itemsize <= NARROW)
+        narrow = sum(tensor.nbytes for tensor in tensors if tensor.itemsize <= MOST_DELTA_ITEMSIZE)
         if 2 * narrow <= sum(tensor.nbytes for tensor in tensors):
             return None, None
         delta = self._last.advance(update.version, update.tensors)
         assert self._last.policy is not None
         return delta, self._last.policy.fingerprint
 
-    def _leave(self, most: int) -> None:
-        while len(self._ours) > most:
-            needed = {file for files in list(self._ours)[1:] for file in files}
-            for file in self._ours.popleft():
+    def _remove_old(self, most: int) -> None:
+        while len(self._stored_files) > most:
+            needed = {file for files in list(self._stored_files)[1:] for file in files}
+            for file in self._stored_files.popleft():
                 if file not in needed:
                     file.unlink(missing_ok=True)
 
@@ -214,13 +214,13 @@ class WeightStore:
         except OSError as error:
             half.unlink(missing_ok=True)
             self._chain, self._file = (), None  # what was to be written is missing from the chain
-            raise _no_room(self.folder, error) from error
+            raise _write_error(self.folder, error) from error
 
 
-def copied(update: WeightUpdate) -> WeightUpdate:
+def clone_update(update: WeightUpdate) -> WeightUpdate:
     """The same update in memory of its own: right for adapters, which are small."""
     return dataclasses.replace(
-        update, tensors={name: libraries.copied(tensor) for name, tensor in update.tensors.items()}
+        update, tensors={name: libraries.clone_to_host(tensor) for name, tensor in update.tensors.items()}
     )
 
 
@@ -229,25 +229,25 @@ class WeightFolders:
     adapters in peft's form. Full weights are stored as one file, and shown to the engine as a folder that links to it.
     """
 
-    def __init__(self, place: Path) -> None:
-        self.place = place.resolve()
-        self.head: str | None = None
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.tied_embedding: str | None = None
         """The embedding that is the output layer too, for an engine whose copy of the model has the two apart."""
-        self._store = WeightStore(self.place)
+        self._store = WeightStore(self.folder)
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
         """A copy that can be sent again later, whatever the trainer has done to its tensors by then."""
         if update.adapter is not None:
-            return copied(update)
-        self.place.mkdir(parents=True, exist_ok=True)
+            return clone_update(update)
+        self.folder.mkdir(parents=True, exist_ok=True)
         return await self._store.keep(update)
 
-    async def whole(self, update: WeightUpdate) -> Path:
+    async def full_path(self, update: WeightUpdate) -> Path:
         """A folder with all of a model's weights; `remove` it once it is loaded."""
-        file = await self._store.whole(await self.keep(update))
-        return await asyncio.to_thread(self._show, file, update.version)
+        file = await self._store.full_path(await self.keep(update))
+        return await asyncio.to_thread(self._link_folder, file, update.version)
 
-    async def adapter(self, update: WeightUpdate) -> Path:
+    async def adapter_folder(self, update: WeightUpdate) -> Path:
         """A folder with an adapter, to stay for as long as it is served: engines may read it again."""
         return await asyncio.to_thread(self._write_adapter, update)
 
@@ -255,17 +255,17 @@ class WeightFolders:
         """Remove the weights that lie there of ours."""
         self._store.clear()
 
-    def _show(self, file: Path, version: int) -> Path:
-        folder = self._fresh(f"whole-{version}")
+    def _link_folder(self, file: Path, version: int) -> Path:
+        folder = self._make_folder(f"whole-{version}")
         (folder / "model.safetensors").symlink_to(file.resolve())
-        if self.head is not None:
+        if self.tied_embedding is not None:
             with safe_open(file, framework=framework()) as opened:
-                self._write(folder / "head.safetensors", {"lm_head.weight": opened.get_tensor(self.head)})
+                self._write(folder / "head.safetensors", {"lm_head.weight": opened.get_tensor(self.tied_embedding)})
         return folder
 
     def _write_adapter(self, update: WeightUpdate) -> Path:
         assert update.adapter is not None
-        folder = self._fresh(f"adapter-{update.version}")
+        folder = self._make_folder(f"adapter-{update.version}")
         named = {PEFT_PREFIX + name.removeprefix(PEFT_PREFIX): tensor for name, tensor in update.tensors.items()}
         self._write(folder / "adapter_model.safetensors", named)
         ranks = {tensor.shape[0] for name, tensor in named.items() if name.endswith("lora_A.weight")}
@@ -285,8 +285,8 @@ class WeightFolders:
         (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
         return folder
 
-    def _fresh(self, name: str) -> Path:
-        folder = self.place / f"{name}-{uuid.uuid4().hex[:12]}"
+    def _make_folder(self, name: str) -> Path:
+        folder = self.folder / f"{name}-{uuid.uuid4().hex[:12]}"
         folder.mkdir(parents=True)
         return folder
 
@@ -294,7 +294,7 @@ class WeightFolders:
         try:
             write_tensors(tensors, file)
         except OSError as error:
-            raise _no_room(self.place, error) from error
+            raise _write_error(self.folder, error) from error
 
 
 def remove_folder(folder: Path) -> None:
@@ -302,5 +302,5 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _no_room(folder: Path, error: OSError) -> EngineError:
+def _write_error(folder: Path, error: OSError) -> EngineError:
     return EngineError(f"the weights cannot be written to {folder} ({error.strerror}): make room, then --resume latest")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.algorithms import Algorithm, AlgorithmError, build_algorithm, spread
 from paceline.config import algorithm as config
 from paceline.data import Sample, Ticket
-from paceline.orchestrator.admission import without_signal
+from paceline.orchestrator.admission import has_no_signal
 from paceline.rollout import Group, Rollout
 from rollouts import rollout
 
@@ -80,7 +80,7 @@ def test_equal_rewards_earn_exactly_nothing(reward, size, settings):
     judged = group([reward] * size)
     build_algorithm(settings).assign(judged)
     assert all(np.all(sample.advantages == 0) for sample in judged.samples())
-    assert without_signal(judged)
+    assert has_no_signal(judged)
 
 
 # --- a user's own
@@ -222,7 +222,7 @@ def test_what_is_no_algorithm_is_refused(custom, name, kwargs, sentence):
         custom(name, **kwargs)
 
 
-def test_a_run_may_go_on_from_a_checkpoint_in_which_nobody_kept_a_baseline():
+def test_a_run_may_go_on_from_a_checkpoint_without_a_baseline():
     algorithm, judged = build_algorithm(config.RAEConfig()), group([2.0])
     algorithm.load(build_algorithm(config.GRPOConfig()).state())
     algorithm.assign(judged)
@@ -249,7 +249,7 @@ def test_a_group_lacks_signal_only_if_nothing_in_it_would_train(advantages, othe
         sample = member.samples[at]
         stream = {"advantages": None} if other == "unassigned" else {other: np.arange(len(sample))}
         member.samples[at] = sample.with_streams(**stream)
-    assert without_signal(judged) == (other is None and not any(advantages))
+    assert has_no_signal(judged) == (other is None and not any(advantages))
 
 
 # --- grpo's other options
@@ -289,7 +289,7 @@ def test_a_batch_baseline_is_the_mean_of_the_batch_and_waits_for_it(batch, std):
     for judged in groups:
         algorithm.assign(judged)
         # Equal rewards say nothing about a group here, so none may be dropped before the batch is known.
-        assert not without_signal(judged)
+        assert not has_no_signal(judged)
     assert not asyncio.run(algorithm.score(groups))
     rewards = [reward for some in batch for reward in some]
     deviation = {"none": lambda r: 1.0, "population": statistics.pstdev, "sample": statistics.stdev}[std]
@@ -310,7 +310,7 @@ def test_a_batch_baseline_is_each_actors_own():
 
 @laws
 @given(REWARDS, REWARDS)
-def test_what_is_replayed_keeps_its_credit_and_is_nobodys_baseline(then, now):
+def test_what_is_replayed_keeps_its_credit_and_is_no_baseline(then, now):
     algorithm, old, new = build_algorithm(config.GRPOConfig(baseline="batch")), group(then), group(now)
     asyncio.run(algorithm.score([old]))
     before = [sample.advantages.tolist() for sample in old.samples()]
@@ -328,7 +328,7 @@ def test_what_is_replayed_keeps_its_credit_and_is_nobodys_baseline(then, now):
 def test_gae_pays_where_a_sample_ends_and_gives_no_advantage(rewards, lengths):
     judged = group(rewards, tuple(lengths))
     build_algorithm(config.GAEConfig()).assign(judged)
-    assert not without_signal(judged)
+    assert not has_no_signal(judged)
     for member, reward in zip(judged.rollouts, rewards, strict=True):
         for sample in member.samples:
             expected = np.zeros(len(sample))

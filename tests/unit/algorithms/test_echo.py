@@ -12,7 +12,7 @@ from conftest import ENDS
 from paceline.algorithms import AlgorithmError, build_algorithm
 from paceline.config.algorithm import EchoConfig, GRPOConfig
 from paceline.config.base import Hook
-from paceline.orchestrator.admission import without_signal
+from paceline.orchestrator.admission import has_no_signal
 from paceline.rollout import Renderer, RenderError, assemble
 from rule_scorer import Oracle, context, grouped, spoken
 
@@ -123,7 +123,7 @@ def test_the_rewards_credit_is_grpos(quick):
         assert (ours.rl_weights, ours.ref_kl_weights) == (None, None)
 
 
-def test_turns_that_somebody_else_made_train_what_can_be_read_of_them(quick):
+def test_turns_of_another_model_train_what_can_be_read_of_them(quick):
     """Bare tokens, then messages; a branch from there; and messages that no template writes."""
     rollout = spoken(quick, {"role": "user", "content": "go"}, {"role": "tool", "content": "ab"}, replies=["a", "b"])
     first, second = rollout.turns
@@ -159,7 +159,7 @@ def test_equal_rewards_are_a_signal_only_where_something_was_told(quick):
         for rollout in judged.rollouts:
             observed(algorithm, rollout)
         algorithm.assign(judged)
-        assert without_signal(judged) == silent
+        assert has_no_signal(judged) == silent
 
 
 def test_a_message_that_a_later_branch_repeats_trains_once(quick):
@@ -176,7 +176,7 @@ def test_a_message_that_a_later_branch_repeats_trains_once(quick):
     assert [words_of(quick, sample, 0.1) for sample in rollout.samples] == ["abc", ""]
 
 
-def test_a_special_token_somebody_wrote_into_a_message_is_nobodys(quick):
+def test_a_special_token_written_into_a_message_does_not_train(quick):
     rollout = spoken(
         quick, {"role": "user", "content": "go"}, {"role": "tool", "content": "a<|end|>b"}, replies=["a", "b"]
     )  # fmt: skip

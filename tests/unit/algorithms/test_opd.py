@@ -9,7 +9,7 @@ from test_frozen_models import REF, renderer  # noqa: F401 - a fixture
 from paceline.algorithms import AlgorithmError, build_algorithm
 from paceline.config.algorithm import OPDConfig
 from paceline.errors import EngineError
-from paceline.orchestrator.admission import without_signal
+from paceline.orchestrator.admission import has_no_signal
 from rule_scorer import Attached, Oracle, context, grouped, spoken, truth
 
 USER = {"role": "user", "content": "go"}
@@ -24,7 +24,7 @@ def test_two_turns_are_scored_as_one_sequence_and_rewards_play_no_part(renderer)
         algorithm = build_algorithm(OPDConfig(teacher=REF))
         await algorithm.begin(context(renderer, engine))
         algorithm.assign(group)
-        assert not without_signal(group)
+        assert not has_no_signal(group)
         return await algorithm.score([group])
 
     assert not asyncio.run(run())
@@ -38,7 +38,7 @@ def test_two_turns_are_scored_as_one_sequence_and_rewards_play_no_part(renderer)
 
 
 def test_a_teacher_at_one_temperature_only_is_refused_at_another(renderer, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(Attached, "any_temperature", False)
+    monkeypatch.setattr(Attached, "scores_any_temperature", False)
     algorithm = build_algorithm(OPDConfig(teacher=REF))
     asyncio.run(algorithm.begin(context(renderer, Oracle())))
     with pytest.raises(AlgorithmError, match=r"scores at temperature 1 only, and the run samples at 0.7: set sampling"):
@@ -47,7 +47,7 @@ def test_a_teacher_at_one_temperature_only_is_refused_at_another(renderer, monke
 
 def test_a_teacher_that_does_not_answer_or_cannot_score_is_refused_at_the_start(renderer):  # noqa: F811
     algorithm = build_algorithm(OPDConfig(teacher=REF))
-    with pytest.raises(EngineError, match="nobody answers"):
+    with pytest.raises(EngineError, match="the model does not answer"):
         asyncio.run(algorithm.begin(context(renderer, Oracle(), teacher=False)))
     with pytest.raises(AlgorithmError, match="environment `maze`: `big` cannot score: I fear this"):
         asyncio.run(algorithm.begin(context(renderer, Oracle(fears=range(200)))))

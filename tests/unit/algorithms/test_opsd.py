@@ -11,7 +11,7 @@ from test_frozen_models import REF, renderer  # noqa: F401 - a fixture
 
 from paceline.algorithms import AlgorithmError, build_algorithm
 from paceline.config.algorithm import OPSDConfig
-from paceline.orchestrator.admission import without_signal
+from paceline.orchestrator.admission import has_no_signal
 from paceline.rollout import Renderer
 from rule_scorer import Oracle, context, grouped, spoken, truth
 
@@ -72,7 +72,7 @@ def test_no_rollout_pulls_harder_for_being_longer(renderer, replies, cap):  # no
         pull = np.abs(sample.ref_logprobs - sample.logprobs)[sample.loss_mask]
         assert pull.max() <= cap + 1e-5
         assert (sample.ref_kl_weights[sample.loss_mask] * pull).sum() <= mean * cap * (1 + 1e-5)
-    assert without_signal(group) == all(cut for _, cut in replies)
+    assert has_no_signal(group) == all(cut for _, cut in replies)
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])

@@ -1,4 +1,4 @@
-"""Laws of imitation: what somebody else said trains token by token, without a ratio, and never goes stale."""
+"""Laws of imitation: what another model said trains token by token, without a ratio, and never goes stale."""
 
 import asyncio
 import copy
@@ -19,8 +19,8 @@ from paceline.config.env import ReverseTextConfig
 from paceline.data import Ticket
 from paceline.envs import POLICY, Environment, Outcome
 from paceline.orchestrator import build_train_envs
-from paceline.orchestrator.admission import without_signal
-from paceline.orchestrator.gate import fresh_enough, staleness
+from paceline.orchestrator.admission import has_no_signal
+from paceline.orchestrator.gate import mask_stale_tokens, staleness
 from paceline.rollout import Renderer, Rollout, SessionMap, assemble
 from rule_scorer import Oracle, context, grouped, spoken
 
@@ -45,17 +45,17 @@ def test_every_token_trains_by_itself_and_age_is_no_matter(quick, turns, version
     group = grouped(spoken(quick, *[USER] * turns, replies=["ab"] * turns, reward=0.0))
     before = group.samples()
     build_algorithm(SFTConfig(teacher=REF)).assign(group)
-    assert not without_signal(group)
+    assert not has_no_signal(group)
     for sample, old in zip(group.samples(), before, strict=True):
         assert (sample.logprobs, sample.advantages, sample.ref_kl_weights) == (None, None, None)
         assert not sample.rl.any()
         np.testing.assert_array_equal(sample.ce_weights, old.loss_mask)
         np.testing.assert_array_equal(sample.token_ids, old.token_ids)
         assert staleness(sample, version) == 0
-        assert fresh_enough(sample, version, 0, "drop") is sample
+        assert mask_stale_tokens(sample, version, 0, "drop") is sample
 
 
-def test_the_teacher_speaks_in_training_and_nobody_else_is_asked(quick):
+def test_the_teacher_speaks_in_training_and_no_other_model_is_asked(quick):
     algorithm, given = build_algorithm(SFTConfig(teacher=REF)), context(quick, Oracle())
     assert algorithm.client is None
     asyncio.run(algorithm.begin(given))
@@ -158,7 +158,7 @@ def test_a_row_is_read_out_in_training_and_played_when_held_out(quick, row, demo
     (outcome, turns), (held_out, nothing) = asyncio.run(both())
     assert (outcome.rewards[POLICY], [turn.text for turn in turns]) == (1.0, ["ab"])
     assert (held_out.rewards[POLICY], nothing) == (0.25, [])
-    # Whoever is examined is asked, and not told.
+    # An evaluated policy is asked, and not told.
     assert found.environment._played.asked == [ASKED]
     assert row == whole
 

@@ -9,7 +9,7 @@ import torch
 from conftest import tiny_model
 from engine_requests import linked
 from paceline.clients.link import EngineLink
-from paceline.clients.rpc import EngineHello, FailureFrame, FromEngine, frame
+from paceline.clients.rpc import EngineHello, FailureFrame, FromEngine, encode_frame
 from paceline.config import inference
 from paceline.engine import EmbeddedEngine, GenerateRequest, Piece
 from paceline.errors import EngineError, Overloaded, PacelineError, RequestError, UnknownModel
@@ -105,12 +105,12 @@ def test_weights_cross_and_refusals_keep_their_class(engine):
 
 @pytest.mark.parametrize("error", [EngineError("a"), RequestError("b"), UnknownModel("c"), Overloaded("d")])
 def test_an_error_is_the_same_on_the_other_side(error):
-    crossed = FailureFrame.of(1, error).error()
+    crossed = FailureFrame.from_error(1, error).error()
     assert (type(crossed), str(crossed)) == (type(error), str(error))
 
 
 def test_a_bug_keeps_its_name_and_a_lost_engine_is_told(engine):
-    assert str(FailureFrame.of(1, KeyError("x")).error()) == "KeyError: 'x'"
+    assert str(FailureFrame.from_error(1, KeyError("x")).error()) == "KeyError: 'x'"
 
     async def lose(link, theirs):
         waiting = asyncio.ensure_future(link.stats())
@@ -118,17 +118,17 @@ def test_a_bug_keeps_its_name_and_a_lost_engine_is_told(engine):
         theirs.close()
         with pytest.raises(EngineError, match="ended: it was murdered"):
             await waiting
-        assert "murdered" in str(await link.lost())
+        assert "murdered" in str(await link.wait_closed())
         with pytest.raises(EngineError, match="murdered"):
             await link.generate(ask(0))
 
     ours, theirs = socket.socketpair()
-    theirs.sendall(b"".join(frame(FromEngine([EngineHello(0, ())]))))
+    theirs.sendall(b"".join(encode_frame(FromEngine([EngineHello(0, ())]))))
     link = EngineLink(ours, cause=lambda: "it was murdered")
     link.start()
     asyncio.run(lose(link, theirs))
     ours, theirs = socket.socketpair()
-    theirs.sendall(b"".join(frame(FromEngine([EngineHello(0, (), "no such model")]))))
+    theirs.sendall(b"".join(encode_frame(FromEngine([EngineHello(0, (), "no such model")]))))
     with pytest.raises(PacelineError, match="no such model"):
         EngineLink(ours).start()
     theirs.close()

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.clients import Pool
-from paceline.clients.pool import MOST_BROKEN, MOST_LOST, PATIENCE_SECONDS
+from paceline.clients.pool import MAX_WAIT_SECONDS, MOST_FAILED_ENGINES, MOST_LOST_CONNECTIONS
 from paceline.clients.registry import (
-    BLOCK,
+    AFFINITY_SLACK,
     FIRST_DELAY,
     MOST_DELAY,
-    SLACK,
+    PREFIX_BLOCK,
     EngineRegistry,
     PoolMember,
     PrefixAffinity,
-    choose,
+    choose_member,
 )
 from paceline.engine import Completion, EngineLimits, EngineStats, GenerateRequest
 from paceline.errors import EngineError, Overloaded, RequestError, Unreachable
@@ -166,7 +166,7 @@ loads = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 256)), min_size=1
 @given(loads)
 def test_without_a_home_the_least_loaded_takes_it(loads):
     some = members(*loads)
-    assert choose(some).load == min((n + 1) / c for n, c in loads)
+    assert choose_member(some).load == min((n + 1) / c for n, c in loads)
 
 
 @given(loads, st.data())
@@ -174,42 +174,42 @@ def test_a_home_is_left_only_when_it_is_much_busier(loads, data):
     some = members(*loads)
     home = data.draw(st.sampled_from(some))
     least = min(member.load for member in some)
-    chosen = choose(some, home)
-    assert (chosen is home) == (home.load <= least + SLACK or (home.load == least))
+    chosen = choose_member(some, home)
+    assert (chosen is home) == (home.load <= least + AFFINITY_SLACK or (home.load == least))
     assert chosen is home or chosen.load == least
-    assert choose(some[:1], PoolMember(Fake(), "elsewhere")) is some[0]
+    assert choose_member(some[:1], PoolMember(Fake(), "elsewhere")) is some[0]
 
 
-tokens = st.lists(st.integers(0, 3), max_size=6 * BLOCK).map(tuple)
+tokens = st.lists(st.integers(0, 3), max_size=6 * PREFIX_BLOCK).map(tuple)
 
 
 @given(tokens, tokens)
 def test_a_conversation_goes_on_where_it_began(beginning, rest):
     """Found again exactly if whole blocks of what was seen cover half of the prompt."""
     homes, member = PrefixAffinity(), PoolMember(Fake(), "m")
-    homes.settle(beginning, member)
+    homes.record(beginning, member)
     prompt = beginning + rest
-    known = len(beginning) // BLOCK * BLOCK
+    known = len(beginning) // PREFIX_BLOCK * PREFIX_BLOCK
     if known and known * 2 >= len(prompt):
         assert homes.find(prompt) is member
     other = ((prompt[0] + 1) % 4 if prompt else 0, *prompt[1:])
     assert homes.find(other) is None
-    homes.forget()
+    homes.clear()
     assert homes.find(prompt) is None
 
 
-def test_a_shared_template_ties_nobody_to_one_engine():
+def test_a_shared_template_ties_no_request_to_one_engine():
     homes, member = PrefixAffinity(), PoolMember(Fake(), "m")
-    template = tuple(range(BLOCK))
-    homes.settle(template + (7,) * 3 * BLOCK, member)
-    assert homes.find(template + (8,) * 3 * BLOCK) is None
+    template = tuple(range(PREFIX_BLOCK))
+    homes.record(template + (7,) * 3 * PREFIX_BLOCK, member)
+    assert homes.find(template + (8,) * 3 * PREFIX_BLOCK) is None
 
 
 def test_a_group_shares_an_engine_and_groups_spread():
     async def run():
         engines = [Fake(capacity=32), Fake(capacity=32)]
         pool = Pool(engines)
-        work = [pool.generate(request(8 * g + m, 2 * BLOCK, first=g)) for g in range(4) for m in range(8)]
+        work = [pool.generate(request(8 * g + m, 2 * PREFIX_BLOCK, first=g)) for g in range(4) for m in range(8)]
         await asyncio.gather(*work)
         return engines
 
@@ -282,7 +282,7 @@ def test_every_request_is_answered_once_with_current_weights(engines, arrivals, 
             return error
         assert answer == completion(request(noise), answer.versions[0])
         assert answer.versions[0] >= before
-        assert now() - first < PATIENCE_SECONDS + 100
+        assert now() - first < MAX_WAIT_SECONDS + 100
         return answer
 
     async def run():
@@ -303,7 +303,7 @@ def test_every_request_is_answered_once_with_current_weights(engines, arrivals, 
         if isinstance(answer, EngineError):
             assert f"noise {noise}" in str(answer)
             assert "is given up after" in str(answer)
-            assert sum(len(engine.outages) for engine in engines) >= MOST_BROKEN
+            assert sum(len(engine.outages) for engine in engines) >= MOST_FAILED_ENGINES
 
 
 def test_an_engine_that_returns_has_the_weights_it_missed_before_it_serves():
@@ -388,7 +388,7 @@ def test_broken_connections_to_a_living_engine_are_retried_a_few_times():
     engine = Failing(Unreachable("connection reset"))
     with pytest.raises(Unreachable):
         play(Pool([engine]).generate(request()))
-    assert engine.asked == MOST_LOST
+    assert engine.asked == MOST_LOST_CONNECTIONS
 
 
 def test_an_engine_of_this_process_that_stopped_fails_its_requests_at_once():
@@ -415,10 +415,10 @@ def test_a_full_engine_is_asked_again_until_the_deadline():
         assert now() == pytest.approx(7)
         with pytest.raises(Overloaded):
             await Pool([engine]).generate(request())
-        assert PATIENCE_SECONDS - MOST_DELAY < now() - 7 <= PATIENCE_SECONDS
+        assert MAX_WAIT_SECONDS - MOST_DELAY < now() - 7 <= MAX_WAIT_SECONDS
 
     play(run())
-    assert engine.asked < 2 * (PATIENCE_SECONDS + 7) / MOST_DELAY + 20
+    assert engine.asked < 2 * (MAX_WAIT_SECONDS + 7) / MOST_DELAY + 20
 
 
 def test_a_full_engine_sends_its_requests_next_door_without_waiting():
@@ -434,7 +434,7 @@ def test_a_full_engine_sends_its_requests_next_door_without_waiting():
 
 @given(st.integers(0, 10_000), st.floats(0, 1, exclude_max=True))
 def test_back_off_doubles_up_to_a_limit(attempt, dice):
-    delay = EngineRegistry([Fake()], lambda: dice).delay(attempt)
+    delay = EngineRegistry([Fake()], lambda: dice).backoff_delay(attempt)
     whole = min(MOST_DELAY, FIRST_DELAY * 2 ** min(attempt, 30))
     assert whole / 2 <= delay <= whole
 
@@ -471,7 +471,7 @@ def test_scores_go_to_the_least_loaded_and_survive_its_death():
     async def run():
         pool = Pool([dead, alive])
         await pool.stats()
-        await pool._registry.meet()
+        await pool._registry.learn_sizes()
         await asyncio.sleep(1)
         assert await pool.score([(1, 2), (3,)]) == [[0.0, 0.0], [0.0]]
         assert pool.running == 0

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.commands import main, the_commands
+from paceline.commands import command_parsers, main
 from paceline.commands.commands import COMMON_KEYS
 from paceline.config import ConfigError, load
 from paceline.config.document import files_of, resolve_paths
 from paceline.config.load import example_names, find_run_file
 from paceline.config.serve import load_served
-from paceline.config.target import arms_of, load_target
+from paceline.config.target import load_arms, load_target
 from paceline.envs.workers import Workers
 from paceline.util.importing import HookError, import_object
 
@@ -33,7 +33,7 @@ def help_of(capsys):
     return ask
 
 
-@pytest.mark.parametrize("name", the_commands().parsers)
+@pytest.mark.parametrize("name", command_parsers().parsers)
 def test_every_command_has_help_with_an_example_that_names_files_a_pip_user_has(name, help_of):
     text = help_of(name)
     assert re.search(rf"^ *(?:\S+=\S+ )?paceline {name}\b", text.partition("examples")[2], re.MULTILINE), text
@@ -90,9 +90,9 @@ def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(capsys, typed, 
 )
 def test_keys_may_stand_before_the_file(monkeypatch, typed, file, rest):
     seen = []
-    commands = the_commands()
+    commands = command_parsers()
     commands.parsers[typed[0]].set_defaults(run=lambda known, rest: seen.append((known, rest)) or 0)
-    monkeypatch.setattr("paceline.commands.the_commands", lambda: commands)
+    monkeypatch.setattr("paceline.commands.command_parsers", lambda: commands)
     assert main(typed) == 0
     ((known, keys),) = seen
     assert (getattr(known, "file", None) or known.model, keys) == (file, rest)
@@ -113,7 +113,7 @@ def test_an_idea_has_one_spelling_and_the_old_one_still_works(command, old, new,
     text = help_of(command[0])
     assert option in text
     assert f"{old} " not in text
-    parser = the_commands().parser
+    parser = command_parsers().parser
     for flag in (old, option):
         known, rest = parser.parse_known_args([*command, flag, "3"])
         assert (str(getattr(known, new)), rest) == ("3", [])
@@ -146,7 +146,7 @@ def test_every_command_finds_an_example_by_its_name_and_a_path_that_exists_comes
     assert {"quickstart", "algorithms/gae", "arenas/kuhn_poker"} <= set(example_names())
     for name in ("quickstart", "examples/quickstart.toml"):
         assert load_target(name).config.name == load(name).config.name == "quickstart"
-    assert arms_of("quickstart", ["--b.seed", "1"])["b"].config.name == "quickstart-b"
+    assert load_arms("quickstart", ["--b.seed", "1"])["b"].config.name == "quickstart-b"
     assert load_served("quickstart", []).config.model.name == "paceline:quickstart"
     assert load_served("owner/quickstart", []).config.model.name == "owner/quickstart"
     by_type = load_target("reverse-text", ["--partial-credit", "0", "--steps", "3"]).config

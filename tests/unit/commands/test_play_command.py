@@ -9,16 +9,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from paceline.commands.play import Person, PersonLeft, PersonSeat, PlayOptions, pick_seat, speaking
+from paceline.commands.play import Person, PersonLeft, PersonSeat, PlayOptions, opponent_model, pick_seat
 from paceline.config import RunConfig
 from paceline.config.env import ReverseTextConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.errors import PacelineError
-from paceline.model import attach_lora, load_model, trainable
+from paceline.model import attach_lora, load_model, trainable_parameters
 from paceline.rollout import RecordingServer
-from paceline.rollout.seat import SeatLeft
+from paceline.rollout.seat import SeatClosed
 from paceline.runtime.episode_runtime import is_checkpoint, saved_weights
 from paceline.trainer import TorchTrainer
 
@@ -103,18 +103,18 @@ def test_who_leaves_is_gone_and_ctrl_c_means_what_it_meant_before(end):
     sitting.person._read = lambda prompt: (_ for _ in ()).throw(end)
     with pytest.raises(PersonLeft):
         sitting.chat(asked("speak"))
-    assert sitting.person.left
+    assert sitting.person.has_left
     sitting.person._read = lambda prompt: "back again"
     with pytest.raises(PersonLeft):
         sitting.chat(asked("speak"))
     assert (sitting.seat.turns, sitting.person.turns, signal.getsignal(signal.SIGINT)) == ([], 0, handler)
 
 
-def test_nobody_speaks_after_the_episode():
+def test_no_seat_speaks_after_the_episode():
     sitting = Sitting("late")
     sitting.seat.leave()
     for late in (sitting.seat.chat([asked("speak")]), sitting.seat.complete([1])):
-        with pytest.raises(SeatLeft):
+        with pytest.raises(SeatClosed):
             asyncio.run(late)
     assert sitting.out.getvalue() == ""
 
@@ -132,11 +132,11 @@ def test_what_cannot_be_played_is_a_sentence():
 
 def test_another_model_takes_the_runs_place_and_an_endpoints_name_does_not(tmp_path: Path):
     config = RunConfig(model=ModelConfig(lora=LoRAConfig(), dtype="bfloat16"))
-    spoken, checkpoint = speaking(config, PlayOptions(model=str(tmp_path)))
+    spoken, checkpoint = opponent_model(config, PlayOptions(model=str(tmp_path)))
     assert (spoken.model, checkpoint) == (ModelConfig(name=str(tmp_path), dtype="bfloat16"), None)
-    assert speaking(config, PlayOptions(model="theirs", endpoint="http://127.0.0.1:1")) == (config, None)
+    assert opponent_model(config, PlayOptions(model="theirs", endpoint="http://127.0.0.1:1")) == (config, None)
     (tmp_path / "trainer.safetensors").touch()
-    assert speaking(config, PlayOptions(model=str(tmp_path))) == (config, tmp_path)
+    assert opponent_model(config, PlayOptions(model=str(tmp_path))) == (config, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_another_model_takes_the_runs_place_and_an_endpoints_name_does_not(tmp_p
 def test_a_checkpoint_speaks_with_the_weights_its_trainer_would_publish(tmp_path: Path, config):
     model = attach_lora(load_model(config, "cpu"), config, seed=0)
     with torch.no_grad():
-        for parameter in trainable(model).values():
+        for parameter in trainable_parameters(model).values():
             parameter.add_(torch.randn_like(parameter))
     trainer = TorchTrainer(model, TrainerConfig(), total_steps=1)
     try:

@@ -68,7 +68,7 @@ def test_what_cannot_work_is_refused_with_what_to_write(tmp_path, line, sentence
     assert len(caught.value.problems) == 1
 
 
-def test_a_seat_cannot_be_played_by_somebody_else(tmp_path):
+def test_a_seat_cannot_be_played_by_another_model(tmp_path):
     text = algo('type = "rae"') + f'[[env.seats]]\nname = "o"\nalgo = {{ type = "sft", teacher = {TEACHER} }}\n'
     with pytest.raises(ConfigError, match=r"seat `o`: sft plays whole episodes.*: give it an \[\[env\]\] of its own"):
         read(tmp_path, text)

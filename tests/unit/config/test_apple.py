@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from paceline.config import ConfigError, load
-from paceline.config.apple import on_mlx
+from paceline.config.apple import uses_mlx
 from paceline.errors import PacelineError
 from paceline.runtime import train
 
@@ -71,28 +71,28 @@ def test_where_the_machine_chooses_mlx_it_is_said_when_the_run_starts(monkeypatc
     assert not any(tmp_path.iterdir())
 
 
-def test_a_mac_takes_mlx_by_itself_and_nobody_else_does(monkeypatch):
+def test_a_mac_takes_mlx_by_itself_and_no_other_machine_does(monkeypatch):
     monkeypatch.delenv("PACELINE_BACKEND", raising=False)
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert on_mlx("auto")
-    assert not on_mlx("torch")
+    assert uses_mlx("auto")
+    assert not uses_mlx("torch")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert not on_mlx("auto")
-    assert on_mlx("mlx")
+    assert not uses_mlx("auto")
+    assert uses_mlx("mlx")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    assert not on_mlx("auto")
+    assert not uses_mlx("auto")
 
 
 def test_the_environment_chooses_only_where_the_run_file_does_not(monkeypatch):
     monkeypatch.setenv("PACELINE_BACKEND", "mlx")
-    assert on_mlx("auto")
-    assert not on_mlx("torch")
+    assert uses_mlx("auto")
+    assert not uses_mlx("torch")
     monkeypatch.setenv("PACELINE_BACKEND", "jax")
     with pytest.raises(PacelineError, match="write torch or mlx"):
-        on_mlx("auto")
+        uses_mlx("auto")
 
 
 def test_what_only_torch_can_do_says_so_where_it_is_missing():

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from paceline.commands import main
-from paceline.commands.run_files import markdown
+from paceline.commands.run_files import config_markdown
 from paceline.config import ConfigError, RunConfig, dump, load
 from paceline.config.base import Section
-from paceline.config.fields import dotted, places
+from paceline.config.fields import dotted, key_paths
 from paceline.config.keys import find_tables, key_schema, tables
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 def test_the_page_is_what_the_code_says():
     written = (DOCS / "config.md").read_text(encoding="utf-8")
-    assert written == markdown(tables()) + "\n", "write it anew: paceline config --markdown > docs/config.md"
+    assert written == config_markdown(tables()) + "\n", "write it anew: paceline config --markdown > docs/config.md"
 
 
 def test_every_key_has_a_type_a_default_and_a_meaning():
@@ -30,7 +30,7 @@ def test_every_key_has_a_type_a_default_and_a_meaning():
 
 
 def test_every_place_of_the_run_file_is_listed_once():
-    addresses = {dotted(path) for path, _ in places() if len(path) <= 4}
+    addresses = {dotted(path) for path, _ in key_paths() if len(path) <= 4}
     assert {"trainer.optimizer.lr", "env.0.algo.std", "eval.sampling.top_p"} <= addresses
     for address in sorted(addresses):
         assert find_tables(address), address

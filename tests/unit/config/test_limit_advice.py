@@ -18,7 +18,7 @@ def test_a_limit_is_named_as_the_command_line_takes_it():
     config = RunConfig.model_validate(TWO)
     again = type(config).model_validate_json(config.model_dump_json())
     for env in (config.env[1], again.env[1], again.env[1].model_copy(update={"weight": 2.0})):
-        assert env.to_raise("timeout") == "raise env.1.timeout (now 7) if it needs longer"
+        assert env.raise_hint("timeout") == "raise env.1.timeout (now 7) if it needs longer"
 
 
 def test_a_search_service_that_is_slow_names_the_key():

@@ -19,7 +19,7 @@ from paceline.config.base import Section
 from paceline.config.document import resolve_paths
 from paceline.config.env import ArithmeticConfig, CustomEnvConfig, RetrievalConfig
 from paceline.config.errors import ALIASES, nearest_keys
-from paceline.config.fields import ROOT, Spot, dotted, is_union, places, spot_at
+from paceline.config.fields import ROOT, SchemaNode, dotted, is_union, key_paths, node_at
 from paceline.config.inference import SamplingConfig
 from paceline.config.trainer import TrainerConfig
 
@@ -76,22 +76,22 @@ CHOSEN = {  # keys tied to one another by rules
 }
 
 
-def values(spot: Spot) -> st.SearchStrategy:
+def values(spot: SchemaNode) -> st.SearchStrategy:
     kind = spot.annotation
     if get_origin(kind) is Literal:
         return st.sampled_from(get_args(kind))
     if spot.sections:
         return st.one_of([tables(section) for section in spot.sections.values()])
     if is_union(kind):
-        return st.one_of([values(Spot.of(option)) for option in get_args(kind)])
+        return st.one_of([values(SchemaNode.of(option)) for option in get_args(kind)])
     if get_origin(kind) is tuple:
-        return st.tuples(*(values(Spot.of(option)) for option in get_args(kind))).map(list)
+        return st.tuples(*(values(SchemaNode.of(option)) for option in get_args(kind))).map(list)
     least = max([note.min_length for note in spot.constraints if isinstance(note, MinLen)], default=0)
     if spot.is_list:
-        return st.lists(values(Spot.of(get_args(kind)[0])), min_size=least, max_size=3)
+        return st.lists(values(SchemaNode.of(get_args(kind)[0])), min_size=least, max_size=3)
     if spot.is_open:
         inner = (*get_args(kind), Any, Any)[1]
-        return st.dictionaries(TEXT, TOML if inner is Any else values(Spot.of(inner)), max_size=3)
+        return st.dictionaries(TEXT, TOML if inner is Any else values(SchemaNode.of(inner)), max_size=3)
     text = st.text(min_size=least, max_size=12)
     return text if kind is str else st.booleans() if kind is bool else numbers(kind, spot.constraints)
 
@@ -108,7 +108,7 @@ def numbers(kind: type, notes: tuple[Any, ...]) -> st.SearchStrategy:
 
 
 def tables(section: type[Section]) -> st.SearchStrategy:
-    keys = {key: CHOSEN.get(key, values(Spot.of_field(field))) for key, field in section.model_fields.items()}
+    keys = {key: CHOSEN.get(key, values(SchemaNode.of_field(field))) for key, field in section.model_fields.items()}
     needed = {k: v for k, v in keys.items() if k == "type" or section.model_fields[k].is_required()}
     return st.fixed_dictionaries(needed, optional={k: v for k, v in keys.items() if k not in needed})
 
@@ -529,7 +529,7 @@ def test_all_problems_are_reported_at_once(write):
 def test_no_sentence_is_in_the_language_of_pydantic():
     said = []
     wrongs = itertools.cycle(["true", "'?'", "3.5", "[[]]", "-7"])
-    for path in dict.fromkeys(path for path, _ in places()):  # what several types know stands there several times
+    for path in dict.fromkeys(path for path, _ in key_paths()):  # what several types know stands there several times
         for wrong in itertools.islice(wrongs, 3):
             try:
                 load(None, [f"--{dotted(path)}={wrong}"])
@@ -568,7 +568,7 @@ def test_a_file_that_cannot_be_read_is_a_sentence(write, tmp_path):
 
 
 def test_every_alias_leads_to_a_key_and_hides_none():
-    everywhere = {path for path, _ in places()}
+    everywhere = {path for path, _ in key_paths()}
     for alias in ALIASES:
         found = nearest_keys((alias,), list(RunConfig.model_fields))
         assert found, alias
@@ -577,7 +577,7 @@ def test_every_alias_leads_to_a_key_and_hides_none():
 
 
 def test_a_key_with_a_letter_missing_is_recognised_wherever_it_stands():
-    everywhere = list(dict.fromkeys(path for path, _ in places()))
+    everywhere = list(dict.fromkeys(path for path, _ in key_paths()))
     for path in everywhere:
         key = str(path[-1])
         siblings = [str(other[-1]) for other in everywhere if other[:-1] == path[:-1]]
@@ -676,11 +676,11 @@ def test_the_schema_describes_every_key_and_allows_include():
     assert described["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert described["properties"]["include"]["items"] == {"type": "string"}
     assert described["additionalProperties"] is False
-    for section in [RunConfig, *(s for _, spot in places() for s in spot.sections.values())]:
+    for section in [RunConfig, *(s for _, spot in key_paths() for s in spot.sections.values())]:
         entry = described if section is RunConfig else described["$defs"][section.__name__]
         assert entry["properties"].keys() - {"include"} == section.model_fields.keys()
         for key, field in section.model_fields.items():
             assert entry["properties"][key].get("description") == field.description
     assert described["properties"]["staleness"]["description"].startswith("How many versions")
-    assert spot_at(("staleness",), {}).help == described["properties"]["staleness"]["description"]
+    assert node_at(("staleness",), {}).help == described["properties"]["staleness"]["description"]
     assert ROOT.sections == {"": RunConfig}

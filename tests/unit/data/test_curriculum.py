@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data import Curriculum, Cursor, DataError, Mixture, MixtureCursor, order_of
+from paceline.data import Curriculum, Cursor, DataError, Mixture, MixtureCursor, make_cursor
 from paceline.data.sampler import SumTree
 
 laws = settings(max_examples=40, deadline=None)
@@ -153,14 +153,14 @@ def test_a_state_that_does_not_fit_is_one_sentence():
 def test_the_order_is_chosen_once():
     rows = [{"prompt": "a"}, {"prompt": "b"}]
     mixture = Mixture({"x": rows, "y": rows}, {"x": 1, "y": 1})
-    assert isinstance(order_of(rows, 0, "env"), Cursor)
-    assert isinstance(order_of(rows, 0, "env", curriculum=True), Curriculum)
-    assert isinstance(order_of(mixture, 0, "env"), MixtureCursor)
-    for order in (order_of(rows, 0, "env"), order_of(mixture, 0, "env")):
+    assert isinstance(make_cursor(rows, 0, "env"), Cursor)
+    assert isinstance(make_cursor(rows, 0, "env", curriculum=True), Curriculum)
+    assert isinstance(make_cursor(mixture, 0, "env"), MixtureCursor)
+    for order in (make_cursor(rows, 0, "env"), make_cursor(mixture, 0, "env")):
         before = order.state()
         order.update(1, [1.0])
         assert order.state() == before
-    for listening in (order_of(rows, 0, "env", curriculum=True), order_of(mixture, 0, "env", curriculum=True)):
+    for listening in (make_cursor(rows, 0, "env", curriculum=True), make_cursor(mixture, 0, "env", curriculum=True)):
         before = listening.state()
         listening.update(1, [1.0])
         assert listening.state() != before

@@ -8,17 +8,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data import Cost, Sample, Ticket, balanced, cuts, first_fit_decreasing, fold, imbalance, lockstep
-from paceline.data.balance import everyone, held, only
+from paceline.data import (
+    Cost,
+    Sample,
+    Ticket,
+    balance_bins,
+    cut_steps,
+    first_fit_decreasing,
+    imbalance,
+    lockstep_cost,
+    token_scales,
+)
+from paceline.data.balance import all_members, flatten_bins, restrict_cuts
 from paceline.data.packing import owners
-from paceline.trainer.batch import BLANK_PACK, packed
+from paceline.trainer.batch import DUMMY_PACK, collate_bins
 
 laws = settings(max_examples=40, deadline=None)
 lengths_lists = st.lists(st.integers(1, 40), max_size=60)
 ranks_counts = st.integers(1, 9)
 budgets = st.integers(1, 60)
 costs = st.builds(Cost, st.floats(0.1, 10), st.floats(0, 1))
-SEVEN_B = Cost.of(hidden=3584, layers=28, intermediate=18944, heads=28, kv_heads=4, head_dim=128, vocabulary=152_064)
+SEVEN_B = Cost.from_shape(
+    hidden=3584, layers=28, intermediate=18944, heads=28, kv_heads=4, head_dim=128, vocabulary=152_064
+)
 
 
 def plain_first_fit(lengths: list[int], budget: int) -> list[list[int]]:
@@ -51,7 +63,7 @@ def test_first_fit_is_its_definition_on_many(seed):
 @laws
 @given(lengths_lists, ranks_counts, budgets, costs)
 def test_ranks_share_all_samples_in_equally_many_packs_within_the_budget(lengths, ranks, budget, cost):
-    cut = balanced(lengths, ranks, budget, cost)
+    cut = balance_bins(lengths, ranks, budget, cost)
     assert len(cut) == ranks
     assert len({len(bins) for bins in cut}) == 1
     packs = [members for bins in cut for members in bins]
@@ -63,29 +75,29 @@ def test_ranks_share_all_samples_in_equally_many_packs_within_the_budget(lengths
 @laws
 @given(lengths_lists, ranks_counts, budgets, costs)
 def test_the_cut_is_a_pure_function_and_only_the_ratio_of_costs_counts(lengths, ranks, budget, cost):
-    cut = balanced(lengths, ranks, budget, cost)
-    assert cut == balanced(np.array(lengths, int), ranks, budget, cost)
-    assert cut == balanced(tuple(lengths), ranks, budget, Cost(4 * cost.linear, 4 * cost.attention))
+    cut = balance_bins(lengths, ranks, budget, cost)
+    assert cut == balance_bins(np.array(lengths, int), ranks, budget, cost)
+    assert cut == balance_bins(tuple(lengths), ranks, budget, Cost(4 * cost.linear, 4 * cost.attention))
 
 
 @laws
 @given(lengths_lists, ranks_counts, budgets, costs)
 def test_no_other_rows_are_much_cheaper(lengths, ranks, budget, cost):
     """Not of the same packs, dealt in turn as they come or by their cost, which is best; nor of first-fit's."""
-    cut = balanced(lengths, ranks, budget, cost)
+    cut = balance_bins(lengths, ranks, budget, cost)
     fitted = first_fit_decreasing(lengths, budget)
     for packs in ([members for bins in cut for members in bins], fitted + [[]] * (-len(fitted) % ranks)):
         falling = sorted(packs, key=lambda members: -cost([lengths[i] for i in members]))
         for order in (packs, falling):
             dealt = [order[rank::ranks] for rank in range(ranks)]
-            assert lockstep(cut, lengths, cost) <= (1.02 + 1e-9) * lockstep(dealt, lengths, cost)
+            assert lockstep_cost(cut, lengths, cost) <= (1.02 + 1e-9) * lockstep_cost(dealt, lengths, cost)
 
 
 @laws
 @given(lengths_lists, ranks_counts, budgets, costs)
 def test_lockstep_lasts_as_long_as_the_slowest_rank_and_the_even_share(lengths, ranks, budget, cost):
-    cut = balanced(lengths, ranks, budget, cost)
-    steps = lockstep(cut, lengths, cost)
+    cut = balance_bins(lengths, ranks, budget, cost)
+    steps = lockstep_cost(cut, lengths, cost)
     slowest = max(sum(cost([lengths[i] for i in members]) for members in bins) for bins in cut)
     assert slowest <= steps * (1 + 1e-9)
     assert imbalance(cut, lengths, cost) >= -1e-9
@@ -97,7 +109,7 @@ def test_lockstep_lasts_as_long_as_the_slowest_rank_and_the_even_share(lengths, 
 @laws
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(9, 12), costs)
 def test_with_fewer_samples_than_ranks_each_is_alone_and_the_others_are_blank(lengths, ranks, cost):
-    cut = balanced(lengths, ranks, 40, cost)
+    cut = balance_bins(lengths, ranks, 40, cost)
     assert sorted(len(bins[0]) for bins in cut) == [0] * (ranks - len(lengths)) + [1] * len(lengths)
     assert {len(bins) for bins in cut} == {1}
 
@@ -107,11 +119,11 @@ def test_with_fewer_samples_than_ranks_each_is_alone_and_the_others_are_blank(le
 def test_work_is_even_also_where_attention_costs_twice_what_was_said(ranks, seed):
     drawn = np.random.default_rng(seed).lognormal(math.log(2000), 0.9, 64 * ranks)
     lengths = np.clip(drawn, 64, 16_384).astype(int).tolist()
-    cut = balanced(lengths, ranks, 16_384, SEVEN_B)
+    cut = balance_bins(lengths, ranks, 16_384, SEVEN_B)
     assert imbalance(cut, lengths, SEVEN_B) < 0.03
     assert imbalance(cut, lengths, Cost(SEVEN_B.linear, 2 * SEVEN_B.attention)) < 0.04
     in_turn = [[[i] for i in range(rank, len(lengths), ranks)] for rank in range(ranks)]
-    assert lockstep(cut, lengths, SEVEN_B) < lockstep(in_turn, lengths, SEVEN_B)
+    assert lockstep_cost(cut, lengths, SEVEN_B) < lockstep_cost(in_turn, lengths, SEVEN_B)
 
 
 def test_the_cost_of_a_shape_is_that_of_its_weights():
@@ -119,7 +131,7 @@ def test_the_cost_of_a_shape_is_that_of_its_weights():
     assert SEVEN_B.linear == pytest.approx(2 * (7.616e9 - 0.545e9), rel=0.001)
     assert SEVEN_B.attention == 2 * 28 * 28 * 128
     assert SEVEN_B([100, 200]) == pytest.approx(SEVEN_B.linear * 300 + SEVEN_B.attention * 50_000)
-    windowed = Cost.of(
+    windowed = Cost.from_shape(
         hidden=8, layers=6, intermediate=16, heads=2, kv_heads=1, head_dim=4, vocabulary=10, full_layers=1
     )
     assert windowed.attention == 2 * 8
@@ -133,7 +145,7 @@ batches = st.lists(st.tuples(st.integers(2, 12), st.integers(0, 9)), max_size=20
 @laws
 @given(batches, st.integers(1, 3), st.integers(1, 5), st.integers(2, 20))
 def test_the_cut_of_a_batch_holds_every_sample_once_and_whole_rollouts_to_a_step(batch, steps, ranks, budget):
-    found = cuts(batch, steps, ranks, budget, Cost(1, 0.1))
+    found = cut_steps(batch, steps, ranks, budget, Cost(1, 0.1))
     assert len(found) == steps
     seen: dict[int, int] = {}
     for step, cut in enumerate(found):
@@ -151,30 +163,30 @@ def test_the_cut_of_a_batch_holds_every_sample_once_and_whole_rollouts_to_a_step
 @laws
 @given(batches, st.integers(1, 3), st.integers(1, 5), st.integers(2, 20))
 def test_which_step_trains_a_sample_does_not_hang_on_the_number_of_ranks(batch, steps, ranks, budget):
-    one, several = (cuts(batch, steps, number, budget, Cost(1, 0.1)) for number in (1, ranks))
-    assert [everyone(cut) for cut in one] == [everyone(cut) for cut in several]
+    one, several = (cut_steps(batch, steps, number, budget, Cost(1, 0.1)) for number in (1, ranks))
+    assert [all_members(cut) for cut in one] == [all_members(cut) for cut in several]
 
 
 @laws
 @given(batches, st.integers(1, 3), st.integers(1, 5), st.integers(2, 20), st.sets(st.integers(0, 19)))
 def test_a_pass_over_some_samples_keeps_the_ranks_in_step(batch, steps, ranks, budget, chosen):
-    found = cuts(batch, steps, ranks, budget, Cost(1, 0.1))
-    part = only(found, chosen)
-    assert everyone(part) == sorted(chosen & set(range(len(batch))))
+    found = cut_steps(batch, steps, ranks, budget, Cost(1, 0.1))
+    part = restrict_cuts(found, chosen)
+    assert all_members(part) == sorted(chosen & set(range(len(batch))))
     assert len({len(bins) for bins in part}) == 1
     assert all(any(row) for row in zip(*part, strict=True))
     for bins, *whole in zip(part, *found, strict=True):
-        assert set(held(bins)) <= set(held(list(itertools.chain(*whole))))
+        assert set(flatten_bins(bins)) <= set(flatten_bins(list(itertools.chain(*whole))))
 
 
 @laws
 @given(batches, st.integers(1, 5), st.integers(2, 20), st.sampled_from(["token", "sample", "fixed"]))
 def test_ranks_fold_the_scales_that_one_alone_would(batch, ranks, budget, normalise):
-    whole = fold(batch, normalise, 7)
-    (cut,) = cuts(batch, 1, ranks, budget, Cost(1, 0.1))
+    whole = token_scales(batch, normalise, 7)
+    (cut,) = cut_steps(batch, 1, ranks, budget, Cost(1, 0.1))
     for bins in cut:
-        own = held(bins)
-        for i, scales in zip(own, fold(batch, normalise, 7, own=own), strict=True):
+        own = flatten_bins(bins)
+        for i, scales in zip(own, token_scales(batch, normalise, 7, own=own), strict=True):
             np.testing.assert_array_equal(scales.rl, whole[i].rl)
             np.testing.assert_array_equal(scales.policy, whole[i].policy)
 
@@ -182,14 +194,14 @@ def test_ranks_fold_the_scales_that_one_alone_would(batch, ranks, budget, normal
 @laws
 @given(batches, st.integers(1, 5), st.integers(2, 20))
 def test_ranks_pack_their_parts_and_blanks_where_they_have_none(batch, ranks, budget):
-    scales = dict(enumerate(fold(batch)))
-    (cut,) = cuts(batch, 1, ranks, budget, Cost(1, 0.1))
-    packs = [packed(batch, scales, bins, {}) for bins in cut]
+    scales = dict(enumerate(token_scales(batch)))
+    (cut,) = cut_steps(batch, 1, ranks, budget, Cost(1, 0.1))
+    packs = [collate_bins(batch, scales, bins, {}) for bins in cut]
     assert len({len(one) for one in packs}) == 1
     for bins, one in zip(cut, packs, strict=True):
         for members, micro_batch in zip(bins, one, strict=True):
             names = micro_batch.token_ids[micro_batch.positions == 0].tolist()
-            assert names == sorted(members) if members else micro_batch is BLANK_PACK
+            assert names == sorted(members) if members else micro_batch is DUMMY_PACK
             assert micro_batch.rl_scale.any() == bool(members)
 
 

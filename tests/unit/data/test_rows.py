@@ -10,9 +10,9 @@ from itertools import islice
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from paceline.commands.rollouts import draws
+from paceline.commands.rollouts import draw_tickets
 from paceline.config.env import EnvConfig
-from paceline.data import DataError, Mixture, open_rows, order_of, register_scheme, skipped
+from paceline.data import DataError, Mixture, make_cursor, open_rows, register_scheme, skipped_rows
 from paceline.envs import build_environment
 from paceline.envs.base import dataset_rows
 
@@ -136,7 +136,7 @@ def test_a_bad_row_is_skipped_and_named_by_file_and_place_and_many_are_an_error(
         for split in ("train", "eval"):
             rows = environment(tmp_path, type_, dataset=path, eval_dataset=path).examples(split)
             assert [row == rows[0] for row in rows] == [True] * 3
-            assert next(str(bad) for bad in skipped(rows)).startswith(
+            assert next(str(bad) for bad in skipped_rows(rows)).startswith(
                 f"1 row is skipped, of 4: {place(path, kind, 3)}{sentence}"
             )
         path = written(tmp_path, kind, [good | change, good, good, good | change])
@@ -180,7 +180,7 @@ def test_several_datasets_mix_by_weight(tmp_path, type_):
     for dataset, ones in (({few: 3.0, many: 1.0}, (6, 2)), ([few, many], (4, 4))):
         rows = environment(tmp_path, type_, dataset=dataset).examples("train")
         assert isinstance(rows, Mixture)
-        order = order_of(rows, seed=0, name=type_)
+        order = make_cursor(rows, seed=0, name=type_)
         drawn = Counter(rows[order.draw()[2]]["of"] for _ in range(8))
         assert (drawn[2], drawn[5]) == ones
 
@@ -190,7 +190,7 @@ def test_a_scheme_is_a_dataset_like_any_other(tmp_path, type_):
     good, wrong = TYPES[type_]
     register_scheme("three-of", lambda address: [good, good, good | (wrong[-1][0] if address.name == "bad" else {})])
     assert len(environment(tmp_path, type_, dataset="three-of:good?limit=2").examples("train")) == 2
-    (bad,) = skipped(environment(tmp_path, type_, dataset="three-of:bad").examples("train"))
+    (bad,) = skipped_rows(environment(tmp_path, type_, dataset="three-of:bad").examples("train"))
     assert str(bad).startswith(f"1 row is skipped, of 3: dataset three-of:bad, row 3: {wrong[-1][1]}")
 
 
@@ -239,7 +239,7 @@ def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path, name):
 
 @pytest.mark.parametrize("bad", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
-def test_json_that_nobody_can_read_is_a_sentence(tmp_path, name, bad):
+def test_unreadable_json_is_a_sentence(tmp_path, name, bad):
     with pytest.raises(DataError, match=rf"{name}.*(cannot be read|not valid JSON)"):
         open_file(tmp_path / name, bad)
 
@@ -257,7 +257,7 @@ def test_episodes_that_are_only_looked_at_are_drawn_as_in_a_run(tmp_path):
         {"type": "custom", "name": "mine", "import_path": "x.py:y", "dataset": weights}
     )
     rows = dataset_rows(section, "train", prompted=False)
-    cursor = order_of(rows, 0, "mine", None)
-    drawn = [ticket.row for ticket, _ in islice(draws(section, "train", None, rows, 0), 50)]
+    cursor = make_cursor(rows, 0, "mine", None)
+    drawn = [ticket.row for ticket, _ in islice(draw_tickets(section, "train", None, rows, 0), 50)]
     assert drawn == [cursor.draw()[2] for _ in range(50)]
     assert Counter(rows[index]["of"] for index in drawn)["a.jsonl"] > 35

@@ -29,9 +29,9 @@ from paceline.data import (
     decode,
     encode,
     first_fit_decreasing,
-    fold,
     open_rows,
     pack,
+    token_scales,
 )
 from paceline.data.sample import SCALAR_FIELDS, STREAM_DTYPES, WEIGHT_STREAMS
 from paceline.util.importing import HookError, import_object
@@ -275,7 +275,7 @@ ABSENT = {"advantages": 0, "ref_logprobs": 0, "logprobs": np.nan, "rewards": np.
 @laws
 @given(st.lists(samples(), max_size=6), st.integers(1, 30))
 def test_packed_streams_are_the_samples_laid_end_to_end(batch, budget):
-    scales = fold(batch)
+    scales = token_scales(batch)
     micro_batches = pack(batch, scales, budget)
     assert sorted(i for m in micro_batches for i in m.members) == list(range(len(batch)))
     for micro in micro_batches:
@@ -294,7 +294,7 @@ def test_packed_streams_are_the_samples_laid_end_to_end(batch, budget):
 def test_a_misaligned_pack_is_caught():
     one = sample(3)
     with pytest.raises(AssertionError, match="`rl_scale`"):
-        pack([one], fold([sample(4)]), 8)
+        pack([one], token_scales([sample(4)]), 8)
 
 
 # --- scales
@@ -333,7 +333,7 @@ NORMALISERS = st.sampled_from(["token", "sample", "fixed"])
 def test_scales_are_weights_over_their_normaliser(batch, normalise, length):
     for part in PARTS:
         expected = reference(batch, part, normalise, length)
-        for scale, wanted in zip(fold(batch, normalise, length), expected, strict=True):
+        for scale, wanted in zip(token_scales(batch, normalise, length), expected, strict=True):
             np.testing.assert_allclose(getattr(scale, part), wanted, rtol=1e-6)
 
 
@@ -342,7 +342,7 @@ def test_scales_are_weights_over_their_normaliser(batch, normalise, length):
 def test_the_loss_is_the_same_sum_however_the_batch_is_cut(batch, normalise, budget, seed):
     rng = np.random.default_rng(seed)
     values = [rng.standard_normal(len(one)) for one in batch]  # the loss of each token, whatever it is
-    micro_batches = pack(batch, fold(batch, normalise, 9), budget)
+    micro_batches = pack(batch, token_scales(batch, normalise, 9), budget)
     for part in PARTS:
         whole = math.fsum(
             w * v
@@ -362,7 +362,7 @@ def test_each_rollout_weighs_the_same_however_many_samples_it_has(rollouts):
         for n in lengths
     ]
     totals = dict.fromkeys(range(len(rollouts)), 0.0)
-    for one, scale in zip(batch, fold(batch, "sample"), strict=True):
+    for one, scale in zip(batch, token_scales(batch, "sample"), strict=True):
         totals[one.rollout] += scale.rl.sum()
         assert len({*scale.rl[1:]}) == 1
     assert list(totals.values()) == pytest.approx([1 / len(rollouts)] * len(rollouts), rel=1e-5)
@@ -373,7 +373,7 @@ def test_each_rollout_weighs_the_same_however_many_samples_it_has(rollouts):
 def test_zero_weights_do_not_count(batch, silent, normalise):
     zeros = np.zeros(len(silent))
     silent = silent.with_streams(rl_weights=zeros, ce_weights=zeros, ref_kl_weights=zeros)
-    for alone, beside in zip(fold(batch, normalise), fold([*batch, silent], normalise), strict=False):
+    for alone, beside in zip(token_scales(batch, normalise), token_scales([*batch, silent], normalise), strict=False):
         for part in PARTS:
             np.testing.assert_array_equal(getattr(alone, part), getattr(beside, part))
 

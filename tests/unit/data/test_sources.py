@@ -24,15 +24,15 @@ from paceline.data import (
     MixtureCursor,
     Scheme,
     decontaminate,
+    make_cursor,
     open_mixture,
     open_rows,
-    order_of,
     parse_address,
     register_scheme,
-    skipped,
+    skipped_rows,
     sources,
 )
-from paceline.data.mixture import normalised
+from paceline.data.mixture import normalise_text
 from paceline.rollout import Renderer, RenderError
 
 try:
@@ -258,7 +258,7 @@ def test_a_bad_row_names_its_file_and_line(tmp_path, bad, sentence):
             WRITERS[kind](path, [*[GOOD] * before, bad, GOOD], 1)
             line = before + 1 + (before // 2 if kind == "jsonl" else 0)  # every third row has an empty line after it
             if before:  # one of five is left out
-                (found,) = skipped(rows := open_rows(str(path)))
+                (found,) = skipped_rows(rows := open_rows(str(path)))
                 assert len(rows) == 4
                 told = str(found).removeprefix("1 row is skipped, of 5: ")
             else:  # half of them are too many
@@ -277,7 +277,7 @@ LIMITS = [(19, 60, False), (20, 60, True), (20, 2000, False), (21, 2000, True)]
 def test_bad_rows_are_too_many_from_twenty_on_and_above_one_in_a_hundred(tmp_path, bad, rows, ends):
     path = jsonl(tmp_path / "rows.jsonl", *[GOOD] * (rows - bad), *[{}] * bad)
     if not ends:
-        (found,) = skipped(opened := open_rows(path))
+        (found,) = skipped_rows(opened := open_rows(path))
         assert (len(opened), len(found)) == (rows - bad, bad)
         return
     with pytest.raises(DataError, match=f"rows.jsonl:{rows - bad + 1}: .*; {bad} of the first {rows} rows are bad"):
@@ -297,7 +297,7 @@ def test_a_bad_row_of_a_table_is_named_by_its_number(tmp_path, kind):
     TABLES[kind](path, [{"prompt": "a"}, {"prompt": "b"}, {"prompt": None}, {"prompt": "c"}], 2)
     rows = open_rows(str(path))
     assert [row["prompt"] for row in rows] == ["a", "b", "c"]
-    (found,) = skipped(rows)
+    (found,) = skipped_rows(rows)
     assert str(found).startswith(f"1 row is skipped, of 4: {path}, row 3: a row needs `messages`")
     assert len(open_rows(str(path), limit=2)) == 2
 
@@ -369,7 +369,7 @@ def counting(address):
     return [{"question": f"{address.name} {i}", "answer": str(i)} for i in range(start, address.integer("size", 5))]
 
 
-def test_a_scheme_is_opened_by_whoever_registered_it(monkeypatch):
+def test_a_scheme_is_opened_by_the_code_that_registered_it(monkeypatch):
     monkeypatch.setattr("paceline.data.sources._SCHEMES", {})
     with pytest.raises(DataError, match="there is no scheme `count:`; schemes: none"):
         open_rows("count:sheep")
@@ -500,7 +500,7 @@ def test_datasets_are_mixed_by_uri(tmp_path):
     easy = jsonl(tmp_path / "easy.jsonl", *({"q": f"e{i}"} for i in range(10)))
     hard = jsonl(tmp_path / "hard.jsonl", *({"q": f"h{i}"} for i in range(2)))
     mixture = open_mixture({easy: 1, hard: 3}, {"q": "prompt"})
-    order = order_of(mixture, 0, "env")
+    order = make_cursor(mixture, 0, "env")
     drawn = [mixture[order.draw()[2]]["prompt"] for _ in range(40)]
     assert sum(name.startswith("h") for name in drawn) == 30
     for weights in ({easy: 0}, {easy: -1}, {easy: math.nan}, {easy: math.inf}):
@@ -524,7 +524,7 @@ DOCUMENTS = st.lists(st.lists(WORDS, min_size=1, max_size=2).map(lambda texts: s
 
 
 def runs(rows: list[dict], length: int) -> set[tuple[str, ...]]:
-    texts = [normalised(message["content"]) for row in rows for message in row["messages"]]
+    texts = [normalise_text(message["content"]) for row in rows for message in row["messages"]]
     return {tuple(words[i : i + length]) for words in texts for i in range(len(words) - length + 1)}
 
 
@@ -546,7 +546,7 @@ def test_a_row_is_dropped_exactly_when_it_shares_a_run_of_words(rows, held_out, 
 
 def test_thirteen_words_in_a_row_are_too_many_and_twelve_are_not():
     text = "Janet’s ducks lay 16 eggs per day. She eats three for breakfast every morning, and bakes."
-    words = normalised(text)
+    words = normalise_text(text)
     others = [f"other{i}" for i in range(20)]
     share = [said(" ".join([*others, *words[2 : 2 + n], *others])) for n in (12, 13)]
     loud = said(text.upper().replace(" ", "\n--  "))
@@ -608,7 +608,7 @@ def test_what_is_shown_as_trained_is_what_the_assistant_said(load, name):
     shown = show_rows([demonstration, prompt], tokenizer, 9, console := screen())
     whole = tokenizer.apply_chat_template(demonstration["messages"], tokenize=False)
     assert shown[0].text == whole
-    replies = [whole[start:end] for start, end in shown[0].trained]
+    replies = [whole[start:end] for start, end in shown[0].trained_spans]
     assert [reply.removeprefix("<think>\n\n</think>\n\n") for reply in replies] == [
         "two" + ENDS[name],
         "four user four" + ENDS[name],
@@ -616,7 +616,7 @@ def test_what_is_shown_as_trained_is_what_the_assistant_said(load, name):
     assert shown[0].tokens == len(tokenizer.encode(whole, add_special_tokens=False))
     assert shown[0].trained_tokens == sum(len(tokenizer.encode(r, add_special_tokens=False)) for r in replies)
     assert shown[1].tokens == len(Renderer(tokenizer, ()).prompt(prompt["messages"]))
-    assert (shown[1].trained, shown[1].trained_tokens) == ([], 0)
+    assert (shown[1].trained_spans, shown[1].trained_tokens) == ([], 0)
     text = console.file.getvalue()
     assert "\x1b[1;32mtwo" in text or "</think>\x1b[0m" in text
     assert f"row 1: {shown[0].tokens} tokens, {shown[0].trained_tokens} trained" in text
@@ -626,7 +626,7 @@ def test_what_is_shown_as_trained_is_what_the_assistant_said(load, name):
 def test_thoughts_a_template_strips_are_not_trained(load):
     messages = speech("q", "<think>\nhm\n</think>\n\nfirst", "r", "<think>\nwell\n</think>\n\nsecond")
     (shown,) = show_rows([{"messages": messages}], load("qwen3"), 1, screen())
-    trained = [shown.text[start:end] for start, end in shown.trained]
+    trained = [shown.text[start:end] for start, end in shown.trained_spans]
     assert trained == ["first<|im_end|>", "<think>\nwell\n</think>\n\nsecond<|im_end|>"]
 
 

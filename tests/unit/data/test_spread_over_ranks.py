@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from paceline.data import Sample, Ticket
 from paceline.data.balance import Cost
 from paceline.data.packing import owners
-from paceline.runtime.rpc import spread
+from paceline.runtime.rpc import split_batch
 
 COST = Cost(1.0, 0.01)
 
@@ -31,7 +31,7 @@ def sample(length: int, rollout: int) -> Sample:
 )
 def test_shares_end_to_end_are_the_batch_and_a_rollout_stays_together(lengths, branches, ranks):
     batch = [sample(length, i // branches) for i, length in enumerate(lengths)]
-    shares = spread(batch, ranks, COST)
+    shares = split_batch(batch, ranks, COST)
     assert len(shares) == ranks
     at = {id(one): i for i, one in enumerate(batch)}
     places = [[at[id(one)] for one in share] for share in shares]
@@ -48,6 +48,6 @@ def test_shares_end_to_end_are_the_batch_and_a_rollout_stays_together(lengths, b
 def test_no_share_is_off_by_more_than_one_rollout(seed):
     dice = np.random.default_rng(seed)
     batch = [sample(int(length), i) for i, length in enumerate(dice.lognormal(4, 0.7, 256).clip(2, 500))]
-    shares = spread(batch, 4, COST)
+    shares = split_batch(batch, 4, COST)
     work = np.array([COST([len(one) for one in share]) for share in shares])
     assert np.abs(work - work.mean()).max() <= max(COST([len(one)]) for one in batch)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.engine import GenerateRequest
-from paceline.engine.cuda.step import StepShape, decode_only, split
+from paceline.engine.cuda.step import StepShape, is_decode_only, split_fields
 from paceline.engine.sequence import Chunk, DecodeSequence
 
 ROWS, EXTRA, COLUMNS = 6, 16, 8
@@ -76,18 +76,18 @@ def test_what_a_step_is_told_does_not_depend_on_the_steps_before_it(prompts, ste
 def test_the_same_sequences_a_token_further_are_known_again_others_and_in_other_slots_not() -> None:
     shape, a, b = StepShape(ROWS, 0, ROWS), _sequence(0, 3), _sequence(1, 2, arrival=1)
     _written(shape, [_decoding(a, 2), _decoding(b, 1)], {})
-    assert not shape.same
+    assert not shape.same_sequences
     told, _ = _written(shape, [_decoding(a, 3), _decoding(b, 2)], {})
-    assert shape.same
+    assert shape.same_sequences
     assert told == _written(StepShape(ROWS, 0, ROWS), [_decoding(a, 3), _decoding(b, 2)], {})[0]
     other = _sequence(1, 2, temperature=0.5, arrival=2)  # in the place of one that is done
     told, _ = _written(shape, [_decoding(a, 4), _decoding(other, 3)], {})
-    assert not shape.same
+    assert not shape.same_sequences
     assert told == _written(StepShape(ROWS, 0, ROWS), [_decoding(a, 4), _decoding(other, 3)], {})[0]
     _written(shape, [_decoding(a, 4), _decoding(b, 3)], {})
     a.slot, b.slot = 1, 0
     told, _ = _written(shape, [_decoding(a, 4), _decoding(b, 3)], {})
-    assert not shape.same
+    assert not shape.same_sequences
     assert told == _written(StepShape(ROWS, 0, ROWS), [_decoding(a, 4), _decoding(b, 3)], {})[0]
 
 
@@ -96,13 +96,13 @@ def test_a_prompt_among_them_is_written_whole() -> None:
     prompt = Chunk(b, 0, 9, True, 0)
     for _ in range(2):
         told, drawn = _written(shape, [prompt, _decoding(a, 2)], {(1, 0): 5})
-        assert not shape.same
-        fields = split(np.array(told), shape.sizes)
+        assert not shape.same_sequences
+        fields = split_fields(np.array(told), shape.sizes)
         assert fields["ids"][ROWS : ROWS + 9].tolist() == list(b.request.prompt_ids)
         assert fields["positions"][ROWS : ROWS + 9].tolist() == list(range(9))
         assert fields["rows"][:2].tolist() == [0, ROWS + 8]
         assert (fields["places"][0], fields["pages"][0]) == (COLUMNS, 5)
         assert [chunk.sequence for chunk in drawn] == [a, b]
-    assert decode_only([_decoding(a, 2)])
-    assert not decode_only([prompt])
-    assert not decode_only([Chunk(a, 2, 1, False, 0)])
+    assert is_decode_only([_decoding(a, 2)])
+    assert not is_decode_only([prompt])
+    assert not is_decode_only([Chunk(a, 2, 1, False, 0)])

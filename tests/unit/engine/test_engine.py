@@ -1,4 +1,4 @@
-"""The engine's laws: what it samples, from which weights, whoever else is being served."""
+"""The engine's laws: what it samples, from which weights, whatever else is being served."""
 
 import asyncio
 import random
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from backends import PAGES, SlotCache, engine_of, inverse_cdf, keep_top, paged, sample, uniform
+from backends import PAGES, SlotCache, apply_top_k_top_p, engine_of, inverse_cdf, paged, sample, uniform
 from conftest import VOCABULARY, tiny_model
 from engine_requests import complete, requests, serve, together, trainer_logprobs, until
 from paceline.config.inference import EngineConfig
@@ -20,7 +20,7 @@ from paceline.engine.sampling import SamplingMetadata
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import POLICY
 from paceline.errors import EngineError, RequestError
-from paceline.model import WeightUpdate, fingerprint, twin
+from paceline.model import WeightUpdate, clone_model, fingerprint
 from paceline.model.support import attention_shape
 from paceline.rollout import Rollout, Turn, assemble
 from trainers import trainer_of
@@ -40,7 +40,7 @@ from trainers import trainer_of
 def test_engine_logprobs_equal_trainer_logprobs(model, config, seed):
     """Continuous batching, chunked prefill and shared prompts change nothing: same tokens, same log probabilities."""
     wanted = requests(groups=8, seed=seed)
-    for request, completion in zip(wanted, complete(twin(model), wanted, **config), strict=True):
+    for request, completion in zip(wanted, complete(clone_model(model), wanted, **config), strict=True):
         expected = trainer_logprobs(model, request, completion)
         assert np.abs(expected.numpy() - np.array(completion.logprobs)).max() < 1e-4
 
@@ -48,8 +48,8 @@ def test_engine_logprobs_equal_trainer_logprobs(model, config, seed):
 def test_a_request_does_not_depend_on_who_else_is_served(model):
     """Alone or in a crowd, in any order of arrival, the same noise key draws the same tokens."""
     wanted = requests()
-    crowd = complete(twin(model), wanted, order=random.Random(3).sample(range(len(wanted)), len(wanted)))
-    alone = [complete(twin(model), [request])[0] for request in wanted[::4]]
+    crowd = complete(clone_model(model), wanted, order=random.Random(3).sample(range(len(wanted)), len(wanted)))
+    alone = [complete(clone_model(model), [request])[0] for request in wanted[::4]]
     assert [c.token_ids for c in crowd[::4]] == [c.token_ids for c in alone]
 
 
@@ -58,7 +58,12 @@ def test_deterministic_is_bit_for_bit_in_any_order(model, cache):
     wanted = requests(groups=8)
     runs = [
         complete(
-            twin(model), wanted, random.Random(s).sample(range(24), 24), deterministic=True, max_running=7, cache=cache
+            clone_model(model),
+            wanted,
+            random.Random(s).sample(range(24), 24),
+            deterministic=True,
+            max_running=7,
+            cache=cache,
         )
         for s in range(3)
     ]
@@ -67,7 +72,7 @@ def test_deterministic_is_bit_for_bit_in_any_order(model, cache):
 
 def test_the_end_of_turn_token_is_kept(model):
     ends = frozenset(range(0, VOCABULARY, 3))
-    for completion in complete(twin(model), requests(stop_token_ids=ends, max_tokens=30)):
+    for completion in complete(clone_model(model), requests(stop_token_ids=ends, max_tokens=30)):
         stopped = [token in ends for token in completion.token_ids]
         assert not any(stopped[:-1])
         assert stopped[-1] == (completion.finish == "stop")
@@ -85,7 +90,7 @@ def test_a_common_prompt_is_computed_once(model):
         engine._runner.launch = lambda chunks: (computed.extend(c.length for c in chunks), launch(chunks))[1]
         await asyncio.gather(*(engine.generate(request) for request in wanted))
 
-    serve(twin(model), work, max_running=16)
+    serve(clone_model(model), work, max_running=16)
     assert sum(computed) == len(prompt) + 15 + 16 * 3  # the leader's prompt, one token per follower, three steps each
 
 
@@ -107,7 +112,7 @@ def swap_midway(model, other, on_swap: str, when: int = 6) -> tuple[GenerateRequ
         engine._step = stepping
         return await engine.generate(request)
 
-    return request, serve(twin(model), work, on_swap=on_swap)
+    return request, serve(clone_model(model), work, on_swap=on_swap)
 
 
 @pytest.mark.parametrize("on_swap", ["keep", "recompute"])
@@ -173,7 +178,7 @@ def test_a_prompt_is_never_shared_across_versions(model):
         await engine.resume()
         return await engine.generate(request), await first
 
-    second, first = serve(twin(model), work)
+    second, first = serve(clone_model(model), work)
     assert set(second.versions) == {1}
     assert first.versions == [0] * 3 + [1] * 57
     assert np.abs(trainer_logprobs(other, request, second).numpy() - np.array(second.logprobs)).max() < 1e-4
@@ -187,7 +192,7 @@ def test_the_engine_tells_which_weights_it_serves(model):
         await engine.load_weights(WeightUpdate(7, dict(other.named_parameters())))
         return before, await engine.policy()
 
-    before, after = serve(twin(model), work)
+    before, after = serve(clone_model(model), work)
     assert (before.version, before.fingerprint) == (0, fingerprint(model.named_parameters()))
     assert (after.version, after.fingerprint) == (7, fingerprint(other.named_parameters()))
     assert before.fingerprint != after.fingerprint
@@ -213,11 +218,11 @@ def test_bad_requests_are_refused_and_others_go_on(model):
         long = await engine.generate(GenerateRequest(prompt_ids=(1,) * 120, max_tokens=1000))
         return long
 
-    assert len(serve(twin(model), work).token_ids) == 8  # the context of 128 ends it
+    assert len(serve(clone_model(model), work).token_ids) == 8  # the context of 128 ends it
 
 
-def test_a_request_that_is_given_up_while_it_ends_harms_nobody(model):
-    """Its future is cancelled, and whoever did that comes to tell so only after several of its steps have landed."""
+def test_a_request_that_is_abandoned_while_it_ends_harms_no_other(model):
+    """Its future is cancelled, and the engine is told so only after several of its steps have landed."""
     engine = engine_of(model, EngineConfig(threads=1, in_flight=3))
     engine.start()
     told, doomed = threading.Event(), []
@@ -255,16 +260,16 @@ def test_cancelled_requests_leave_and_their_slots_are_used_again(model):
         assert all(task.cancelled() for task in doomed)
         await engine.resume()
         kept = await engine.generate(GenerateRequest(prompt_ids=(1, 2), max_tokens=3))
-        await until(lambda: engine._scheduler.idle)
-        return kept, engine._cache.used
+        await until(lambda: engine._scheduler.is_idle)
+        return kept, engine._cache.usage
 
-    kept, used = serve(twin(model), work, max_running=4)
+    kept, used = serve(clone_model(model), work, max_running=4)
     assert len(kept.token_ids) == 3
     assert used == 0
 
 
 def test_not_finite_logits_fail_the_request_by_name(model):
-    broken = twin(model)
+    broken = clone_model(model)
     with torch.no_grad():
         next(broken.parameters()).fill_(float("nan"))
     with pytest.raises(EngineError, match="not finite"):
@@ -279,7 +284,7 @@ def test_an_engine_that_breaks_fails_every_request_with_the_cause(model):
             await engine.generate(requests()[0])
         return answers
 
-    assert all(isinstance(answer, EngineError) for answer in serve(twin(model), work))
+    assert all(isinstance(answer, EngineError) for answer in serve(clone_model(model), work))
 
 
 def test_an_engine_that_breaks_answers_what_was_still_on_its_way(model):
@@ -303,18 +308,18 @@ def test_an_engine_that_breaks_answers_what_was_still_on_its_way(model):
         asked.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    answers = serve(twin(model), work)
+    answers = serve(clone_model(model), work)
     assert all(isinstance(answer, EngineError) and "out of memory" in str(answer) for answer in answers)
 
 
-def test_a_question_nobody_waits_for_any_more_does_no_harm(model):
+def test_a_cancelled_policy_request_does_no_harm(model):
     async def work(engine):
         asked = asyncio.create_task(engine.policy())
         await asyncio.sleep(0)
         asked.cancel()
         return await engine.generate(GenerateRequest(prompt_ids=(1, 2), max_tokens=3))
 
-    assert len(serve(twin(model), work).token_ids) == 3
+    assert len(serve(clone_model(model), work).token_ids) == 3
 
 
 def draws(rows: int, **settings) -> SamplingMetadata:
@@ -347,12 +352,12 @@ def test_samples_follow_the_distribution():
 
 def test_truncation_keeps_exactly_the_top():
     probs = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
-    assert keep_top(probs, torch.tensor([0.7]), torch.tensor([0])).tolist() == [
+    assert apply_top_k_top_p(probs, torch.tensor([0.7]), torch.tensor([0])).tolist() == [
         [0.0, pytest.approx(0.4), 0.0, pytest.approx(0.3)]
     ]
-    assert keep_top(probs, torch.tensor([1.0]), torch.tensor([1])).count_nonzero() == 1
+    assert apply_top_k_top_p(probs, torch.tensor([1.0]), torch.tensor([1])).count_nonzero() == 1
     for tiny in (1e-9, 5e-324):  # the second is zero in float32
-        assert keep_top(probs, torch.tensor([tiny]), torch.tensor([0])).count_nonzero() == 1
+        assert apply_top_k_top_p(probs, torch.tensor([tiny]), torch.tensor([0])).count_nonzero() == 1
     tokens, logprobs, log_z, _ = sample(probs.log().expand(500, -1), draws(500, top_k=2))
     assert set(tokens.tolist()) == {1, 3}
     # Log probabilities stay those of the full vocabulary; what was cut is reported beside them.
@@ -387,7 +392,7 @@ def test_inverse_cdf_never_picks_what_has_no_mass():
 
 
 def test_requests_queue_by_order_then_arrival(model):
-    """Older tickets first, whoever arrives first."""
+    """Older tickets first, whichever arrives first."""
     cache = SlotCache(attention_shape(model), 1, 16, 16, torch.float32, "cpu")
     scheduler = Scheduler(cache, prefill_tokens=100)
     from concurrent.futures import Future

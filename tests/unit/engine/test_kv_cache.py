@@ -20,11 +20,11 @@ from engine_requests import serve, together, until
 from engines import MATRIX, SymbolicRunner, content, random_adapter
 from paceline.config.inference import EngineConfig
 from paceline.engine import GenerateRequest
-from paceline.engine.cpu.kv_cache import PlainMemory
+from paceline.engine.cpu.kv_cache import TensorMemory
 from paceline.engine.pages import PAGE, PageCache
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import DecodeSequence
-from paceline.model import Adapter, WeightUpdate, twin
+from paceline.model import Adapter, WeightUpdate, clone_model
 from paceline.model.support import AttentionShape
 
 STOP = 0
@@ -52,7 +52,7 @@ class EngineByHand(RuleBasedStateMachine):
         self.engine = engine = engine_of(MODEL, config)
         given = {"deterministic": deterministic}
         if paged:
-            memory = PlainMemory(torch.device("cpu"))
+            memory = TensorMemory(torch.device("cpu"))
             cache = PageCache(NUMBER, slots, pages, CONTEXT, torch.int64, memory, **given)
         else:
             cache = SlotCache(NUMBER, slots, 8, CONTEXT, torch.int64, "cpu", **given)
@@ -124,11 +124,11 @@ class EngineByHand(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.steps > 20)
     @rule()
     def sleep_and_wake(self):
-        self.engine._fall_asleep()
-        assert self.cache.used == 0
-        self.engine._hold(False)  # a stray `resume` does not wake it
+        self.engine._sleep()
+        assert self.cache.usage == 0
+        self.engine._set_paused(False)  # a stray `resume` does not wake it
         self.engine._step()
-        self.engine._wake_up()
+        self.engine._wake()
 
     # -- what holds at every moment -----------------------------------------------------------------------------------
 
@@ -141,21 +141,21 @@ class EngineByHand(RuleBasedStateMachine):
             slots = [*self.cache._free, *(s.slot for s in self.held())]
             assert sorted(slots) == list(range(self.cache.slots))
             return
-        free, kept = list(self.cache._free), list(self.cache._prefixes.kept)
+        free, kept = list(self.cache._free), list(self.cache._prefixes.evictable)
         holders = Counter(page for sequence in self.held() for page in sequence.pages)
         assert sorted([*free, *kept, *holders]) == list(range(1, self.cache.pages + 1))
-        assert all(self.cache._holders[page] == n for page, n in holders.items())
-        assert self.cache.available == self.cache.pages - len(holders)
-        flying = set().union(*(self.runner.writes[f] for f in self.engine._flights))
+        assert all(self.cache._ref_counts[page] == n for page, n in holders.items())
+        assert self.cache.available_pages == self.cache.pages - len(holders)
+        flying = set().union(*(self.runner.writes[f] for f in self.engine._steps_in_flight))
         assert flying <= holders.keys(), "freed while a launched step may write it"
 
     @invariant()
     def places_hold_what_their_owners_computed(self):
         """Whatever was shared, copied, freed or swapped: a sequence of one version sees only that version's keys."""
         for sequence in self.held():
-            if sequence.weights_key is not None and sequence.computed:
-                known = [*sequence.request.prompt_ids, *self.runner.sampled.get(sequence, [])][: sequence.computed]
-                keys, values = self.cache.read_one(0, sequence.slot, sequence.computed)
+            if sequence.weights_key is not None and sequence.num_computed:
+                known = [*sequence.request.prompt_ids, *self.runner.sampled.get(sequence, [])][: sequence.num_computed]
+                keys, values = self.cache.read_slot(0, sequence.slot, sequence.num_computed)
                 assert keys.flatten().tolist() == content(sequence.weights_key, known)
                 assert torch.equal(keys, -values)
 
@@ -183,14 +183,14 @@ class EngineByHand(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         for _ in range(3000):
-            if self.scheduler.idle and not self.engine._flights:
+            if self.scheduler.is_idle and not self.engine._steps_in_flight:
                 break
             self.engine._step()
-        assert self.scheduler.idle, "some request never ends"
+        assert self.scheduler.is_idle, "some request never ends"
         self.answers_are_what_was_sampled()
         self.every_page_is_free_or_kept_or_held()
         assert not self.alive
-        assert self.cache.used == 0
+        assert self.cache.usage == 0
         assert not self.scheduler._leaders
 
 
@@ -238,7 +238,7 @@ def test_a_group_computes_its_prompt_once(config, warm):
         answers = await asyncio.gather(*map(engine.generate, group))
         return computed, [answer.cached for answer in answers], (await engine.stats()).cached_tokens
 
-    computed, cached, total = serve(twin(MODEL), work, max_running=8, **config)
+    computed, cached, total = serve(clone_model(MODEL), work, max_running=8, **config)
     shared = whole_pages(len(prompt), config)
     first = min(cached)
     assert first <= 3  # the leader may find an older conversation
@@ -257,12 +257,12 @@ def test_the_next_turn_computes_only_what_is_new(config, stops):
     async def work(engine):
         turn = await engine.generate(first)
         ids = (*prompt, *turn.token_ids, 5, 6, 7)
-        await until(lambda: engine._scheduler.idle)
+        await until(lambda: engine._scheduler.is_idle)
         computed = counted(engine)
         second = await engine.generate(GenerateRequest(prompt_ids=ids, max_tokens=1))
         return turn, ids, second, sum(n for _, n in computed)
 
-    turn, ids, second, computed = serve(twin(MODEL), work, **config)
+    turn, ids, second, computed = serve(clone_model(MODEL), work, **config)
     assert turn.finish == ("stop" if stops else "length")
     known = len(ids) - 3
     assert second.cached == len(ids) - computed
@@ -279,7 +279,7 @@ def test_nothing_is_shared_across_models_or_versions(config):
 
         async def ask(model):
             cached.append((await engine.generate(GenerateRequest(**request, model=model))).cached)
-            await until(lambda: engine._scheduler.idle)
+            await until(lambda: engine._scheduler.is_idle)
 
         for version, name in enumerate(("a", "b")):
             await engine.load_weights(WeightUpdate(version, random_adapter(MODEL, version), Adapter(name, 1.0)))
@@ -295,14 +295,14 @@ def test_nothing_is_shared_across_models_or_versions(config):
         await ask("")  # a number that comes again is not the same version
         return cached[:6:2] + cached[6:]
 
-    assert serve(twin(MODEL), work, adapters=2, adapter_rank=4, **config) == [0] * 8
+    assert serve(clone_model(MODEL), work, adapters=2, adapter_rank=4, **config) == [0] * 8
 
 
 # -- sleep ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", MATRIX)
-def test_a_sleeping_engine_gives_its_memory_back_and_loses_nobody(config):
+def test_a_sleeping_engine_gives_its_memory_back_and_loses_no_request(config):
     wanted = [GenerateRequest(prompt_ids=tuple(range(5 + i)), max_tokens=60, noise=i) for i in range(6)]
 
     async def work(engine):
@@ -311,7 +311,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_loses_nobody(config):
         tasks = await together(engine, wanted[:4], stop_at=6 * 60 + 10)
         await engine.sleep()
         assert (await engine.stats()).asleep
-        assert (held_bytes(engine._cache), engine._cache.used) == (0, 0)
+        assert (held_bytes(engine._cache), engine._cache.usage) == (0, 0)
         tasks += [asyncio.create_task(engine.generate(r)) for r in wanted[4:]]
         await engine.resume()  # asleep is asleep
         await asyncio.sleep(0.05)
@@ -323,7 +323,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_loses_nobody(config):
         assert engine.steps > steps
         return undisturbed, answers
 
-    undisturbed, answers = serve(twin(MODEL), work, max_running=4, **config)
+    undisturbed, answers = serve(clone_model(MODEL), work, max_running=4, **config)
     assert [a.token_ids for a in answers] == [u.token_ids for u in undisturbed]
     assert any(a.recomputed for a in answers[:4])
     for answer, expected in zip(answers, undisturbed, strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from backends import BITS, engine_of, keep_top, paged, sample
+from backends import BITS, apply_top_k_top_p, engine_of, paged, sample
 from conftest import VOCABULARY, tiny_model
 from engine_requests import complete, requests, serve, together, trainer_logprobs, until
 from engines import MATRIX, PAGE_GIB
@@ -19,7 +19,7 @@ from paceline.engine.base import Grammar
 from paceline.engine.pages import PageCache
 from paceline.engine.sampling import SamplingMetadata
 from paceline.errors import EngineError, RequestError
-from paceline.model import PLAN, LMHead, PackedPlan, WeightUpdate, twin
+from paceline.model import PLAN, LMHead, PackedPlan, WeightUpdate, clone_model
 
 MODEL = tiny_model()
 SCARCE = {"cache_gib": 7.5 * PAGE_GIB, "max_running": 8}
@@ -40,7 +40,7 @@ def close(got: list[float], expected) -> bool:
 # -- the same tokens --------------------------------------------------------------------------------------------------
 
 WANTED = [replace(r, max_tokens=3 + 11 * i % 50) for i, r in enumerate(requests(groups=6, seed=4))]
-PLAIN = complete(twin(MODEL), WANTED)
+PLAIN = complete(clone_model(MODEL), WANTED)
 
 
 def test_the_plain_run_is_the_trainers():
@@ -79,10 +79,10 @@ def test_tokens_do_not_depend_on_how_steps_are_cut(config, cut):
         engine._runner.launch = listening
         tasks = dict(zip(order, await together(engine, [WANTED[i] for i in order]), strict=True))
         answers = [await tasks[i] for i in range(len(WANTED))]
-        await until(lambda: engine._scheduler.idle)
+        await until(lambda: engine._scheduler.is_idle)
         return answers, await engine.stats()
 
-    answers, stats = serve(twin(MODEL), work, **config, **cut)
+    answers, stats = serve(clone_model(MODEL), work, **config, **cut)
     if "cache_gib" in cut:
         assert stats.preempted > 0
         assert any(answer.recomputed for answer in answers)
@@ -106,10 +106,10 @@ def test_nothing_comes_after_a_stop_token(config, cut):
     async def work(engine):
         calls = [engine.generate(r, pieces.append) for r, pieces in zip(wanted, heard, strict=True)]
         answers = await asyncio.gather(*calls)
-        await until(lambda: engine._scheduler.idle)
-        return answers, engine._cache.used
+        await until(lambda: engine._scheduler.is_idle)
+        return answers, engine._cache.usage
 
-    answers, used = serve(twin(MODEL), work, **config, **cut)
+    answers, used = serve(clone_model(MODEL), work, **config, **cut)
     assert used == 0
     assert {answer.finish for answer in answers} == {"stop", "length"}
     for request, answer, pieces in zip(wanted, answers, heard, strict=True):
@@ -136,14 +136,14 @@ def test_cancelled_requests_free_everything_and_fall_silent(config):
         silent = [len(pieces) for pieces in heard[::2]]
         await engine.resume()
         kept = await asyncio.gather(*tasks[1::2])
-        await until(lambda: engine._scheduler.idle)
+        await until(lambda: engine._scheduler.is_idle)
         assert all(task.cancelled() for task in tasks[::2])
         assert silent == [len(pieces) for pieces in heard[::2]]
         return kept, engine._cache
 
-    kept, cache = serve(twin(MODEL), work, max_running=6, **config)
-    assert cache.used == 0
-    assert not isinstance(cache, PageCache) or cache.available == cache.pages
+    kept, cache = serve(clone_model(MODEL), work, max_running=6, **config)
+    assert cache.usage == 0
+    assert not isinstance(cache, PageCache) or cache.available_pages == cache.pages
     assert all(close(a.logprobs, trainer_logprobs(MODEL, r, a)) for r, a in zip(wanted[1::2], kept, strict=True))
 
 
@@ -158,7 +158,7 @@ def test_a_pause_keeps_everybody(config):
         await engine.resume()
         return await asyncio.gather(*tasks)
 
-    answers = serve(twin(MODEL), work, max_running=6, **config)
+    answers = serve(clone_model(MODEL), work, max_running=6, **config)
     assert [a.token_ids for a in answers] == [p.token_ids for p in PLAIN]
 
 
@@ -176,10 +176,10 @@ def test_scores_are_the_trainers_beside_generation(config, cut):
         cold, warm = await asyncio.gather(engine.score(TEXTS, 0.5), engine.score(TEXTS, 1.3))
         answers = await asyncio.gather(*crowd)
         assert await engine.score([]) == []
-        await until(lambda: engine._scheduler.idle)
-        return {0.5: cold, 1.3: warm}, answers, engine._cache.used
+        await until(lambda: engine._scheduler.is_idle)
+        return {0.5: cold, 1.3: warm}, answers, engine._cache.usage
 
-    scores, answers, used = serve(twin(MODEL), work, **config, **cut)
+    scores, answers, used = serve(clone_model(MODEL), work, **config, **cut)
     for temperature, rows in scores.items():
         for ids, got in zip(TEXTS, rows, strict=True):
             expected = all_logprobs(ids, temperature)[range(len(ids) - 1), ids[1:]].tolist()
@@ -199,11 +199,11 @@ def test_bad_scores_are_refused_before_anything_runs():
         assert engine.steps == 0
         return await engine.score([[1] * 128])
 
-    assert len(serve(twin(MODEL), work)[0]) == 128
+    assert len(serve(clone_model(MODEL), work)[0]) == 128
 
 
 def test_scores_that_are_not_numbers_are_an_error():
-    broken = twin(MODEL)
+    broken = clone_model(MODEL)
     with torch.no_grad():
         next(broken.parameters()).fill_(math.nan)
     with pytest.raises(EngineError, match="not finite"):
@@ -222,7 +222,7 @@ class Ladder:
     def may(self) -> list[int]:
         return sorted({(self.last * 7 + step) % VOCABULARY for step in (1, 20, 45)})
 
-    def allowed(self, vocabulary: int) -> torch.Tensor:
+    def allowed_mask(self, vocabulary: int) -> torch.Tensor:
         mask = torch.zeros(vocabulary, dtype=torch.bool)
         mask[self.may()] = True
         return mask
@@ -266,7 +266,7 @@ def test_truncated_and_guided_draws_obey_and_tell_what_they_kept(config):
         GenerateRequest(prompt_ids=(i, 2, 3), max_tokens=30, noise=noise_key(i), **setting)
         for i, setting in enumerate(SETTINGS * 2)
     ]
-    for request, answer in zip(wanted, guided(twin(MODEL), wanted, config), strict=True):
+    for request, answer in zip(wanted, guided(clone_model(MODEL), wanted, config), strict=True):
         rows = all_logprobs([*request.prompt_ids, *answer.token_ids], request.temperature or 1.0)[2:-1]
         ladder = Ladder() if request.grammar else None
         assert len(answer.token_ids) == (5 if ladder else 30)
@@ -274,7 +274,7 @@ def test_truncated_and_guided_draws_obey_and_tell_what_they_kept(config):
         assert (answer.log_z is not None, answer.top is not None) == (cut, request.top_logprobs > 0)
         for place, (row, token) in enumerate(zip(rows, answer.token_ids, strict=True)):
             assert close([answer.logprobs[place]], [row[token]])
-            kept = row.masked_fill(~ladder.allowed(VOCABULARY), -math.inf) if ladder else row
+            kept = row.masked_fill(~ladder.allowed_mask(VOCABULARY), -math.inf) if ladder else row
             best = kept.argsort(descending=True)[: request.top_k or VOCABULARY]
             if request.top_p < 1:
                 mass = torch.softmax(kept[best], -1)
@@ -302,11 +302,11 @@ def test_a_row_is_drawn_the_same_whatever_its_neighbours_ask_for():
     top_p[0] = 0.5
     allowed = torch.ones(64, 900, dtype=torch.bool)
     allowed[0, :500] = False
-    crowd = sample(logits, replace(plain, top_p=top_p, truncates=True, allowed=allowed))
+    crowd = sample(logits, replace(plain, top_p=top_p, truncates=True, allowed_mask=allowed))
     assert crowd.tokens[1:].equal(alone.tokens[1:])
-    assert sample(logits, replace(plain, allowed=allowed)).log_z[1:].eq(0).all()
+    assert sample(logits, replace(plain, allowed_mask=allowed)).log_z[1:].eq(0).all()
     probs = logits.softmax(-1)
-    assert keep_top(probs, top_p, plain.top_k)[1:].equal(probs[1:])
+    assert apply_top_k_top_p(probs, top_p, plain.top_k)[1:].equal(probs[1:])
     said = logits.log_softmax(-1).gather(-1, crowd.tokens[:, None])[:, 0]
     assert torch.allclose(crowd.logprobs, said, rtol=0, atol=BITS)
 
@@ -349,6 +349,6 @@ def test_bad_requests_are_refused_at_once_and_others_go_on(config):
         huge = await engine.generate(GenerateRequest(prompt_ids=(1,), max_tokens=9, top_k=(1 << 63) - 1, noise=-1))
         return await asyncio.gather(*good), huge
 
-    answers, huge = serve(twin(MODEL), work, **config, **SCARCE)
+    answers, huge = serve(clone_model(MODEL), work, **config, **SCARCE)
     assert [a.token_ids for a in answers] == [p.token_ids for p in PLAIN]
     assert len(huge.token_ids) == 9

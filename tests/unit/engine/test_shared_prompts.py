@@ -25,11 +25,11 @@ class Shadow(SlotCache):
         super().__init__(shape, slots, 64, 64, torch.float32, "cpu")
         self.held: dict[int, list[int]] = {}
 
-    def settle(self) -> None:
+    def flush_copies(self) -> None:
         for (source, length), targets in self._copies.items():
             for target in targets:
                 self.held[target] = self.held.get(source, [])[:length]
-        super().settle()
+        super().flush_copies()
 
 
 @pytest.mark.parametrize("seed", range(30))

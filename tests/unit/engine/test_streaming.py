@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from conftest import tiny_model
 from engine_requests import serve, together
 from paceline.engine import EmbeddedEngine, GenerateRequest, Piece
-from paceline.engine.sequence import LISTENER_SECONDS, LONGEST_SECONDS, DecodeSequence, SampledToken, TokenStreamer
+from paceline.engine.sequence import LISTENER_SECONDS, MOST_DELAY_SECONDS, DecodeSequence, SampledToken, TokenStreamer
 
 
 class Hall:
-    """Sequences with somebody who listens, and a clock that is set by hand."""
+    """Sequences with a listener, and a clock that is set by hand."""
 
     def __init__(self, count: int) -> None:
         self.now = 0.0
@@ -43,14 +43,14 @@ def test_every_token_is_told_once_in_order_whenever_it_is_told(script: list[tupl
             hall.herald.finish(hall.sequences[index])
             assert hall.tokens(index) == drawn[index]
         elif what == "wait":
-            hall.now += LONGEST_SECONDS
+            hall.now += MOST_DELAY_SECONDS
         else:
             hall.herald.flush(now=what == "now")
     hall.herald.flush(now=True)
     assert [hall.tokens(index) for index in range(4)] == drawn
     for pieces in hall.heard:
         for piece in pieces:
-            assert piece.token_ids, "nobody is called for nothing"
+            assert piece.token_ids, "no listener is called without tokens"
             assert piece.logprobs == [-float(token) for token in piece.token_ids]
             assert piece.versions == [token % 3 for token in piece.token_ids]
 
@@ -58,7 +58,7 @@ def test_every_token_is_told_once_in_order_whenever_it_is_told(script: list[tupl
 @pytest.mark.parametrize("crowd", [1, 10, 400, 2000])
 def test_a_crowd_is_told_as_rarely_as_telling_it_takes(crowd: int) -> None:
     hall = Hall(crowd)
-    pause = min(crowd * LISTENER_SECONDS, LONGEST_SECONDS)
+    pause = min(crowd * LISTENER_SECONDS, MOST_DELAY_SECONDS)
     for index in range(crowd):
         hall.draw(index, 5)
     hall.herald.flush()
@@ -76,7 +76,7 @@ def test_the_forgotten_hear_nothing_more() -> None:
     hall = Hall(2)
     hall.draw(0, 5)
     hall.draw(1, 6)
-    hall.herald.forget(hall.sequences[0])
+    hall.herald.discard(hall.sequences[0])
     hall.herald.flush(now=True)
     assert (hall.tokens(0), hall.tokens(1)) == ([], [6])
 

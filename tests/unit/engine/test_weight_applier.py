@@ -16,10 +16,10 @@ from engines import MATRIX, merged, random_adapter
 from paceline.clients import Pool
 from paceline.engine import Completion, GenerateRequest, noise_key
 from paceline.errors import DeltaBaseMismatch, EngineError, PartialUpdateError, RequestError, UnknownModel
-from paceline.model import PLAN, Adapter, Canary, LMHead, ServedPolicy, WeightUpdate, fingerprint, twin
+from paceline.model import PLAN, Adapter, Canary, LMHead, ServedPolicy, WeightUpdate, clone_model, fingerprint
 from paceline.model.attention import sdpa, window_mask
 from paceline.model.head import make_canary
-from paceline.weights.delta import LastSent, WeightDelta
+from paceline.weights.delta import DeltaEncoder, WeightDelta
 
 POLICIES = [tiny_model(seed) for seed in range(4)]
 
@@ -36,7 +36,7 @@ def gap(expected: torch.Tensor, got: list[float]) -> float:
 
 
 class KeptKeys:
-    """A plan that keeps all keys and values, whoever made them: each token sees those before it and itself."""
+    """A plan that keeps all keys and values, of any weights: each token sees those before it and itself."""
 
     def __init__(self) -> None:
         self.keys: dict[int, torch.Tensor] = {}
@@ -88,7 +88,9 @@ def under_swaps(config: dict, seed: int) -> list[tuple[GenerateRequest, Completi
         assert engine.swaps == 3
         return answers
 
-    return list(zip(wanted, serve(twin(POLICIES[0]), work, max_running=5, prefill_tokens=16, **config), strict=True))
+    return list(
+        zip(wanted, serve(clone_model(POLICIES[0]), work, max_running=5, prefill_tokens=16, **config), strict=True)
+    )
 
 
 @pytest.mark.parametrize("config", MATRIX)
@@ -152,7 +154,7 @@ def test_a_refused_update_changes_nothing(config):
         await engine.load_weights(good)
         return undisturbed, disturbed, await engine.policy(), engine.swaps
 
-    undisturbed, disturbed, policy, swaps = serve(twin(POLICIES[0]), work, **config)
+    undisturbed, disturbed, policy, swaps = serve(clone_model(POLICIES[0]), work, **config)
     assert disturbed == undisturbed
     assert (policy.version, policy.fingerprint, swaps) == (1, fingerprint(weights(1).items()), 1)
 
@@ -172,13 +174,13 @@ def test_a_failed_canary_closes_the_door_until_a_good_update(config):
             await engine.load_weights(BAD["adapter"])
         with pytest.raises(EngineError, match="canary"):
             await engine.generate(CROWD[1])
-        with pytest.raises(EngineError, match="canary"):  # nobody goes on with weights that are not proved
+        with pytest.raises(EngineError, match="canary"):  # no request continues with unproved weights
             await running
         await engine.load_weights(WeightUpdate(2, weights(1), canary=right))
         await engine.resume()
         return await engine.generate(CROWD[1])
 
-    assert set(serve(twin(POLICIES[0]), work, **config).versions) == {2}
+    assert set(serve(clone_model(POLICIES[0]), work, **config).versions) == {2}
 
 
 def test_checks_can_be_turned_off():
@@ -188,7 +190,7 @@ def test_checks_can_be_turned_off():
         await engine.load_weights(WeightUpdate(1, weights(1), expected="0" * 16, canary=wrong))
         return await engine.generate(CROWD[0])
 
-    assert set(serve(twin(POLICIES[0]), work, verify_weights=False).versions) == {1}
+    assert set(serve(clone_model(POLICIES[0]), work, verify_weights=False).versions) == {1}
 
 
 def test_weights_that_arrive_damaged_close_the_door(monkeypatch):
@@ -206,7 +208,7 @@ def test_weights_that_arrive_damaged_close_the_door(monkeypatch):
         await engine.load_weights(WeightUpdate(2, weights(2)))
         return await engine.generate(CROWD[0])
 
-    good = serve(twin(POLICIES[0]), work)
+    good = serve(clone_model(POLICIES[0]), work)
     assert gap(trainer_logprobs(POLICIES[2], CROWD[0], good), good.logprobs) < 1e-4
 
 
@@ -227,7 +229,7 @@ class Gone:
 @pytest.mark.parametrize("at", [0, 3, len(weights(0)) - 1])
 def test_what_breaks_off_in_the_middle_has_no_name_until_all_weights_come(monkeypatch, at, check):
     """Not a token is answered from the mixture, nothing can build on it, and a whole update makes all good."""
-    last = LastSent(share=9.0)
+    last = DeltaEncoder(share=9.0)
     last.advance(0, weights(0))
     change = last.advance(1, weights(1))
     assert change is not None
@@ -253,7 +255,7 @@ def test_what_breaks_off_in_the_middle_has_no_name_until_all_weights_come(monkey
         await engine.load_weights(WeightUpdate(1, weights(1), delta=change))  # which has all of it beside the delta
         return await asyncio.gather(*map(engine.generate, CROWD)), await engine.policy()
 
-    answers, policy = serve(twin(POLICIES[0]), work, verify_weights=check)
+    answers, policy = serve(clone_model(POLICIES[0]), work, verify_weights=check)
     assert policy == ServedPolicy(1, fingerprint(weights(1).items()))
     for request, completion in zip(CROWD, answers, strict=True):
         assert set(completion.versions) == {1}
@@ -262,7 +264,7 @@ def test_what_breaks_off_in_the_middle_has_no_name_until_all_weights_come(monkey
 
 @torch_only("MLX takes no deltas")
 def test_a_delta_that_breaks_off_in_the_middle_leaves_no_name_either(monkeypatch):
-    last = LastSent(share=9.0)
+    last = DeltaEncoder(share=9.0)
     last.advance(0, weights(0))
     change = last.advance(1, weights(1))
     assert change is not None
@@ -283,7 +285,7 @@ def test_a_delta_that_breaks_off_in_the_middle_leaves_no_name_either(monkeypatch
         await engine.load_weights(WeightUpdate(1, weights(1)))
         return await engine.generate(CROWD[0])
 
-    good = serve(twin(POLICIES[0]), work)
+    good = serve(clone_model(POLICIES[0]), work)
     assert gap(trainer_logprobs(POLICIES[1], CROWD[0], good), good.logprobs) < 1e-4
 
 
@@ -294,7 +296,7 @@ def test_the_pool_sends_all_weights_to_an_engine_whose_update_broke_off(monkeypa
         pool = Pool([engine])
         await engine.pause()
         asked = [asyncio.ensure_future(pool.generate(request)) for request in CROWD]
-        await until(lambda: engine._inbox.qsize() + engine._scheduler.waiting == len(CROWD))
+        await until(lambda: engine._inbox.qsize() + engine._scheduler.num_waiting == len(CROWD))
         gone = Gone(4)
         interfere(monkeypatch, gone)
         await pool.load_weights(WeightUpdate(1, weights(1)))
@@ -302,7 +304,7 @@ def test_the_pool_sends_all_weights_to_an_engine_whose_update_broke_off(monkeypa
         await engine.resume()
         return await asyncio.gather(*asked), await engine.policy()
 
-    answers, policy = serve(twin(POLICIES[0]), work)
+    answers, policy = serve(clone_model(POLICIES[0]), work)
     assert policy == ServedPolicy(1, fingerprint(weights(1).items()))
     for request, completion in zip(CROWD, answers, strict=True):
         assert gap(trainer_logprobs(POLICIES[1], request, completion), completion.logprobs) < 1e-4
@@ -327,7 +329,7 @@ def test_an_update_is_read_and_checked_before_anybody_waits_for_it(monkeypatch):
         assert "paceline-engine" not in readers
         return await engine.policy()
 
-    assert serve(twin(POLICIES[0]), work).version == 1
+    assert serve(clone_model(POLICIES[0]), work).version == 1
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
@@ -370,7 +372,7 @@ def test_base_policy_and_adapters_run_side_by_side(config):
         assert (await engine.limits()).adapters == {"named": 8}
         return answers, scores
 
-    answers, scores = serve(twin(base), work, prefill_tokens=20, **LORA, **config)
+    answers, scores = serve(clone_model(base), work, prefill_tokens=20, **LORA, **config)
     for request, answer, score in zip(crowd, answers, scores, strict=True):
         expected = trainer_logprobs(plain[request.model], request, answer)
         assert gap(expected, answer.logprobs) < 1e-4
@@ -400,7 +402,7 @@ def test_an_adapter_update_leaves_the_others_alone(config, on_swap):
         return await asyncio.gather(*await together(engine, crowd))
 
     still, updated = (
-        serve(twin(POLICIES[0]), lambda engine, u=update: run(engine, u), on_swap=on_swap, **LORA, **config)
+        serve(clone_model(POLICIES[0]), lambda engine, u=update: run(engine, u), on_swap=on_swap, **LORA, **config)
         for update in (False, True)
     )
     for request, before, after in zip(crowd, still, updated, strict=True):
@@ -415,7 +417,7 @@ def test_an_adapter_update_leaves_the_others_alone(config, on_swap):
 
 @pytest.mark.parametrize("config", MATRIX)
 def test_what_one_model_cannot_say_in_numbers_does_not_stay_in_the_cache(config):
-    """An adapter that is finite but overflows fails its requests by name. Whoever gets their place next finds no NaN
+    """An adapter that is finite but overflows fails its requests by name. The next request in their place finds no NaN
     there, which no mask would hide."""
     huge = {name: tensor * 1e25 for name, tensor in random_adapter(POLICIES[0], 1).items()}
     long = GenerateRequest(prompt_ids=tuple(range(40)), max_tokens=5, noise=3)
@@ -429,7 +431,7 @@ def test_what_one_model_cannot_say_in_numbers_does_not_stay_in_the_cache(config)
         short = [replace(long, prompt_ids=(i, 5), max_tokens=60) for i in range(2)]
         return list(zip(short, await asyncio.gather(*map(engine.generate, short)), strict=True))
 
-    for request, answer in serve(twin(POLICIES[0]), work, max_running=2, **LORA, **config):
+    for request, answer in serve(clone_model(POLICIES[0]), work, max_running=2, **LORA, **config):
         assert gap(trainer_logprobs(POLICIES[0], request, answer), answer.logprobs) < 1e-4
 
 
@@ -447,7 +449,7 @@ def test_trust_is_each_models_own():
         await engine.load_weights(adapter_update("named", 2, version=2))
         return await engine.generate(replace(CROWD[0], model="named"))
 
-    assert set(serve(twin(POLICIES[0]), work, **LORA).versions) == {2}
+    assert set(serve(clone_model(POLICIES[0]), work, **LORA).versions) == {2}
 
 
 def test_unknown_models_and_full_slots_are_refused():
@@ -471,6 +473,6 @@ def test_unknown_models_and_full_slots_are_refused():
             assert not isinstance(refusal.value, RequestError)
         return await engine.generate(replace(CROWD[0], model="named"))
 
-    answer = serve(twin(POLICIES[0]), work, **LORA)
+    answer = serve(clone_model(POLICIES[0]), work, **LORA)
     expected = merged(POLICIES[0], random_adapter(POLICIES[0], 2), SCALES["named"])
     assert gap(trainer_logprobs(expected, CROWD[0], answer), answer.logprobs) < 1e-4

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.config import env as config
 from paceline.envs import POLICY, EnvError, Environment, Outcome, build_environment
 from paceline.envs.base import LARGEST_REWARD
-from paceline.orchestrator.episodes import metric_of
+from paceline.orchestrator.episodes import metric_value
 from paceline.rollout import Reply
 
 laws = settings(max_examples=40, deadline=None)
@@ -199,7 +199,7 @@ def test_a_reward_of_any_kind_and_size_is_used_or_refused_with_its_value(custom,
         play(custom("give"), {"value": value})
     with pytest.raises(EnvError, match=re.escape(problem)):
         Outcome.solo(value)
-    assert metric_of(value) is None or math.isnan(metric_of(value))
+    assert metric_value(value) is None or math.isnan(metric_value(value))
 
 
 @pytest.mark.parametrize("value", [True, 3, np.float32(0.5), np.bool_(True), np.int64(2), -1e18])

@@ -20,7 +20,7 @@ from paceline.config.env import MathConfig
 from paceline.data import DataError, open_rows
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs import sandbox as sandbox_package
-from paceline.envs.code import solution_in
+from paceline.envs.code import extract_code
 from paceline.envs.questions import Math
 from paceline.rollout import Reply
 
@@ -463,7 +463,7 @@ def test_nothing_a_solution_starts_outlives_its_check(sandbox, tmp_path):
         outcome = await environment.grade(RUNAWAY.format(mark=mark, then="return 4"), TESTS[:1], "f")
         assert outcome.rewards[POLICY] == 1
         await until(False)
-        # One whose episode is cancelled: nobody is left to tell it.
+        # One whose episode is cancelled: no caller is left to report it to.
         hanging = RUNAWAY.format(mark=mark, then="time.sleep(1000)")
         task = asyncio.create_task(environment.grade(hanging, TESTS[:1], "f"))
         await until(True)
@@ -506,10 +506,10 @@ def test_a_functions_result_has_no_methods_of_its_own():
 
 
 def test_the_last_python_block_counts_or_else_the_whole_reply():
-    assert solution_in("x = 1") == "x = 1"
-    assert solution_in("```\nx = 1\n```") == "x = 1\n"
-    assert solution_in("```py\nx = 1\n```\n```\noutput\n```") == "x = 1\n"
-    assert solution_in("```python\nx = 1\n```\nor\n``` Python\nx = 2\n```\n```json\n{}\n```") == "x = 2\n"
+    assert extract_code("x = 1") == "x = 1"
+    assert extract_code("```\nx = 1\n```") == "x = 1\n"
+    assert extract_code("```py\nx = 1\n```\n```\noutput\n```") == "x = 1\n"
+    assert extract_code("```python\nx = 1\n```\nor\n``` Python\nx = 2\n```\n```json\n{}\n```") == "x = 2\n"
 
 
 BAD_CODE_ROWS = [

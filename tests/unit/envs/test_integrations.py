@@ -16,8 +16,8 @@ from paceline.config.inference import SamplingConfig
 from paceline.data import DataError, Ticket
 from paceline.envs.base import EnvError
 from paceline.envs.module import ModuleEnvironment
-from paceline.envs.offloop import Threads, run_user_code
-from paceline.envs.reasoning_gym import shares
+from paceline.envs.offloop import UserCodeThreadPool, run_user_code
+from paceline.envs.reasoning_gym import split_by_weight
 from paceline.orchestrator import RealClock, build_train_envs
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.rollout import SamplingClient
@@ -123,7 +123,7 @@ def test_a_call_that_hangs_times_out_with_its_name_and_gives_its_place_away():
         release.wait(60)
 
     async def calls():
-        threads = Threads(limit=2, stuck=3)
+        threads = UserCodeThreadPool(limit=2, max_abandoned=3)
         lost = []
         for _ in range(3):
             lost.append(asyncio.create_task(threads.run(hang, ())))
@@ -158,7 +158,7 @@ def test_calls_beyond_the_limit_wait_and_an_abandoned_one_in_line_never_runs():
         ran.append("block")
 
     async def calls():
-        threads = Threads(limit=1)
+        threads = UserCodeThreadPool(limit=1)
         first = asyncio.create_task(threads.run(block, ()))
         second = asyncio.create_task(threads.run(ran.append, ("second",)))
         third = asyncio.create_task(threads.run(ran.append, ("third",)))
@@ -411,7 +411,7 @@ def rolled(stage, tmp_path):
         section = CustomEnvConfig(name="mine", import_path=path, dataset=str(tmp_path / "rows.jsonl"), kwargs=kwargs)
         course = build_train_envs(RunConfig(env=[section], group_size=2, batch_size=2))["mine"]
         client = SamplingClient(stage._pool, stage._renderer, SamplingConfig(max_tokens=8), frozenset(stage._ends))
-        return asyncio.run(RolloutRunner(client, RealClock(), seed=0).group(course, Ticket(4, "mine", 0, 0, 0)))
+        return asyncio.run(RolloutRunner(client, RealClock(), seed=0).run_group(course, Ticket(4, "mine", 0, 0, 0)))
 
     return play
 
@@ -510,7 +510,7 @@ def test_reasoning_gym_sections_that_make_no_sense_are_refused(settings, says):
 def test_shares_add_up_and_follow_the_weights():
     for size in range(40):
         for weights in ({"a": 1.0}, {"a": 1.0, "b": 2.0}, {"a": 0.1, "b": 0.2, "c": 3.0}):
-            cut = shares(weights, size)
+            cut = split_by_weight(weights, size)
             assert sum(cut.values()) == size
             total = sum(weights.values())
             assert all(abs(cut[name] - size * weight / total) < 1 for name, weight in weights.items())

@@ -21,7 +21,7 @@ from paceline.config.inference import SamplingConfig
 from paceline.data import DataError, Ticket
 from paceline.engine import Completion, GenerateRequest
 from paceline.envs import POLICY, EnvError, Outcome
-from paceline.envs.retrieval import HINT, Retrieval, f1, normalised, read_move, shown
+from paceline.envs.retrieval import HINT, Retrieval, f1, format_results, normalise_answer, read_move
 from paceline.rollout import Renderer, Rollout, SamplingClient, Seat, SessionMap, assemble
 
 laws = settings(max_examples=30, deadline=None)
@@ -115,7 +115,7 @@ def test_what_was_found_is_context_and_only_what_was_said_is_trained():
 
 @pytest.mark.parametrize("turns", [1, 2, 3])
 def test_no_search_is_run_after_the_last_turn(turns):
-    """Nobody listens at this address: a search that is run is an error."""
+    """No server listens at this address: a search that is run is an error."""
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         outcome, seat = play(
@@ -190,10 +190,10 @@ def test_a_reply_may_do_nothing(text):
 @given(WORDS, WORDS)
 def test_answers_are_compared_without_case_punctuation_and_articles(first, second):
     first = f"x{first}"
-    assert normalised(f" the {first.upper()}! ") == normalised(first)
+    assert normalise_answer(f" the {first.upper()}! ") == normalise_answer(first)
     assert 0 <= f1(first, second) == f1(second, first) <= 1
     assert f1(first, first) == 1
-    if normalised(first) == normalised(second):
+    if normalise_answer(first) == normalise_answer(second):
         assert f1(first, second) == 1
 
 
@@ -217,7 +217,7 @@ def test_the_score_is_the_best_over_all_accepted_answers(said, wanted, exact, sh
 
 def test_results_need_no_title():
     found = [{"id": "1", "title": "Ash", "text": "a\n b"}, {"id": "2", "title": "", "text": "c"}, {"text": "d"}]
-    assert shown(found, 10) == "<information>\n[1] Ash: a b\n[2] c\n[3] d\n</information>"
+    assert format_results(found, 10) == "<information>\n[1] Ash: a b\n[2] c\n[3] d\n</information>"
 
 
 # --- rows

@@ -25,7 +25,7 @@ from paceline.envs.retrieval import Retrieval as RetrievalEnvironment
 from paceline.envs.search import server
 from paceline.envs.search.index import (
     BM25,
-    BUILT_IN,
+    BUILT_IN_CORPUS,
     QUESTIONS,
     Document,
     load_corpus,
@@ -55,7 +55,7 @@ def found(index, query: str, top_k: int = 100) -> list[tuple[str, float]]:
 
 @laws
 @given(st.sets(st.frozensets(st.sampled_from(WORDS), min_size=4, max_size=4), min_size=2, max_size=12), st.data())
-def test_whoever_holds_all_words_of_the_query_stands_before_whoever_does_not(sets, data):
+def test_documents_with_all_words_of_the_query_rank_before_others(sets, data):
     """In documents of one length that repeat no word; repetition and brevity may outweigh a common word."""
     held = sorted(sorted(words) for words in sets)
     index = BM25.build(documents([" ".join(words) for words in held]))
@@ -113,13 +113,13 @@ def test_words_are_letters_and_digits_whatever_their_case():
 
 def test_an_index_out_of_its_folder_finds_what_a_new_one_finds(tmp_path):
     folder = str(tmp_path / "index")
-    made = open_index(str(BUILT_IN), folder)
+    made = open_index(str(BUILT_IN_CORPUS), folder)
     kept = (tmp_path / "index" / "bm25.npz").read_bytes()
     again = open_index(None, folder)
     for query in ("the market of the town", "lens grinder", "leagues long", "", "zzz"):
         assert found(again, query) == found(made, query)
     assert (tmp_path / "index" / "bm25.npz").read_bytes() == kept
-    assert list(again.documents) == load_corpus(BUILT_IN)
+    assert list(again.documents) == load_corpus(BUILT_IN_CORPUS)
 
 
 @pytest.mark.parametrize("harm", [b"", b"no archive", None])
@@ -141,7 +141,7 @@ def test_a_folder_without_documents_is_refused(tmp_path):
         open_index(None, str(tmp_path / "nowhere"))
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be used"):
-        open_index(str(BUILT_IN), str(tmp_path / "file"))
+        open_index(str(BUILT_IN_CORPUS), str(tmp_path / "file"))
 
 
 # --- the corpus
@@ -222,7 +222,7 @@ def serving(**options):
     app = server.build_app(BM25.build(documents(["alder birch", "cedar"])), **options)
     running = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [door]})
-    thread.start()  # the socket listens already: whoever comes early waits
+    thread.start()  # the socket listens already: an early client waits
     try:
         yield f"http://127.0.0.1:{door.getsockname()[1]}"
     finally:
@@ -276,20 +276,20 @@ def rows() -> list[dict]:
 def test_the_files_are_what_the_script_makes():
     script = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "make_corpus.py"))
     made, asked = script["make"]()
-    assert [json.loads(line) for line in BUILT_IN.read_text().splitlines()] == made
+    assert [json.loads(line) for line in BUILT_IN_CORPUS.read_text().splitlines()] == made
     assert rows() == asked
     assert len(made) == 200
 
 
 def test_a_search_for_a_title_finds_its_document_first():
-    corpus = load_corpus(BUILT_IN)
+    corpus = load_corpus(BUILT_IN_CORPUS)
     index = BM25.build(corpus)
     assert [index.search(d.title, 1)[0].document.title for d in corpus] == [d.title for d in corpus]
 
 
 def test_every_question_is_answered_by_the_documents_it_names():
     """They are read in the order they are named, and each but the last says what the next one is about."""
-    corpus = {document.id: document for document in load_corpus(BUILT_IN)}
+    corpus = {document.id: document for document in load_corpus(BUILT_IN_CORPUS)}
     for row in rows():
         names = iter(row["documents"])
 

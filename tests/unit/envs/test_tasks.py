@@ -19,8 +19,8 @@ from paceline.config.load import examples_folder
 from paceline.data import DataError
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs.alphabet_sort import AlphabetSort
-from paceline.envs.answers import boxed, last_number, normalised, numbers, only_number, tagged
-from paceline.envs.calculator import MAX_CHARACTERS, BadExpression, Calculator, calculate, written
+from paceline.envs.answers import extract_boxed, extract_tag, last_number, normalise_spaces, numbers, only_number
+from paceline.envs.calculator import MAX_CHARACTERS, BadExpression, Calculator, calculate, format_number
 from paceline.envs.questions import GSM8K, Equality, TokenIn, final_number
 from paceline.rollout import Reply
 from paceline.util.importing import import_object
@@ -75,10 +75,10 @@ def write(folder: Path, rows: list) -> str:
 @laws
 @given(PROSE, PROSE, PROSE)
 def test_the_last_tagged_and_the_last_boxed_answer_are_found_whatever_stands_around_them(before, inside, after):
-    assert tagged(f"{before}<answer>no</answer>{before}<answer>{inside}</answer>{after}") == inside
-    assert tagged(f"{before}<answer>{after}") is None
+    assert extract_tag(f"{before}<answer>no</answer>{before}<answer>{inside}</answer>{after}") == inside
+    assert extract_tag(f"{before}<answer>{after}") is None
     if re.fullmatch(r"[^{}]*(\{[^{}]*\}[^{}]*)*", inside):
-        assert boxed(f"\\boxed{{no}}{before}\\boxed{{{inside}}}{after}") == inside
+        assert extract_boxed(f"\\boxed{{no}}{before}\\boxed{{{inside}}}{after}") == inside
 
 
 @laws
@@ -89,7 +89,7 @@ def test_a_number_is_read_however_it_is_written(number, form):
 
 
 @given(st.integers(10**70, 10**80))
-def test_a_number_nobody_can_mean_is_none(number):
+def test_an_absurdly_large_number_is_none(number):
     assert numbers(f"{number}") == []
 
 
@@ -292,7 +292,7 @@ def test_the_calculator_says_what_python_says(expression):
 def test_the_calculator_refuses_no_sum_of_a_school_book(terms):
     expression = "1" + "".join(f"{op}{number}" for op, number in terms)
     assert calculate(expression) == eval(expression)
-    assert Fraction(written(calculate(expression))) == eval(expression)
+    assert Fraction(format_number(calculate(expression))) == eval(expression)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_the_calculator_answers_or_refuses_whatever_it_is_asked(text):
         value = calculate(text)
     except BadExpression:
         return
-    assert float(written(value)) == pytest.approx(float(value))
+    assert float(format_number(value)) == pytest.approx(float(value))
 
 
 def tool_call(arguments: str, at: str = "call_1", name: str = "calculator") -> dict:
@@ -581,4 +581,4 @@ def test_a_scorer_of_the_users_own_judges_instead(tmp_path):
 @laws
 @given(PROSE, PROSE)
 def test_white_space_never_decides(left, right):
-    assert (normalised(left) == normalised(right)) == (left.split() == right.split())
+    assert (normalise_spaces(left) == normalise_spaces(right)) == (left.split() == right.split())

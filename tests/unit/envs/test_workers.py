@@ -1,4 +1,4 @@
-"""Laws of workers: a call gets its own answer, and one that goes wrong harms nobody else."""
+"""Laws of workers: a call gets its own answer, and one that fails harms no other."""
 
 import asyncio
 import os
@@ -64,7 +64,7 @@ def tricks(tmp_path_factory):
 
 
 def gone(pid: int) -> bool:
-    """A zombie is gone: whether somebody reaps orphans is the machine's affair."""
+    """A zombie counts as gone: reaping orphans is left to the machine."""
     status = Path(f"/proc/{pid}/stat")
     if not Path("/proc/self/stat").exists():  # macOS
         return subprocess.run(["ps", "-p", str(pid)], stdout=subprocess.DEVNULL).returncode != 0

@@ -14,8 +14,16 @@ from engines import merge
 from families import FAMILIES, eager_logprobs, largest_gap, packed_logprobs, sequences, tiny
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.config.trainer import TrainerConfig
-from paceline.model import PLAN, PackedPlan, attach_lora, engine_twin, fingerprint, trainable, twin
-from paceline.model.adapter_names import AdapterError, canonical
+from paceline.model import (
+    PLAN,
+    PackedPlan,
+    attach_lora,
+    clone_for_engine,
+    clone_model,
+    fingerprint,
+    trainable_parameters,
+)
+from paceline.model.adapter_names import AdapterError, canonical_name
 from paceline.model.adapters import (
     SlotLinear,
     adapter_scale,
@@ -32,16 +40,16 @@ RANK, SLOTS, TOKENS = 8, 3, 256
 
 def trained(model, seed=1, size=0.2, **lora):
     """A peft-injected twin with random adapters: what a trainer holds after some steps."""
-    adapted = attach_lora(twin(model), ModelConfig(lora=LoRAConfig(**({"rank": 4} | lora))), seed=0)
+    adapted = attach_lora(clone_model(model), ModelConfig(lora=LoRAConfig(**({"rank": 4} | lora))), seed=0)
     torch.manual_seed(seed)
     with torch.no_grad():
-        for parameter in trainable(adapted).values():
+        for parameter in trainable_parameters(adapted).values():
             parameter.normal_(0.0, size)
     return adapted
 
 
 def slotted(model, targets="all-linear", **settings):
-    plain = twin(model.requires_grad_(False))
+    plain = clone_model(model.requires_grad_(False))
     return plain, install(plain, targets, **({"slots": SLOTS, "rank": RANK, "max_tokens": TOKENS} | settings))
 
 
@@ -224,7 +232,7 @@ def test_bad_slots_scales_and_sizes_are_refused():
     with pytest.raises(AdapterError, match="257 tokens in one pass"):
         adapters.route(torch.zeros(257, dtype=torch.long))
     with pytest.raises(AdapterError, match="1 at least"):
-        install(twin(model), "all-linear", 0, 4, 16)
+        install(clone_model(model), "all-linear", 0, 4, 16)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +259,8 @@ def test_names_have_one_canonical_form():
         plain,
         f"_orig_mod.{plain}",
     ):
-        assert canonical(name) == plain
-    assert canonical("model.norm.weight") == "model.norm.weight"
+        assert canonical_name(name) == plain
+    assert canonical_name("model.norm.weight") == "model.norm.weight"
 
 
 def test_a_scale_that_bf16_cannot_hold_is_still_exact():
@@ -316,11 +324,11 @@ def test_the_trainers_update_is_what_the_engine_holds():
     for dtype in (torch.float32, torch.bfloat16):
         settings = ModelConfig(lora=LoRAConfig(rank=4, alpha=12.0))
         base = tiny_model(dtype=dtype)
-        plain = engine_twin(base, settings)
+        plain = clone_for_engine(base, settings)
         adapters = install(plain, "all-linear", SLOTS, RANK, TOKENS)
         model = attach_lora(base, settings, seed=0)
         with torch.no_grad():
-            for parameter in trainable(model).values():
+            for parameter in trainable_parameters(model).values():
                 parameter.normal_(0.0, 0.2)
         trainer = TorchTrainer(model, TrainerConfig())
         try:
@@ -329,7 +337,7 @@ def test_the_trainers_update_is_what_the_engine_holds():
             trainer.close()
         assert update.adapter is not None
         assert (update.adapter.name, update.adapter.scale) == ("", 3.0)
-        assert all(canonical(name) == name for name in update.tensors)
+        assert all(canonical_name(name) == name for name in update.tensors)
         adapters.load(1, update.tensors, update.adapter.scale)
         assert fingerprint(adapters.tensors(1).items()) == update.fingerprint()
         with torch.no_grad():
@@ -343,7 +351,7 @@ def test_the_trainers_update_is_what_the_engine_holds():
 
 def test_without_lora_the_engine_has_tensors_of_its_own():
     base = tiny_model()
-    plain = engine_twin(base, ModelConfig())
+    plain = clone_for_engine(base, ModelConfig())
     assert base.model.embed_tokens.weight is not plain.model.embed_tokens.weight
     assert base.model.embed_tokens.weight.requires_grad
 
@@ -354,20 +362,20 @@ def test_files_of_peft_and_of_our_export_load(tmp_path):
     ours = trained(model, alpha=10.0)
     export(ours, tmp_path / "ours")
     theirs = get_peft_model(
-        twin(model), LoraConfig(r=4, lora_alpha=10, target_modules="all-linear", task_type="CAUSAL_LM")
+        clone_model(model), LoraConfig(r=4, lora_alpha=10, target_modules="all-linear", task_type="CAUSAL_LM")
     )
     with torch.no_grad():
         values, _ = trained_adapter(ours)
         for name, parameter in theirs.named_parameters():
             if "lora_" in name:
-                parameter.copy_(values[canonical(name)])
+                parameter.copy_(values[canonical_name(name)])
     theirs.save_pretrained(tmp_path / "theirs")
     plain, adapters = slotted(model)
     for slot, folder in ((1, tmp_path / "ours" / "adapter"), (2, tmp_path / "theirs")):
         tensors, scale = read_adapter(folder)
         assert scale == 2.5
         adapters.load(slot, tensors, scale)
-        assert fingerprint(adapters.fitted(tensors).items()) == fingerprint(adapters.tensors(slot).items())
+        assert fingerprint(adapters.fit_to_slot(tensors).items()) == fingerprint(adapters.tensors(slot).items())
     assert fingerprint(adapters.tensors(1).items()) == fingerprint(adapters.tensors(2).items())
     merged = type(model).from_pretrained(tmp_path / "ours")
     with torch.no_grad():

@@ -65,7 +65,7 @@ def test_a_worker_shows_progress_and_leaves_a_mark_for_later_runs(caplog):
         made.start()
         assert made.is_compiling or made.is_ready
         wait(lambda: made.is_ready)
-        made.switched()
+        made.mark_switched()
     said = [record.getMessage() for record in caplog.records]
     assert "compiling the trainer, 2 of 2; training goes on uncompiled" in said
     assert said[-1] == "the trainer runs compiled code from here on"
@@ -107,11 +107,13 @@ def test_the_cache_is_the_users_and_not_the_temporary_folder(monkeypatch, tmp_pa
 
 def test_a_few_layers_hold_one_of_each_kind():
     kinds = ["sliding", "sliding", "sliding", "sliding", "full", "sliding"]
-    cut = compile_worker.few_layers({"num_hidden_layers": 6, "layer_types": kinds, "hidden_size": 8, "pair": [1, 2]})
+    cut = compile_worker.truncate_layers(
+        {"num_hidden_layers": 6, "layer_types": kinds, "hidden_size": 8, "pair": [1, 2]}
+    )
     assert cut == {"num_hidden_layers": 5, "layer_types": kinds[:5], "hidden_size": 8, "pair": [1, 2]}
-    assert compile_worker.few_layers({"num_hidden_layers": 24})["num_hidden_layers"] == 2
-    assert compile_worker.few_layers({"num_hidden_layers": 1})["num_hidden_layers"] == 1
-    inner = compile_worker.few_layers({"text_config": {"num_hidden_layers": 9}, "other": 1})
+    assert compile_worker.truncate_layers({"num_hidden_layers": 24})["num_hidden_layers"] == 2
+    assert compile_worker.truncate_layers({"num_hidden_layers": 1})["num_hidden_layers"] == 1
+    inner = compile_worker.truncate_layers({"text_config": {"num_hidden_layers": 9}, "other": 1})
     assert inner == {"text_config": {"num_hidden_layers": 2}, "other": 1}
 
 
@@ -121,7 +123,7 @@ def test_the_worker_builds_and_runs_both_parts_of_a_run(lora):
     model = tiny_model()
     config = RunConfig.model_validate({"model": {"dtype": "float32", "lora": lora}})
     spec = {"model": json.loads(model.config.to_json_string(use_diff=False)), "dtype": "float32", "device": 0}
-    blank = compile_worker.blank_model(spec)
+    blank = compile_worker.random_model(spec)
     assert type(blank) is type(model)
     compile_worker.compile_trainer(spec, config)
     compile_worker.compile_engine(spec, config)
@@ -162,8 +164,8 @@ def test_an_engine_switches_between_two_steps_and_changes_no_answer():
         engine = EmbeddedEngine(tiny_model(), inference.EngineConfig(max_running=4, in_flight=2), deterministic=True)
         switched = []
         if switch:
-            engine._runner.wants_switch = lambda busy, swaps: engine.steps >= 5 and not switched
-            engine._runner.switch = lambda: switched.append(len(engine._flights))
+            engine._runner.should_use_compiled = lambda busy, swaps: engine.steps >= 5 and not switched
+            engine._runner.use_compiled = lambda: switched.append(len(engine._steps_in_flight))
         engine.start()
         try:
             done = await asyncio.gather(*(engine.generate(request) for request in requests))

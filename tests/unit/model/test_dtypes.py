@@ -10,9 +10,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from paceline.config import RunConfig, hardware
-from paceline.config.hardware import cpu_halves, fitting, stored_dtype
+from paceline.config.hardware import compute_dtype, cpu_half_dtypes, stored_dtype
 from paceline.config.model import LoRAConfig, ModelConfig
-from paceline.model import attach_lora, load_model, load_tokenizer, resolve, trainable
+from paceline.model import attach_lora, load_model, load_tokenizer, resolve, trainable_parameters
 from paceline.model.dtypes import export_dtype
 from paceline.planner import parse, predict
 from paceline.runtime import model_backends
@@ -84,14 +84,16 @@ def test_a_config_without_a_type_leaves_it_to_the_weights(tmp_path: Path, halved
 )
 def test_instructions_decide_for_a_cpu(tmp_path: Path, line: str, halves):
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
-    assert cpu_halves(tmp_path / "cpuinfo") == halves
-    assert cpu_halves(tmp_path / "none") == frozenset()
+    assert cpu_half_dtypes(tmp_path / "cpuinfo") == halves
+    assert cpu_half_dtypes(tmp_path / "none") == frozenset()
 
 
 def test_only_what_is_fast_is_computed_in():
-    assert fitting("bfloat16", frozenset(("bfloat16", "float16"))) == "bfloat16"
-    assert fitting("bfloat16", frozenset(("float16",))) == "float32"
-    assert fitting("float32", frozenset(("bfloat16",))) == fitting(None, frozenset(("bfloat16",))) == "float32"
+    assert compute_dtype("bfloat16", frozenset(("bfloat16", "float16"))) == "bfloat16"
+    assert compute_dtype("bfloat16", frozenset(("float16",))) == "float32"
+    assert (
+        compute_dtype("float32", frozenset(("bfloat16",))) == compute_dtype(None, frozenset(("bfloat16",))) == "float32"
+    )
 
 
 def test_a_model_is_loaded_in_the_type_its_cpu_computes_fast(halved: Path, half_cpu, monkeypatch):
@@ -107,7 +109,7 @@ def test_an_export_is_as_large_as_its_source(tmp_path: Path, halved: Path, plain
     config = ModelConfig(name=str(halved), lora=lora)
     model = attach_lora(load_model(config), config, seed=0)
     with torch.no_grad():
-        for parameter in trainable(model).values():
+        for parameter in trainable_parameters(model).values():
             parameter.add_(0.01)
     export(model, tmp_path)
     assert model.dtype == torch.float32, "what was computed in"
@@ -141,7 +143,7 @@ def test_a_resumed_run_keeps_the_type_it_began_with(tmp_path: Path, halved: Path
 
 def test_float32_on_a_gpu_names_the_faster_setting(monkeypatch, caplog):
     monkeypatch.setattr(model_backends, "device_of", lambda config: "cuda")
-    monkeypatch.setattr(model_backends, "compute_dtype", lambda model, device: "float32")
+    monkeypatch.setattr(model_backends, "resolve_dtype", lambda model, device: "float32")
     with caplog.at_level(logging.WARNING):
         assert with_settled_dtype(RunConfig()).model.dtype == "float32"
     assert 'model.dtype = "bfloat16"' in caplog.text
@@ -165,7 +167,7 @@ def test_an_adapter_names_its_base_and_peft_loads_both(tmp_path: Path):
     config = ModelConfig(lora=LoRAConfig(rank=2))
     model = attach_lora(load_model(config), config, seed=0)
     with torch.no_grad():
-        for parameter in trainable(model).values():
+        for parameter in trainable_parameters(model).values():
             parameter.normal_(std=0.1)
     export(model, tmp_path)
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

@@ -25,7 +25,7 @@ from families import (
 from paceline.config.inference import EngineConfig
 from paceline.config.model import ModelConfig
 from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
-from paceline.model import PackedPlan, UnsupportedModel, load_model, twin
+from paceline.model import PackedPlan, UnsupportedModel, clone_model, load_model
 from paceline.model.support import (
     REHEARSAL,
     VERIFIED,
@@ -67,7 +67,7 @@ def test_the_engine_gives_what_the_trainer_gives(family):
             )
 
     async def work():
-        engine = EmbeddedEngine(twin(model), EngineConfig(threads=1, prefill_tokens=16, max_running=6))
+        engine = EmbeddedEngine(clone_model(model), EngineConfig(threads=1, prefill_tokens=16, max_running=6))
         engine.start()
         try:
             return await asyncio.gather(*(engine.generate(request) for request in wanted))

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import linear, log_softmax
 
 from paceline.model import head as module
-from paceline.model.head import scored
+from paceline.model.head import logprobs_and_entropy
 
 
 def plain(hidden, weight, targets, temperatures):
@@ -21,7 +21,7 @@ def test_log_probabilities_entropies_and_their_gradients_are_those_of_whole_logi
     targets, temperatures = torch.randint(11, (7,)), torch.rand(7, dtype=torch.float64) + 0.5
     mixing = torch.randn(2, 7, dtype=torch.float64)
     results = []
-    for function in (scored, plain):
+    for function in (logprobs_and_entropy, plain):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         values = torch.stack(function(h, w, targets, temperatures))
         (values * mixing).sum().backward()
@@ -32,6 +32,6 @@ def test_log_probabilities_entropies_and_their_gradients_are_those_of_whole_logi
 
 def test_a_frozen_matrix_gets_no_gradient():
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4)
-    scored(hidden, weight, torch.tensor([0, 5, 2]), torch.ones(3))[0].sum().backward()
+    logprobs_and_entropy(hidden, weight, torch.tensor([0, 5, 2]), torch.ones(3))[0].sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None

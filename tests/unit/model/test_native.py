@@ -96,7 +96,7 @@ def test_keeping_writes_the_named_places_and_no_other():
     keys, values = torch.zeros(3, 8, 2, 16), torch.zeros(3, 8, 2, 16)
     slots, positions = torch.tensor([2, 0, 2]), torch.tensor([7, 3, 0])
     k, v = numbers(3, 2, 16), numbers(2, 3, 16, seed=1).transpose(0, 1)
-    attention.keep(keys, values, k, v, slots, positions)
+    attention.write_cache(keys, values, k, v, slots, positions)
     expected = torch.zeros(3, 8, 2, 16), torch.zeros(3, 8, 2, 16)
     expected[0][slots, positions], expected[1][slots, positions] = k, v
     assert torch.equal(keys, expected[0])
@@ -119,7 +119,7 @@ class RMSNorm(nn.Module):
 @pytest.mark.parametrize("formula", ["plain", "plus one", "other"])
 def test_a_norm_is_taken_only_if_it_computes_the_same(formula):
     norm = RMSNorm(formula)
-    found = [c for c in layers.norms(kernels(), norm) if c.agrees(norm)]
+    found = [c for c in layers.norm_candidates(kernels(), norm) if c.agrees(norm)]
     assert len(found) == (formula != "other")
     for candidate in found:
         x = numbers(2, 11, 20, seed=4)

@@ -20,8 +20,8 @@ from paceline.config.advice import AdviceConfig, AdvisoryName
 from paceline.observe.record import open_run
 from paceline.observe.record.advice import RULES, Advisory, advice_window, advise
 from paceline.observe.record.advice.learning_rules import alpha
-from paceline.observe.record.advice.measures import SURE, average, clustered, jackknife, share, trend
-from paceline.observe.record.advice.output_rules import explained
+from paceline.observe.record.advice.measures import SURE, clustered_mean, jackknife, series_mean, trend, wilson_share
+from paceline.observe.record.advice.output_rules import r_squared
 from paceline.observe.web import build_app
 from recorded_runs import torn
 
@@ -240,15 +240,15 @@ def test_noise_is_seldom_taken_for_a_trend_though_it_wanders(alike):
 @pytest.mark.parametrize("alike", [0.0, 0.5])
 def test_a_mean_lies_within_three_errors_of_the_truth(alike):
     rng = np.random.default_rng(2)
-    found = [average(7 + wandering(rng, 20, alike)) for _ in range(COPIES)]
+    found = [series_mean(7 + wandering(rng, 20, alike)) for _ in range(COPIES)]
     assert np.mean([mean.low <= 7 <= mean.high for mean in found]) > 0.96
 
 
 def test_tries_of_one_row_count_as_one_where_they_stand_together():
     rng = np.random.default_rng(3)
     groups = np.repeat(np.arange(50), 8)
-    apart = clustered((rng.random(400) < 0.3).astype(float), groups)
-    together = clustered(np.repeat((rng.random(50) < 0.3).astype(float), 8), groups)
+    apart = clustered_mean((rng.random(400) < 0.3).astype(float), groups)
+    together = clustered_mean(np.repeat((rng.random(50) < 0.3).astype(float), 8), groups)
     assert apart.error == pytest.approx(np.sqrt(0.21 / 400), rel=0.3)
     assert together.error == pytest.approx(np.sqrt(0.21 / 50), rel=0.3)
 
@@ -257,7 +257,7 @@ def test_tries_of_one_row_count_as_one_where_they_stand_together():
 def test_a_share_is_wilsons(hits, more):
     """Its ends are the shares p at which the score (hits/n - p) / sqrt(p (1 - p) / n) is three."""
     count = hits + more
-    found = share(hits, count)
+    found = wilson_share(hits, count)
     for end in (found.low, found.high):
         score = (hits / count - end) ** 2 * count
         assert score == pytest.approx(SURE**2 * end * (1 - end), abs=1e-6)
@@ -270,7 +270,7 @@ def test_explained_variance_is_that_of_least_squares(seed, count):
     ys = causes @ rng.standard_normal(count) + rng.standard_normal(60)
     columns = np.column_stack([ys, causes])
     rest = ys - causes @ np.linalg.lstsq(causes, ys, rcond=None)[0]
-    assert explained((columns.T @ columns).ravel(), count) == pytest.approx(1 - rest @ rest / (ys @ ys))
+    assert r_squared((columns.T @ columns).ravel(), count) == pytest.approx(1 - rest @ rest / (ys @ ys))
 
 
 @given(st.integers(0, 1000), st.integers(2, 4))

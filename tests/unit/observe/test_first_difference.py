@@ -15,7 +15,7 @@ from paceline.config.inference import EngineConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.data.sample import Sample
 from paceline.observe.record import open_run
-from paceline.observe.record.first_difference import Compared, compare
+from paceline.observe.record.first_difference import RunComparison, compare
 from paceline.observe.record.layout import ROW, RecordFiles
 from paceline.observe.record.rows import Query
 from paceline.observe.record.stored import decode
@@ -50,7 +50,7 @@ def copy(run, tmp_path):
     return shutil.copytree(run, tmp_path / "other")
 
 
-def compared(one, other, tolerance=0.0) -> Compared:
+def compared(one, other, tolerance=0.0) -> RunComparison:
     return compare(open_run(one), open_run(other), tolerance)
 
 

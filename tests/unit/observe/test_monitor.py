@@ -28,16 +28,16 @@ from paceline.observe.monitor import (
     RunPlan,
     RunRecorder,
     Screen,
-    choose,
+    choose_view,
     exporter,
     plot_rewards,
     read_jsonl,
     summary,
 )
-from paceline.observe.monitor.plain import blocks
+from paceline.observe.monitor.plain import block_chars
 from paceline.observe.monitor.plot import smooth
 from paceline.observe.monitor.summary import MetricHistory
-from paceline.observe.monitor.text import change, clock, count, seconds
+from paceline.observe.monitor.text import format_change, format_clock, format_count, format_seconds
 
 TOTAL = 40
 
@@ -421,7 +421,7 @@ class TestPlainLines:
         ]
 
     def test_what_is_no_terminal_gets_plain_lines(self) -> None:
-        assert isinstance(choose(io.StringIO()), PlainLines)
+        assert isinstance(choose_view(io.StringIO()), PlainLines)
 
 
 class TestScreen:
@@ -510,11 +510,11 @@ class TestScreen:
         assert shown.rfind("\x1b[?25h") > shown.find("\x1b[?25l")
 
     def test_sparklines_keep_shape_and_width(self) -> None:
-        assert blocks([], 10) == ""
-        assert blocks([0.5], 10) == "▁"
-        assert blocks(range(8), 10) == "▁▂▃▄▅▆▇█"
-        assert blocks(range(1000), 8) == "▁▂▃▄▅▆▇█"
-        assert set(blocks([0.5, 0.5001, 0.4999], 10)) == {"▁"}
+        assert block_chars([], 10) == ""
+        assert block_chars([0.5], 10) == "▁"
+        assert block_chars(range(8), 10) == "▁▂▃▄▅▆▇█"
+        assert block_chars(range(1000), 8) == "▁▂▃▄▅▆▇█"
+        assert set(block_chars([0.5, 0.5001, 0.4999], 10)) == {"▁"}
 
 
 class TestPlot:
@@ -692,7 +692,7 @@ class TestExtras:
 
 
 def test_numbers_read_well() -> None:
-    assert [count(value) for value in (0, 842, 999.6, 4132, 999_990, 135e6)] == [
+    assert [format_count(value) for value in (0, 842, 999.6, 4132, 999_990, 135e6)] == [
         "0",
         "842",
         "1.0k",
@@ -700,15 +700,15 @@ def test_numbers_read_well() -> None:
         "1.0M",
         "135M",
     ]
-    assert [seconds(value) for value in (0.31, 9.999, 21, 250, 11_100)] == [
+    assert [format_seconds(value) for value in (0.31, 9.999, 21, 250, 11_100)] == [
         "0.31 s",
         "10 s",
         "21 s",
         "4 min 10 s",
         "3 h 05 min",
     ]
-    assert [clock(value) for value in (-1, 7.2, 760, 11_100)] == ["0:00", "0:07", "12:40", "3:05:00"]
-    assert [change(0.5, last) for last in (0.872, 0.4, 0.5001, 0.4999)] == [
+    assert [format_clock(value) for value in (-1, 7.2, 760, 11_100)] == ["0:00", "0:07", "12:40", "3:05:00"]
+    assert [format_change(0.5, last) for last in (0.872, 0.4, 0.5001, 0.4999)] == [
         "+0.372",
         "-0.100",
         "0.000",

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Ticket
-from paceline.data.streams import each, floats, ids, one_or_each
+from paceline.data.streams import expand_versions, pack_floats, pack_ids, pack_versions
 from paceline.observe.record import body as bodies
-from paceline.observe.record.layout import facts
-from paceline.observe.record.rollout_recorder import _encoded
-from paceline.observe.record.rows import fold, lines
+from paceline.observe.record.layout import rollout_facts
+from paceline.observe.record.rollout_recorder import _encode_rollout
+from paceline.observe.record.rows import fold, fold_lines
 from paceline.rollout import Rollout, Turn, assemble
 
 TICKET = Ticket(3, "env", 0, 1, 2)
@@ -36,14 +36,14 @@ def played(*turns: Turn, **more) -> Rollout:
 
 
 def long_way(rollout: Rollout) -> Rollout:
-    """The same rollout, of turns that nobody has packed."""
+    """The same rollout, of unpacked turns."""
     return replace(rollout, turns=[replace(turn) for turn in rollout.turns])
 
 
 def alike(rollout: Rollout) -> bool:
     plain = long_way(rollout)
     assert all(turn.packed is None for turn in plain.turns)
-    return _encoded(rollout) == _encoded(plain)
+    return _encode_rollout(rollout) == _encode_rollout(plain)
 
 
 def edit_mask(sample):
@@ -113,7 +113,7 @@ def test_only_a_sample_as_it_was_made_is_not_compared(change, monkeypatch):
     )
     rollout = played(turn(list(range(30)), list(range(40)), [4] * 40))
     rollout.samples = [CHANGES[change](sample) for sample in rollout.samples]
-    _encoded(rollout)
+    _encode_rollout(rollout)
     assert bool(compared) == (change not in ("nothing", "credit", "no ticket"))
     assert alike(rollout)
 
@@ -139,9 +139,9 @@ def test_what_travels_is_written_alike_though_it_can_be_changed_again(travelled)
     there = travelled(rollout)
     assert there.turns == rollout.turns
     assert there.turns[0].packed is None
-    assert _encoded(there) == _encoded(rollout)
+    assert _encode_rollout(there) == _encode_rollout(rollout)
     there.samples[0].logprobs[-1] = 3.0
-    assert _encoded(there) != _encoded(rollout)
+    assert _encode_rollout(there) != _encode_rollout(rollout)
 
 
 def test_what_was_sampled_is_not_written_over():
@@ -155,7 +155,7 @@ def test_what_was_sampled_is_not_written_over():
 def test_a_row_says_the_oldest_and_the_newest_version(versions):
     rollout = Rollout(ticket=TICKET, member=0, turns=[turn([1], [2] * len(some), some) for some in versions])
     every = [version for some in versions for version in some]
-    row = facts(rollout, "trained")
+    row = rollout_facts(rollout, "trained")
     assert (row.version_min, row.version_max) == ((min(every), max(every)) if every else (-1, -1))
 
 
@@ -170,9 +170,9 @@ def test_what_is_packed_is_no_field_of_a_turn():
 
 def test_a_turn_made_of_another_says_what_it_says_itself():
     rollout = played(turn(list(range(30)), list(range(40)), [4] * 40))
-    before = _encoded(rollout)
+    before = _encode_rollout(rollout)
     rollout.turns = [replace(rollout.turns[0], logprobs=[-9.0] * 40)]
-    assert _encoded(rollout) != before
+    assert _encode_rollout(rollout) != before
     assert alike(rollout)
 
 
@@ -180,7 +180,7 @@ def test_token_ids_beyond_four_bytes_are_assembled_and_have_no_body():
     rollout = played(turn(list(range(30)), [2**31, *range(20)], [4] * 21))
     assert rollout.turns[0].packed is None
     assert rollout.samples[0].token_ids[30] == 2**31
-    assert _encoded(rollout)[0] == b""
+    assert _encode_rollout(rollout)[0] == b""
 
 
 # -- numbers and letters ----------------------------------------------------------------------------------------------
@@ -188,14 +188,14 @@ def test_token_ids_beyond_four_bytes_are_assembled_and_have_no_body():
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)), st.lists(st.floats()))
 def test_bytes_are_those_of_arrays(integers, numbers):
-    assert ids(integers) == array("i", integers).tobytes()
-    assert floats(numbers) == array("f", numbers).tobytes()
-    assert each(one_or_each(integers), len(integers)) == ids(integers)
+    assert pack_ids(integers) == array("i", integers).tobytes()
+    assert pack_floats(numbers) == array("f", numbers).tobytes()
+    assert expand_versions(pack_versions(integers), len(integers)) == pack_ids(integers)
 
 
 @pytest.mark.parametrize(("values", "error"), [([2**31], OverflowError), ([1.5], TypeError), ([None], TypeError)])
 def test_numbers_that_do_not_fit_are_refused(values, error):
-    for pack in (ids, one_or_each):
+    for pack in (pack_ids, pack_versions):
         with pytest.raises(error):
             pack(values)
 
@@ -209,7 +209,7 @@ def test_a_text_is_folded_letter_by_letter(text, plain):
 @given(st.lists(st.text()))
 def test_texts_are_lines_of_one_text(texts):
     """Surrogates included, which no file takes: they are made harmless wherever they stand."""
-    assert lines(texts) == fold("\n".join(filter(None, texts)) + "\n")
+    assert fold_lines(texts) == fold("\n".join(filter(None, texts)) + "\n")
 
 
 def test_capitals_play_no_part_in_any_alphabet():

@@ -1,4 +1,4 @@
-"""The record's laws: what is written is what is read, whatever was said, wherever files end, whoever reads along."""
+"""The record's laws: what is written is what is read, whatever was said, wherever files end, and while others read."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from paceline.data import Sample, Ticket, encode
 from paceline.errors import PacelineError
 from paceline.observe.monitor import Monitors, RunPlan, RunRecorder
-from paceline.observe.record import Gone, Query, RolloutRecorder, open_run
+from paceline.observe.record import Query, RolloutNotFound, RolloutRecorder, open_run
 from paceline.observe.record import rollout_recorder as keeper
 from paceline.observe.record.layout import ROW
 from paceline.observe.record.record_writer import RecordWriter
@@ -163,7 +163,7 @@ def changed(draw, sample: Sample) -> Sample:
 def test_what_is_written_is_what_is_read(tmp_path_factory, played, state):
     folder = tmp_path_factory.mktemp("run")
     with kept(folder) as writer:
-        writer.played(3, state, played)
+        writer.finished_rollouts(3, state, played)
     run = open_run(folder)
     assert run.rollouts.count == len(played)
     assert run.problems() == []
@@ -206,7 +206,7 @@ def test_whatever_was_said_its_rollout_is_kept_and_so_are_others(tmp_path, conte
     turn = odd.turns[0]
     odd.turns = [replace(turn, messages=[{"role": "user", "content": content}, {"role": "user", "content": "needle"}])]
     with kept(tmp_path) as writer:
-        writer.played(1, "trained", [odd, plain])
+        writer.finished_rollouts(1, "trained", [odd, plain])
     run = open_run(tmp_path)
     told = run.rollouts.get(0)
     assert told.row.whole
@@ -222,7 +222,7 @@ def test_numbers_that_are_none_are_told_as_none(tmp_path):
     rollout = spoken(1)
     rollout.reward = math.nan
     with kept(tmp_path) as writer:
-        writer.played(1, "trained", [rollout])
+        writer.finished_rollouts(1, "trained", [rollout])
     row = open_run(tmp_path).rollouts.row(0)
     assert row.reward is None
     assert row.advantage is not None
@@ -240,7 +240,7 @@ def whole(tmp_path_factory):
         for step in range(1, 7):
             for rollout in played[4 * step - 4 : 4 * step]:
                 rollout.actor = f"actor {step}"
-            writer.played(step, "trained", played[4 * step - 4 : 4 * step])
+            writer.finished_rollouts(step, "trained", played[4 * step - 4 : 4 * step])
     return folder, played
 
 
@@ -256,13 +256,13 @@ def test_cut_anywhere_it_is_a_readable_prefix(whole, tmp_path_factory, file, sha
     count = run.rollouts.count
     assert all(same(run.rollouts.get(place), played[place]) for place in range(count))
     assert run.rollouts.find(Query(text="so be it", limit=None)).total == count
-    with pytest.raises(Gone, match="there is no rollout"):
+    with pytest.raises(RolloutNotFound, match="there is no rollout"):
         run.rollouts.get(count)
     assert bool(run.problems()) == (count < (folder / "record" / FILES[0]).stat().st_size // ROW.itemsize)
-    if again:  # whoever goes on from here has lost the tail and nothing else
+    if again:  # a run that resumes from here has lost the tail and nothing else
         writer = RolloutRecorder(folder)
         writer.begin(RunPlan("run", folder, None, 6, {}, (), "cpu", 0))
-        writer.played(7, "trained", [played[0]])
+        writer.finished_rollouts(7, "trained", [played[0]])
         writer.close()
         assert run.rollouts.count == count + 1
         assert run.problems() == []
@@ -281,12 +281,12 @@ def test_going_back_leaves_exactly_the_steps_before(whole, tmp_path, step):
     with RolloutRecorder(folder) as writer:
         writer.begin(RunPlan("run", folder, None, 6, {}, (), "cpu", 0))
         writer.roll_back(step)
-        writer.played(step + 1, "trained", [played[-1]])
+        writer.finished_rollouts(step + 1, "trained", [played[-1]])
     left = played[: 4 * min(step, 6)]
     assert run.rollouts.count == len(left) + 1
     assert all(same(run.rollouts.get(place), rollout) for place, rollout in enumerate([*left, played[-1]]))
     assert before.rows["step"].tolist() == [1 + place // 4 for place in range(24)]  # who looked before still sees it
-    assert before.fresh == (step >= 6)
+    assert before.is_fresh == (step >= 6)
     sizes = {path.name: path.stat().st_size for path in (folder / "record").iterdir()}
     last = run.rollouts.view().rows[-1]
     assert sizes["rollouts.data"] == last["offset"] + last["size"]
@@ -301,7 +301,7 @@ def test_a_run_that_begins_anew_keeps_nothing(whole, tmp_path):
     assert open_run(folder).lanes() == []
 
 
-# -- whoever reads along ----------------------------------------------------------------------------------------------
+# -- concurrent readers -----------------------------------------------------------------------------------------------
 
 
 def test_readers_see_whole_rollouts_while_the_run_goes_on_and_goes_back(tmp_path):
@@ -316,7 +316,7 @@ def test_readers_see_whole_rollouts_while_the_run_goes_on_and_goes_back(tmp_path
                 for row in run.rollouts.find(Query(text="so be it", limit=5)).rows:
                     try:
                         told = run.rollouts.get(row.index)
-                    except Gone:  # the run went back in between
+                    except RolloutNotFound:  # the run went back in between
                         continue
                     assert same(told, played[told.ticket.number])
         except BaseException as error:
@@ -328,7 +328,7 @@ def test_readers_see_whole_rollouts_while_the_run_goes_on_and_goes_back(tmp_path
     back = 0
     for again in range(12):
         for step in range(back + 1, 9):
-            writer.played(step, "trained", played)
+            writer.finished_rollouts(step, "trained", played)
         writer.roll_back(back := again % 4 + 1)
     writer.close()
     over.set()
@@ -346,12 +346,12 @@ def test_bodies_are_left_out_when_the_disk_is_slow_and_rows_never(tmp_path, monk
         real(self, *chunks)
 
     monkeypatch.setattr(RecordWriter, "append", slow)
-    monkeypatch.setattr(keeper, "MOST_WAITING", 60)
+    monkeypatch.setattr(keeper, "MOST_QUEUED_TOKENS", 60)
     played = [spoken(number) for number in range(20)]
     with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.observe.record"):
         for step, rollout in enumerate(played, start=1):
-            writer.played(step, "trained", [rollout])
-        assert writer.waiting <= 60 + max(len(r.turns[0].prompt_ids) + r.completion_length for r in played)
+            writer.finished_rollouts(step, "trained", [rollout])
+        assert writer.waiting_tokens <= 60 + max(len(r.turns[0].prompt_ids) + r.completion_length for r in played)
         gate.set()
     assert [record.message for record in caplog.records if "falls behind" in record.message] == [
         caplog.records[0].message
@@ -361,7 +361,9 @@ def test_bodies_are_left_out_when_the_disk_is_slow_and_rows_never(tmp_path, monk
     rows = run.rollouts.find(Query(sort="step", limit=None)).rows
     assert [row.ticket for row in rows] == list(range(20))
     assert 0 < sum(row.whole for row in rows) < 20
-    assert [row.advantage for row in rows] == [pytest.approx(keeper.facts(r, "trained").advantage) for r in played]
+    assert [row.advantage for row in rows] == [
+        pytest.approx(keeper.rollout_facts(r, "trained").advantage) for r in played
+    ]
     for row in rows:
         told = run.rollouts.get(row.index)
         assert same(told, played[row.index]) if row.whole else told.messages == []
@@ -377,11 +379,11 @@ def test_a_record_that_cannot_be_written_ends_and_the_run_hears_of_it(tmp_path, 
 
     monkeypatch.setattr(RecordWriter, "append", full)
     with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.observe.record"):
-        writer.played(1, "trained", [spoken(1)] * 3)
-        while writer.waiting:  # what comes meanwhile would be written with it
+        writer.finished_rollouts(1, "trained", [spoken(1)] * 3)
+        while writer.waiting_tokens:  # what comes meanwhile would be written with it
             time.sleep(0.001)
         for step in range(2, 9):
-            writer.played(step, "trained", [spoken(step)])
+            writer.finished_rollouts(step, "trained", [spoken(step)])
     assert [record.message for record in caplog.records] == [
         "the record ends here, and the run goes on without it: No space left on device"
     ]
@@ -393,12 +395,12 @@ def test_dropped_groups_wait_for_one_another_until_something_is_urgent(tmp_path,
     monkeypatch.setattr(keeper, "GATHER_SECONDS", 3600.0)
     with kept(tmp_path) as writer:
         for number in range(5):
-            writer.played(2, "dropped:zero_advantage", [spoken(number)])
+            writer.finished_rollouts(2, "dropped:zero_advantage", [spoken(number)])
         if urgent == "a batch":
-            writer.played(2, "trained", [spoken(7)])
+            writer.finished_rollouts(2, "trained", [spoken(7)])
         elif urgent == "a way back":
             writer.roll_back(2)
-        while urgent != "the end" and writer.waiting:
+        while urgent != "the end" and writer.waiting_tokens:
             time.sleep(0.001)
     run = open_run(tmp_path)
     states = [row.state for row in run.rollouts.find(Query(sort="step", limit=100)).rows]
@@ -406,16 +408,16 @@ def test_dropped_groups_wait_for_one_another_until_something_is_urgent(tmp_path,
 
 
 def test_a_record_leaves_room_on_the_disk_for_the_run(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(keeper, "RESERVE", 1 << 62)
+    monkeypatch.setattr(keeper, "RESERVED_DISK_BYTES", 1 << 62)
     with kept(tmp_path) as writer, caplog.at_level(logging.WARNING, "paceline.observe.record"):
-        writer.played(1, "trained", [spoken(1)])
+        writer.finished_rollouts(1, "trained", [spoken(1)])
     assert [record.message.rpartition(": ")[2].partition(" ")[0] for record in caplog.records] == ["less"]
     assert open_run(tmp_path).rollouts.count == 0
 
 
 def test_a_record_of_another_schema_is_named_and_left_alone(tmp_path):
     with kept(tmp_path) as writer:
-        writer.played(1, "trained", [spoken(1)])
+        writer.finished_rollouts(1, "trained", [spoken(1)])
     RunRecorder(tmp_path).rollouts(1, [spoken(1).record()])
     (tmp_path / "record" / "schema.json").write_text('{"schema": 99}')
     before = {path: path.read_bytes() for path in (tmp_path / "record").iterdir()}
@@ -428,6 +430,6 @@ def test_a_record_of_another_schema_is_named_and_left_alone(tmp_path):
     recorder = RunRecorder(tmp_path)
     with Monitors(recorder, RolloutRecorder(tmp_path)) as monitors:
         monitors.begin(RunPlan("run", tmp_path, None, 1, {}, (), "cpu", 0))
-        monitors.played(2, "trained", [spoken(2)])
+        monitors.finished_rollouts(2, "trained", [spoken(2)])
     assert any("schema 99" in event.get("text", "") for event in run.events())
     assert {path: path.read_bytes() for path in (tmp_path / "record").iterdir()} == before

@@ -1,4 +1,4 @@
-"""A file that a full disk or a bad copy spoilt: what can be read is told, what cannot is named, and nobody fails."""
+"""A file that a full disk or a bad copy spoilt: what can be read is shown, what cannot is named, and nothing fails."""
 
 import io
 import json
@@ -13,11 +13,11 @@ from paceline.commands import main
 from paceline.config import load
 from paceline.observe.analysis.timeline import lanes
 from paceline.observe.monitor import RunPlan, RunRecorder, Screen
-from paceline.observe.monitor.doctor import examine
+from paceline.observe.monitor.doctor import diagnose
 from paceline.observe.record import open_run
 from paceline.observe.record.layout import LANE, RecordFiles
 from paceline.observe.web.runs import CachedRunFolder
-from paceline.planner import compare, keep_plan
+from paceline.planner import compare, write_plan
 from recorded_runs import Told, torn
 
 
@@ -35,7 +35,7 @@ def damage(path: Path, *lines: str) -> None:
 def test_the_doctor_tells_the_rest_of_a_damaged_file(run, capsys):
     torn(run / "metrics.jsonl")
     damage(run / "events.jsonl", "[]", '{"time": 3}', '{"event": "note", "time": 5}')
-    found = examine(run)
+    found = diagnose(run)
     assert (found.step, found.verdict) == (6, "finished at step 6")
     assert found.problems == [
         "events.jsonl: 2 lines are damaged and left out, the first is line 2",
@@ -51,7 +51,7 @@ ODD = ("[]", "[" * 100_000, "{}", '{"step": "six", "time/step": 1.0}', '{"step":
 
 
 def test_a_plan_is_compared_with_what_can_be_read(run, capsys):
-    keep_plan(load(str(run / "config.toml")).config, run)
+    write_plan(load(str(run / "config.toml")).config, run)
     before = compare(run)
     damage(run / "metrics.jsonl", *ODD[:3], ODD[4], "no line")
     after = compare(run)

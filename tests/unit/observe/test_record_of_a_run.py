@@ -56,7 +56,7 @@ def test_every_rollout_of_a_run_is_there_with_what_became_of_it(tmp_path, monkey
         assert {row.row for row in played} == {end["row"]}
         if end["state"] == "trained":
             assert {row.step for row in played} == {end["step"]}
-            assert run.rollouts.mates(played[0].index) == [row.index for row in played]
+            assert run.rollouts.group_members(played[0].index) == [row.index for row in played]
     assert of_ticket == {}
     assert Counter(row.step for row in rows if row.state == "trained") == dict.fromkeys(range(1, STEPS + 1), 8)
 
@@ -76,7 +76,7 @@ def test_every_rollout_of_a_run_is_there_with_what_became_of_it(tmp_path, monkey
     assert status.began is not None
     assert status.ended is not None
     assert all(status.began - 1 <= span.start <= span.end <= status.ended + 1 for span in lanes)
-    keys = {entry.key for entry in run.changed()}
+    keys = {entry.key for entry in run.changed_keys()}
     assert {"batch_size", "checkpoint.every", "eval.examples", "trainer.on_bad_step"} <= keys
     assert "max_inflight" not in keys
 

@@ -22,7 +22,7 @@ from paceline.data import Ticket
 from paceline.errors import PacelineError
 from paceline.observe.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
 from paceline.observe.record import Query, RolloutRecorder, find_runs, open_run
-from paceline.observe.record.folder import changed
+from paceline.observe.record.folder import changed_keys
 from paceline.rollout import Rollout, Turn, assemble
 
 WORDS = ["Ärger", "Bridge", "castle", "DRAGON", "ember", "forest", "日本", "naïve", "straße"]
@@ -67,7 +67,7 @@ def run(tmp_path_factory):
         for step in range(1, 31):
             for state in STATES:
                 count = dice.randint(0, 5)
-                writer.played(step, state, [rollout(dice, number + place) for place in range(count)])
+                writer.finished_rollouts(step, state, [rollout(dice, number + place) for place in range(count)])
                 number += count
     return open_run(folder)
 
@@ -152,7 +152,7 @@ def test_mates_share_a_ticket_and_an_episode_a_member(run):
     for row in rows:
         key = (row.step, row.env, row.ticket, row.domain)
         mates = [r.index for r in rows if (r.step, r.env, r.ticket, r.domain) == key]
-        assert run.rollouts.mates(row.index) == mates
+        assert run.rollouts.group_members(row.index) == mates
         assert run.rollouts.episode(row.index) == [at for at in mates if rows[at].member == row.member]
 
 
@@ -177,7 +177,7 @@ WRITING = """
         monitors.begin(RunPlan("run", path, 10, 0, {}, (), "cpu", 5))
         for step in range(1, 100000):
             monitors.step(step, {"loss": 1.0})
-            monitors.played(step, "trained", [spoken(step)])
+            monitors.finished_rollouts(step, "trained", [spoken(step)])
             print(step, flush=True)
 """
 
@@ -260,7 +260,7 @@ def test_an_old_run_opens_by_what_it_shows(tmp_path):
     with (tmp_path / "rollouts.jsonl").open("a") as file:
         file.write('no json\n[1]\n{"step": "x", "messages": 3, "versions": {}, "reward": "much"}\n{"step": 2, "torn')
     run = open_run(tmp_path)
-    assert not run.rollouts.kept
+    assert not run.rollouts.keeps_all
     assert run.rollouts.count == 13
     assert run.problems() == ["rollouts.jsonl: 2 lines are damaged and left out, the first is line 13"]
     rows = run.rollouts.find(Query(step=(1, 2), sort="step", limit=None)).rows
@@ -288,7 +288,7 @@ def test_metrics_are_columns_whatever_lines_lie_between(tmp_path):
     assert run.metrics(since=1)["reward"] == [1.0]
     assert [problem.split(":")[0].split(" ")[0] for problem in run.problems()] == ["config.toml", "metrics.jsonl"]
     assert run.config() == {}
-    assert run.changed() == []
+    assert run.changed_keys() == []
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'ss": 3}\n')
     assert run.metrics()["step"] == [0, 1, 2]  # read on from where it ended
@@ -324,11 +324,11 @@ def test_tickets_tell_their_lives(tmp_path_factory, steps, torn):
         records += [*batch, trained | {"step": step, "since": -1}]
         dropped.update((r.get("reason", ""), step) for r in batch if r["state"] == "dropped")
         recorder.tickets([*batch, records[-1]])
-        assert run.tickets.life(3) == [r for r in records if r["number"] == 3]
+        assert run.tickets.history(3) == [r for r in records if r["number"] == 3]
     if torn:
         with (folder / "tickets.jsonl").open("ab") as file:
             file.write(b'garbage\n{"number": 99999999999999999999}\n{"number": 3, "env"')
-    assert run.tickets.life(3, "b") == [r for r in records if r["number"] == 3 and r["env"] == "b"]
+    assert run.tickets.history(3, "b") == [r for r in records if r["number"] == 3 and r["env"] == "b"]
     last = {record["number"]: record for record in records}
     for wanted in ({}, {"state": "dropped"}, {"env": "a", "reason": "stale"}):
         fits = [last[n] for n in sorted(last, reverse=True) if all(last[n].get(k) == v for k, v in wanted.items())]
@@ -352,7 +352,7 @@ def test_tickets_tell_their_lives(tmp_path_factory, steps, torn):
 )
 def test_what_differs_from_the_defaults_is_enough_to_say_the_run(given_):
     config = RunConfig.model_validate(given_)
-    found = changed(json.loads(config.model_dump_json(exclude_none=True)))
+    found = changed_keys(json.loads(config.model_dump_json(exclude_none=True)))
     keys = {entry.key for entry in found}
     flat = {key for key in given_ if not isinstance(given_[key], dict | list)}
     assert flat <= keys

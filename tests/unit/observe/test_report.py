@@ -16,8 +16,8 @@ from paceline.commands import main
 from paceline.observe.analysis.vitals import vitals
 from paceline.observe.record import open_run
 from paceline.observe.record.advice import Advisory, Knob
-from paceline.observe.report.charts import BINS, Scale, bounds, chart, thin
-from paceline.observe.report.page import POLICY, STYLE, TEMPLATES, page
+from paceline.observe.report.charts import CURVE_BINS, Scale, axis_bounds, build_chart, downsample
+from paceline.observe.report.page import CONTENT_SECURITY_POLICY, STYLE, TEMPLATES, render_report
 from paceline.observe.terminal.drawing import RunSnapshot
 from recorded_runs import Told, torn
 from token_run import tokened
@@ -65,7 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _told(runs: Path, name: str) -> str:
-    return _passive(page(open_run(runs / name), 2)).text
+    return _passive(render_report(open_run(runs / name), 2)).text
 
 
 def test_a_finished_run_is_told_in_words_figures_curves_and_settings(runs):
@@ -88,7 +88,7 @@ def test_a_finished_run_is_told_in_words_figures_curves_and_settings(runs):
 
 def test_only_settings_that_differ_are_listed(tmp_path):
     told = Told(tmp_path, "run", staleness=3).step(2).end()
-    text = page(open_run(told.path), 0)
+    text = render_report(open_run(told.path), 0)
     settings = text[text.index("Settings that differ") : text.index("Dropped, by reason</h2>")]
     assert '<td class="code">staleness</td><td class="code">3</td><td class="code">1</td>' in settings
     assert "checkpoint" not in settings
@@ -108,13 +108,13 @@ def test_a_run_that_never_trained_has_a_report_too(runs):
 
 
 def test_hostile_words_are_text_wherever_they_stand(runs):
-    text = page(open_run(runs / "failed"), 2)
+    text = render_report(open_run(runs / "failed"), 2)
     assert _passive(text).text.count('<script>document.title="owned"</script>') == 3, "notice, note and end"
     assert not {"\x00", "\x1b", "\u202e"} & set(text)
 
 
 def test_conversations_are_shown_as_text_best_first(runs):
-    text = page(open_run(runs / "tokens"), 1)
+    text = render_report(open_run(runs / "tokens"), 1)
     told = _passive(text).text
     assert re.findall(r"(best|median|worst): reward ([\d.]+)", told) == [
         ("best", "1"),
@@ -122,7 +122,7 @@ def test_conversations_are_shown_as_text_best_first(runs):
         ("worst", "0"),
     ]
     assert "ab the" in told
-    assert "Left out" in _passive(page(open_run(runs / "tokens"), 0)).text
+    assert "Left out" in _passive(render_report(open_run(runs / "tokens"), 0)).text
 
 
 def test_a_run_without_a_record_shows_the_few_rollouts_it_wrote_down(tmp_path):
@@ -139,7 +139,7 @@ def test_a_run_without_a_record_shows_the_few_rollouts_it_wrote_down(tmp_path):
         for n in range(5)
     ]
     told.recorder.rollouts(3, records)
-    text = page(open_run(told.end().path), 2)
+    text = render_report(open_run(told.end().path), 2)
     shown = _passive(text).text
     assert "The run keeps no full record" in shown
     assert re.findall(r"(best|median|worst): reward ([\d.]+)", shown)[0] == ("best", "1")
@@ -156,19 +156,19 @@ def test_a_file_stays_small_however_much_was_said_and_however_long_the_run(tmp_p
     talk = [{"role": "user", "content": "<" * 5000}] * 40
     told.recorder.rollouts(1200, [{"env": told.envs[0], "ticket": n, "reward": n, "messages": talk} for n in range(90)])
     told.end()
-    text = page(open_run(told.path), 30)
+    text = render_report(open_run(told.path), 30)
     assert len(text.encode()) < 1_000_000
     assert "16 earlier messages are left out." in text
     assert "Left out: the file is large enough." in text
 
 
 def test_the_policy_allows_the_style_that_is_there_and_nothing_else(runs):
-    text = page(open_run(runs / "finished"), 2)
+    text = render_report(open_run(runs / "finished"), 2)
     [style] = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     assert style == STYLE
-    assert f"style-src 'sha256-{digest}'" in POLICY
-    assert POLICY.startswith("default-src 'none'; ")
+    assert f"style-src 'sha256-{digest}'" in CONTENT_SECURITY_POLICY
+    assert CONTENT_SECURITY_POLICY.startswith("default-src 'none'; ")
     assert text.index("Content-Security-Policy") < text.index("<style>")
     assert "url(" not in style
     assert "@import" not in style
@@ -203,7 +203,7 @@ def test_bad_input_is_answered_with_a_sentence(runs, capsys, monkeypatch, argume
 def test_a_copied_run_makes_the_same_report(runs, tmp_path):
     """Nothing but the directory is read; only its place differs."""
     shutil.copytree(runs / "finished", tmp_path / "finished")
-    here, there = (page(open_run(path / "finished"), 2, now=2e9) for path in (runs, tmp_path))
+    here, there = (render_report(open_run(path / "finished"), 2, now=2e9) for path in (runs, tmp_path))
     assert here.replace(str(runs), "") == there.replace(str(tmp_path), "").replace(str(runs), "")
 
 
@@ -224,10 +224,10 @@ def test_advice_comes_with_its_evidence_and_the_setting_to_change_in_file_and_te
         assert words in told
     assert "--sampling.max_tokens 512" in told
     monkeypatch.setattr("paceline.observe.report.page.advise", lambda window: [])
-    monkeypatch.setattr("paceline.observe.report.page.silence", lambda window: "nothing to say")
+    monkeypatch.setattr("paceline.observe.report.page.silence_reason", lambda window: "nothing to say")
     assert "Nothing to say." in _told(runs, "finished")
     screen = Console(file=StringIO(), width=200)
-    screen.print(RunSnapshot(vitals(open_run(runs / "finished")), [found], []).drawn(200))
+    screen.print(RunSnapshot(vitals(open_run(runs / "finished")), [found], []).render(200))
     assert f"{found.title}: {found.seen}" in screen.file.getvalue()
 
 
@@ -235,7 +235,7 @@ def test_advice_comes_with_its_evidence_and_the_setting_to_change_in_file_and_te
     "values", [[0.0], [5.0] * 9, [float("nan"), float("inf"), 1.0, -1e300], [1e20, -1e20], [1e-12, 2e-12], [-3.0, -3.0]]
 )
 def test_any_values_make_a_chart_within_its_frame(values):
-    drawn = chart("any", "", {"a": list(enumerate(values, 1))}, 0.0)
+    drawn = build_chart("any", "", {"a": list(enumerate(values, 1))}, 0.0)
     (curve,) = drawn["curves"]
     numbers = [y for y, _ in drawn["rows"]] + [y for _, y in curve["dots"]]
     numbers += [float(pair.split(",")[1]) for pair in curve["line"].split()]
@@ -244,23 +244,23 @@ def test_any_values_make_a_chart_within_its_frame(values):
 
 
 def test_nothing_makes_no_chart():
-    assert chart("none", "", {"a": [], "b": [(1, float("nan"))]}) is None
+    assert build_chart("none", "", {"a": [], "b": [(1, float("nan"))]}) is None
 
 
 def test_thinning_keeps_every_spike():
     points = [(float(n), 0.0) for n in range(100_000)]
     points[77_777] = (77_777.0, 9.0)
-    found = thin(points, BINS)
-    assert len(found) <= 2 * BINS
+    found = downsample(points, CURVE_BINS)
+    assert len(found) <= 2 * CURVE_BINS
     assert (77_777.0, 9.0) in found
     assert list(found) == sorted(found)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-0.004, 0.0037), (3.0, 3.01), (0.0, 123_456.0)])
 def test_ticks_are_few_and_within(low, high):
-    ticks = Scale(*bounds([low, high]), 0, 100).ticks(4)
+    ticks = Scale(*axis_bounds([low, high]), 0, 100).ticks(4)
     assert 1 <= len(ticks) <= 6
-    assert all(bounds([low, high])[0] <= tick <= bounds([low, high])[1] for tick in ticks)
+    assert all(axis_bounds([low, high])[0] <= tick <= axis_bounds([low, high])[1] for tick in ticks)
 
 
 def test_whatever_a_template_is_given_is_escaped():

@@ -11,7 +11,13 @@ import pytest
 from textual.pilot import Pilot
 
 from paceline.commands import main
-from paceline.observe.analysis.text import around, figure, harmless, line, moment
+from paceline.observe.analysis.text import (
+    escape_control_chars,
+    format_number,
+    format_timestamp,
+    format_whole_seconds,
+    safe_line,
+)
 from paceline.observe.analysis.vitals import vitals
 from paceline.observe.monitor import RunDirectory, RunPlan
 from paceline.observe.record import RunFolder, open_run
@@ -52,7 +58,7 @@ def _words(screen: str) -> str:
 async def _settled(app: TopApp, pilot: Pilot) -> str:
     """The screen once the last look is over and drawn. The pilot itself takes a process that gets no core for one that
     has nothing to do."""
-    while not (app._looking and app._looking.is_finished and app._seen is app._looking.result):
+    while not (app._worker and app._worker.is_finished and app._snapshot is app._worker.result):
         await pilot.pause()
     screens: list[str] = []
     while len(screens) < 3 or len(set(screens[-3:])) > 1:
@@ -63,9 +69,9 @@ async def _settled(app: TopApp, pilot: Pilot) -> str:
 
 async def _looked(app: TopApp, pilot: Pilot) -> str:
     """The screen after a look that began now: one that is under way may have read before."""
-    while app._looking and not app._looking.is_finished:
+    while app._worker and not app._worker.is_finished:
         await pilot.pause()
-    app.look()
+    app.poll()
     return await _settled(app, pilot)
 
 
@@ -119,11 +125,11 @@ def test_a_wide_terminal_shows_two_things_beside_one_another(runs):
 
 
 def test_keys_go_from_run_to_run_and_round_again(runs):
-    names = list(Runs(runs).names())
+    names = list(Runs(runs).paths())
     app, screens = _watched(runs, "j", "down", "k", "up", "up")
     places = [names.index(next(name for name in names if f" {name}  " in screen)) for screen in screens]
     assert places == [0, 1, 2, 1, 0, len(names) - 1]
-    assert app.shown == names[-1]
+    assert app.run_name == names[-1]
     assert f"run 2 of {len(names)}" in screens[1]
 
 
@@ -232,13 +238,13 @@ def test_the_record_is_looked_through_now_and_then_and_files_are_read_on(tmp_pat
     asked: list[int] = []
     monkeypatch.setattr(RunFolder, "metrics", _counted(RunFolder.metrics, asked))
     looker = RunPoller(run, clock=lambda: now[0])
-    assert looker.look().problems == []
+    assert looker.poll().problems == []
     (told.path / "tickets.jsonl").write_text("nonsense\n")
     now[0] += RESCAN_SECONDS / 2
-    assert looker.look().problems == [], "too soon to look again"
+    assert looker.poll().problems == [], "too soon to look again"
     told.step(2)
     now[0] += RESCAN_SECONDS
-    assert any("tickets.jsonl" in problem for problem in looker.look().problems)
+    assert any("tickets.jsonl" in problem for problem in looker.poll().problems)
     assert asked == [0, 6], "only the lines that came since"
     told.let_go()
 
@@ -255,13 +261,13 @@ def test_signs_of_a_living_run_tell_pace_and_what_is_left(tmp_path):
     told = Told(tmp_path, "run", steps=100).step(30)
     seen = vitals(open_run(told.path), now=told.now + 0.5)
     assert seen.pace == pytest.approx(0.9 + 0.4 / 10, abs=0.05)
-    assert seen.left == pytest.approx(70 * seen.pace - 0.5)
+    assert seen.seconds_left == pytest.approx(70 * seen.pace - 0.5)
     assert seen.losses["loss"] == pytest.approx(sum(v for k, v in seen.losses.items() if k != "loss"))
-    assert seen.dropped["stale"] == 4
+    assert seen.dropped_counts["stale"] == 4
     told.end()
     done = vitals(open_run(told.path))
-    assert done.left is None
-    assert done.onward[1].endswith("--resume latest --steps 60")
+    assert done.seconds_left is None
+    assert done.next_action[1].endswith("--resume latest --steps 60")
 
 
 def test_a_look_without_a_new_step_tells_the_same_as_a_first_look(tmp_path):
@@ -283,7 +289,7 @@ def test_a_run_that_died_goes_on_from_its_newest_whole_checkpoint(tmp_path):
     for step in (4, 8):
         (told.path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
     (told.path / "checkpoints" / "step-000004" / "state.json").write_text("{}")
-    what, command = vitals(open_run(told.path)).onward
+    what, command = vitals(open_run(told.path)).next_action
     assert what == "to go on from step-000004", "8 lost its state"
     assert command.endswith("config.toml --resume step-000004"), "`latest` would name the damage of 8"
 
@@ -303,21 +309,31 @@ def _plan(told: Told) -> RunPlan:
 
 def test_lanes_are_shares_of_the_last_minute_by_record_or_by_metrics(tmp_path):
     plain = vitals(open_run(Told(tmp_path, "plain").step(20).let_go().path))
-    shares = {lane.lane: lane.share for lane in plain.busy.lanes}
+    shares = {lane.lane: lane.share for lane in plain.load.lanes}
     assert set(shares) == {"engine", "trainer", "publish", "evaluation"}
     assert shares["trainer"] == pytest.approx(0.52 / 0.94, abs=0.08), "0.5 s of training and 0.02 of scoring in 0.94 s"
     kept = vitals(open_run(tokened(tmp_path).let_go().path))
-    assert {lane.lane for lane in kept.busy.lanes} == {"trainer", "publish"}
-    assert all(0 < lane.share <= 1 for lane in kept.busy.lanes)
+    assert {lane.lane for lane in kept.load.lanes} == {"trainer", "publish"}
+    assert all(0 < lane.share <= 1 for lane in kept.load.lanes)
 
 
 def test_words_of_others_are_spelled_out_and_cut():
-    assert harmless("a\tb\n", keep="\n\t") == "a\tb\n"
-    assert harmless("\x00\ud800é日👩‍🔬") == "\\x00\\ud800é日👩‍🔬"
-    assert line("a\n\n b\x1b" + "x" * 999, 10) == "a b\\x1bxx…"
-    assert (figure(None), figure(0.0004), figure(float("nan")), figure(12345.6)) == ("–", "0.0004", "nan", "12,346")
-    assert (around(-3), around(4.4), around(75), around(float("inf"))) == ("0 s", "4 s", "75 s", "an unknown time")
-    assert moment(1e300) == "1e+300"
+    assert escape_control_chars("a\tb\n", keep="\n\t") == "a\tb\n"
+    assert escape_control_chars("\x00\ud800é日👩‍🔬") == "\\x00\\ud800é日👩‍🔬"
+    assert safe_line("a\n\n b\x1b" + "x" * 999, 10) == "a b\\x1bxx…"
+    assert (format_number(None), format_number(0.0004), format_number(float("nan")), format_number(12345.6)) == (
+        "–",
+        "0.0004",
+        "nan",
+        "12,346",
+    )
+    assert (
+        format_whole_seconds(-3),
+        format_whole_seconds(4.4),
+        format_whole_seconds(75),
+        format_whole_seconds(float("inf")),
+    ) == ("0 s", "4 s", "75 s", "an unknown time")
+    assert format_timestamp(1e300) == "1e+300"
     assert (bar(0, 4), bar(0.01, 4), bar(1.5, 4)) == ("░░░░", "█░░░", "████")
 
 

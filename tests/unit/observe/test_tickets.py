@@ -16,7 +16,7 @@ from paceline.observe.monitor import RunRecorder
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.record import tickets
 from paceline.observe.record.tickets import Tickets
-from paceline.observe.web.overview import FolderNews, RunNews, run_state
+from paceline.observe.web.overview import FolderWatcher, RunWatcher, run_state
 from paceline.observe.web.runs import Runs
 from paceline.runtime import session
 from recorded_runs import Told
@@ -50,7 +50,7 @@ class Plain:
             assert tickets.find(**wanted, offset=1, limit=2).rows == rows[1:3]
             assert tickets.find(**wanted, limit=0).total == len(rows)
         for number in {line["number"] for line in self.lines}:
-            assert tickets.life(number) == [line for line in self.lines if line["number"] == number]
+            assert tickets.history(number) == [line for line in self.lines if line["number"] == number]
         assert tickets.states() == Counter(line["state"] for line in self.find())
         dropped = {reason: sum(many for _, many in steps) for reason, steps in tickets.dropped().items()}
         assert dropped == Counter(line.get("reason", "") for line in self.lines if line["state"] == "dropped")
@@ -132,8 +132,8 @@ def test_what_was_read_is_not_read_again_nor_in_a_copy(tmp_path, monkeypatch):
     opened(here).find()
     shutil.copytree(here, there)
     last = b'{"number": 99, "env": "", "epoch": 0, "draw": 0, "row": 0, "state": "in flight"}\n'
-    parsed, read = tickets.parsed, []
-    monkeypatch.setattr(tickets, "parsed", lambda data, names: read.append(data) or parsed(data, names))
+    parsed, read = tickets.parse_lines, []
+    monkeypatch.setattr(tickets, "parse_lines", lambda data, names: read.append(data) or parsed(data, names))
     for folder in (here, there):
         with (folder / "tickets.jsonl").open("ab") as file:
             file.write(last)
@@ -204,7 +204,7 @@ def test_a_run_that_goes_back_is_read_anew_by_old_and_new_readers(tmp_path):
 
 def test_where_nothing_can_be_written_answers_are_the_same(tmp_path):
     (tmp_path / "tickets.jsonl").write_bytes(journal(0))
-    index(tmp_path).mkdir()  # a place that no file can take, whoever asks
+    index(tmp_path).mkdir()  # a path that no file can take, for any user
     reader = opened(tmp_path)
     for _ in range(2):
         Plain(journal(0)).agrees(reader)
@@ -220,7 +220,7 @@ def test_a_line_longer_than_a_block_is_read_once_it_is_whole(tmp_path):
     with (tmp_path / "tickets.jsonl").open("ab") as file:
         file.write(b"\n" + b'{"number": 51, "state": "in flight"}\n')
     assert [row["number"] for row in reader.find(limit=2).rows] == [51, 50]
-    assert len(reader.life(50)[0]["reason"]) == 3 << 20
+    assert len(reader.history(50)[0]["reason"]) == 3 << 20
     shutil.rmtree(tmp_path)
     assert reader.find().total == 0
 
@@ -232,8 +232,8 @@ def test_a_page_does_not_wait_for_a_long_journal_and_hears_later_what_it_says(tm
     runs = Runs(tmp_path)
     run = runs.open("long")
     assert run_state(run, patient=False)["problems"] == runs.table(patient=False)["long"]["problems"] == []
-    news = RunNews(run, "")
-    heard = [told["problems"] for _ in range(3) for name, told, _ in news.look() if name == "standing"]
+    news = RunWatcher(run, "")
+    heard = [told["problems"] for _ in range(3) for name, told, _ in news.poll() if name == "standing"]
     assert heard[0] == []
     ((problem,),) = heard[1:]
     assert problem.endswith("the first is line 1")
@@ -245,8 +245,8 @@ def test_the_table_of_runs_hears_of_one_journal_after_the_other(tmp_path):
     for name in "abc":
         Told(tmp_path, name).step(1).end()
         (tmp_path / name / "tickets.jsonl").write_bytes(b"garbage\n" + journal(0))
-    news = FolderNews(Runs(tmp_path))
-    looks = [list(news.look()) for _ in range(5)]
+    news = FolderWatcher(Runs(tmp_path))
+    looks = [list(news.poll()) for _ in range(5)]
     changed = [
         [told["name"] for _, found, _ in look for told in found["changed"] if told["problems"]] for look in looks
     ]

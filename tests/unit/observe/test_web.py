@@ -16,11 +16,11 @@ import paceline.observe.web
 from child_processes import Launched
 from paceline.commands import main
 from paceline.config import ConfigError
-from paceline.observe.analysis.timeline import LaneSpan, bin_spans, from_metrics, from_record
+from paceline.observe.analysis.timeline import LaneSpan, bin_spans, spans_from_metrics, spans_from_record
 from paceline.observe.analysis.vitals import family
 from paceline.observe.record import TimelineSpan
 from paceline.observe.web import build_app, load_options
-from paceline.observe.web.app import GROUPS
+from paceline.observe.web.app import ROUTE_MODULES
 from paceline.observe.web.http import HEADERS
 from recorded_runs import Told, served, torn
 
@@ -222,7 +222,7 @@ def test_lanes_come_from_the_times_of_steps_where_none_were_recorded(client):
 
 
 def test_the_phases_of_a_step_lie_one_behind_the_other_and_end_with_it():
-    spans = from_metrics(
+    spans = spans_from_metrics(
         {"step": [1], "time": [10.0], "time/train": [2.0], "time/publish": [1.0], "time/sample": [3.0]}
     )
     assert {(one.kind, one.start, one.end) for one in spans} == {
@@ -241,7 +241,7 @@ def test_recorded_phases_stand_in_the_lane_of_who_did_them():
         TimelineSpan("environment words", "playing", 0.0, 1.0, 1, 4.0),
         TimelineSpan("environment words", "playing", 1.0, 2.0, 1, 8.0),
     ]
-    told = [(one.lane, one.kind, one.share) for one in from_record(spans)]
+    told = [(one.lane, one.kind, one.share) for one in spans_from_record(spans)]
     assert told == [
         ("trainer", "wait", 1.0),
         ("trainer", "train", 1.0),
@@ -313,9 +313,9 @@ def test_every_page_is_plugged_in_the_same_way():
 
 
 def test_every_route_of_every_group_answers_below_api(client):
-    routes = [route for group in GROUPS for route in group.router.routes]
+    routes = [route for group in ROUTE_MODULES for route in group.router.routes]
     paths = [route.path for route in routes if "GET" in route.methods]
-    assert len(paths) == len(set(paths)) >= len(GROUPS)
+    assert len(paths) == len(set(paths)) >= len(ROUTE_MODULES)
     for path in paths:
         if path != "/live":  # it never ends
             answer = client.get(f"/api{path}", params={"run": "twin-0"})
@@ -330,7 +330,7 @@ def test_without_a_key_only_loopback_names_are_answered(runs):
         assert _client(runs, base=base).get("/api/runs").status_code == 403, base
 
 
-def test_with_a_key_nothing_is_shown_to_whoever_does_not_know_it(runs):
+def test_with_a_key_nothing_is_shown_without_it(runs):
     client = _client(runs, "s3cret", base="http://10.0.0.4")
     for path in ("/api/runs", "/api/live", "/api/run?run=late", "/api/runs?key=wrong"):
         answer = client.get(path)

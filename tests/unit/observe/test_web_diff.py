@@ -13,7 +13,14 @@ from paceline.observe.record import open_run
 from paceline.observe.record.first_difference import MISSING, compare
 from paceline.observe.web import build_app
 from paceline.observe.web import compare as comparing
-from paceline.observe.web.compare import CHAIN, MEANING, AbandonableCounter, Abandoned, RunComparison, describe
+from paceline.observe.web.compare import (
+    CAUSAL_CHAIN,
+    KIND_MEANINGS,
+    AbandonableCounter,
+    ComparisonAbandoned,
+    ComparisonJob,
+    describe_difference,
+)
 from recorded_runs import Told
 from replayable_run import replayable
 
@@ -69,7 +76,7 @@ def test_a_loss_that_differs_comes_after_rollouts_that_are_the_same(runs):
     change(runs / "other", 2, **{"loss/rl": 7.0, "grad_norm": 9.0})
     answer = App(runs).diff(a="one", b="other")
     assert (answer["first"]["kind"], answer["first"]["step"]) == ("loss", 2)
-    assert answer["meaning"] == MEANING["loss"]
+    assert answer["meaning"] == KIND_MEANINGS["loss"]
     assert [side["value"] for side in answer["sides"]][1] == 7.0
     assert state_of(answer, "the sampled tokens") == "same"
     assert state_of(answer, "the loss") == "differs"
@@ -92,7 +99,7 @@ def test_a_sampled_token_is_shown_among_its_neighbours_on_both_sides(runs, monke
 
     monkeypatch.setattr(other.rollouts, "get", changed)
     compared = compare(one, other)
-    answer = describe(one, other, compared)
+    answer = describe_difference(one, other, compared)
     first = compared.first
     assert (first.kind, first.token, first.indices) == ("token", 2, (index, index))
     assert answer["same"]["rollouts"] == compared.rollouts - 1
@@ -118,7 +125,7 @@ def test_a_stream_of_a_sample_leads_to_its_place_in_the_sample(runs, monkeypatch
         return found
 
     monkeypatch.setattr(other.rollouts, "get", changed)
-    answer = describe(one, other, compare(one, other))
+    answer = describe_difference(one, other, compare(one, other))
     index = answer["first"]["indices"][0]
     place = int(one.rollouts.get(index).samples[0].loss_mask.nonzero()[0][1])
     assert answer["first"]["stream"] == "advantages"
@@ -175,17 +182,17 @@ def test_a_tolerance_looks_past_rounding(runs):
     assert app.diff(a="one", b="other", tolerance=1e-6)["first"] is None
 
 
-def test_work_that_nobody_waits_for_is_given_up(runs, monkeypatch):
+def test_a_comparison_without_a_page_is_abandoned(runs, monkeypatch):
     seen = AbandonableCounter()
     seen["rollouts"] += 1
-    monkeypatch.setattr(comparing, "PATIENCE_SECONDS", -1.0)
-    with pytest.raises(Abandoned):
+    monkeypatch.setattr(comparing, "ABANDON_SECONDS", -1.0)
+    with pytest.raises(ComparisonAbandoned):
         seen["rollouts"] += 1
-    comparison = RunComparison(open_run(runs / "one"), open_run(runs / "other"), 0.0, threading.Semaphore(1))
+    comparison = ComparisonJob(open_run(runs / "one"), open_run(runs / "other"), 0.0, threading.Semaphore(1))
     assert comparison.progress(60)["state"] == "failed"
 
 
 def test_every_kind_of_difference_has_a_meaning():
-    kinds = {name for name, _ in CHAIN}
-    assert kinds <= MEANING.keys()
-    assert {"version", "logprob", "finish", "metric", "length"} <= MEANING.keys()
+    kinds = {name for name, _ in CAUSAL_CHAIN}
+    assert kinds <= KIND_MEANINGS.keys()
+    assert {"version", "logprob", "finish", "metric", "length"} <= KIND_MEANINGS.keys()

@@ -17,8 +17,8 @@ from test_web import Client
 
 from paceline.config import load
 from paceline.observe.web import build_app
-from paceline.observe.web.replay import CHECKPOINT, ReplayProcess, ReplayRunner, name_of
-from paceline.observe.web.replay_result import ReplayResult, flags, settings
+from paceline.observe.web.replay import CHECKPOINT, ReplayProcess, ReplayRunner, result_key
+from paceline.observe.web.replay_result import ReplayResult, change_flags, form_fields
 from recorded_runs import Told
 from replayable_run import replayable
 
@@ -74,7 +74,7 @@ def shown(app, run, told):
     """An app that has both results."""
     path = run.resolve()
     for data, changes in zip(told, ({}, TIGHT), strict=True):
-        app.desk.results.put(path, name_of(3, changes), ReplayResult(data, 3, changes))
+        app.desk.results.put(path, result_key(3, changes), ReplayResult(data, 3, changes))
     return app
 
 
@@ -115,21 +115,21 @@ def test_the_page_is_told_which_steps_weights_and_settings_there_are(app):
 
 
 def test_no_setting_that_is_offered_names_code(run):
-    for setting in settings(load(run / "config.toml").config.model_dump()):
+    for setting in form_fields(load(run / "config.toml").config.model_dump()):
         assert "custom" not in [*setting.options, setting.of]
         assert "import" not in setting.key
 
 
 def test_every_offered_setting_becomes_a_flag_that_sets_just_that(run):
     table = load(run / "config.toml").config.model_dump(exclude_none=True)
-    for setting in settings(table):
+    for setting in form_fields(table):
         value = {"choice": setting.options and setting.options[-1], "flag": True, "integer": 7, "number": 0.5}[
             setting.kind
         ]
         if setting.key.endswith("dual_clip"):
             value = 3.0
         changes = {setting.key: value} | ({"trainer.loss.type": setting.of} if setting.of else {})
-        found = load(run / "config.toml", flags(run / "config.toml", table, changes)).config.trainer
+        found = load(run / "config.toml", change_flags(run / "config.toml", table, changes)).config.trainer
         for name in setting.key.split(".")[1:]:
             found = getattr(found, name)
         assert found == value, setting.key
@@ -214,7 +214,7 @@ def test_a_run_file_that_names_code_is_left_to_the_terminal(run, tmp_path):
     assert answer.status_code == 409
     assert f"paceline replay {copy} 3" in answer.json()["error"]
     custom = {"trainer": {"loss": {"type": "custom", "import_path": "os:system"}}}
-    assert settings(custom)[0].value == "custom"
+    assert form_fields(custom)[0].value == "custom"
 
 
 def test_a_run_without_samples_or_run_file_has_an_answer(tmp_path):
@@ -261,7 +261,7 @@ def test_a_desk_that_closes_ends_its_processes(app, run):
     until(lambda: processes(run.resolve()))
     app.desk.close()
     assert processes(run.resolve()) == []
-    assert app.desk.results.of(run.resolve()) == {}
+    assert app.desk.results.of_run(run.resolve()) == {}
 
 
 @pytest.fixture
@@ -302,7 +302,7 @@ def test_a_result_is_summed_and_its_weightiest_tokens_come_first(shown):
 
 
 def test_two_results_are_compared_token_by_token(shown):
-    keys = {"run": "kept", "of": "3", "against": name_of(3, TIGHT)}
+    keys = {"run": "kept", "of": "3", "against": result_key(3, TIGHT)}
     result = shown.get("replay/result", **keys)["result"]
     loss, other = (about["loss"]["loss"]["replayed"] for about in (result["about"], result["other"]["about"]))
     apart = sum(row["other"] - row["share"] for row in result["samples"])

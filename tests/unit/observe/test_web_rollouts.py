@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from conversations import Talking, asked, png, rollout, turn
 from paceline.observe.web import build_app
-from paceline.observe.web.http import encoded
+from paceline.observe.web.http import encode_json
 from paceline.observe.web.messages import EpisodeTurn, flat_text, message_view, order_turns
-from paceline.observe.web.rollouts import common, split_from_first
+from paceline.observe.web.rollouts import common_prefix, split_from_first
 from paceline.runtime.league import leagues
 from paceline.selfplay.payoff import Payoff
 from recorded_runs import Told
@@ -183,7 +183,7 @@ keys = st.sampled_from(["role", "content", "tool_calls", "name", "type", "text",
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_a_message_is_it_can_be_shown(message):
     told = message_view(message)
-    assert json.loads(encoded(told))
+    assert json.loads(encode_json(told))
     assert all(isinstance(part["text"], str) for part in told["parts"])
     assert isinstance(flat_text(message), str)
 
@@ -232,7 +232,7 @@ def test_a_picture_in_a_message_is_shown_however_apis_write_it():
         assert (told["kind"], told["source"]) == ("image", data)
 
 
-def test_tools_thoughts_and_what_nobody_knows_are_all_there():
+def test_tools_thoughts_and_unknown_parts_are_all_there():
     call = {"id": "call_1", "function": {"name": "look_up", "arguments": '{"word":"a"}'}}
     told = message_view(
         {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": [call], "mood": "good"}
@@ -268,7 +268,7 @@ def test_every_conversation_of_a_rollout_is_shown_and_says_which_words_were_samp
 @given(st.text(max_size=12), st.text(max_size=12), st.text(max_size=12))
 def test_two_texts_part_where_they_first_differ(start, one, other):
     left, right = start + one, start + other
-    at = common(left, right)
+    at = common_prefix(left, right)
     assert left[:at] == right[:at]
     assert at == min(len(left), len(right)) or left[at] != right[at]
     (piece,) = split_from_first([("assistant", left)], [("assistant", right)])
@@ -346,7 +346,7 @@ def test_every_turn_of_every_seat_comes_once_and_in_its_order(said, dice):
     assert len(order) == sum(map(len, said))
 
 
-def test_whoever_was_started_by_another_speaks_after_them():
+def test_a_seat_that_another_started_speaks_after_it():
     child, parent = (
         [EpisodeTurn([], SimpleNamespace(text="try"))] * 2,
         [EpisodeTurn([], SimpleNamespace(text="a question"))],

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from paceline.algorithms import build_algorithm
 from paceline.config import algorithm, load
 from paceline.config import trainer as config
-from paceline.data import Ticket, fold
+from paceline.data import Ticket, token_scales
 from paceline.observe.record import Query, open_run
 from paceline.observe.record.layout import RecordFiles
 from paceline.observe.web import build_app
-from paceline.observe.web.card import Token, advantage, kl_line, ref_kl_line, rl_line
+from paceline.observe.web.card import TokenValues, explain_advantage, kl_line, ref_kl_line, rl_line
 from paceline.observe.web.tokens import VocabularyIndex
 from paceline.rollout import Group
 from paceline.trainer.batch import TrainedTokens
@@ -72,7 +72,7 @@ def bytewise() -> Tokenizer:
 def test_bytes_of_tokens_are_the_bytes_of_the_text(bytewise, text):
     lexicon = VocabularyIndex(json.loads(bytewise.to_str()))
     ids = bytewise.encode(text).ids
-    spoken = lexicon.read(ids)
+    spoken = lexicon.decode(ids)
     assert b"".join(lexicon.bytes_of(number) for number in ids) == text.encode()
     whole = [
         one.encode() if one is not None else bytes.fromhex(spoken.parts[at]["bytes"])
@@ -102,7 +102,7 @@ def test_bytes_that_are_no_character_alone_say_which_one_they_are_part_of(client
     ],
 )
 def test_other_vocabularies_are_read_as_they_write_spaces_and_bytes(spec, texts):
-    assert VocabularyIndex(spec).read([0, 1, 2]).texts == texts
+    assert VocabularyIndex(spec).decode([0, 1, 2]).texts == texts
 
 
 def test_without_a_tokenizer_ids_are_shown_and_the_page_says_where_it_looked(client, runs, tmp_path):
@@ -144,10 +144,10 @@ def test_the_advantage_that_is_explained_is_the_one_the_algorithm_gives(algo, me
     peers = [SimpleNamespace(index=m, reward=r, tokens=length, turns=1) for m, (r, length) in enumerate(members)]
     for peer, made in zip(peers, rollouts, strict=True):
         recorded = float(made.samples[0].advantages[-1])
-        line = advantage(algo, peer, peers, recorded)
+        line = explain_advantage(algo, peer, peers, recorded)
         assert line.value == pytest.approx(recorded, abs=1e-6)
         assert not line.wrong
-        assert advantage(algo, peer, peers, recorded + 0.01).wrong
+        assert explain_advantage(algo, peer, peers, recorded + 0.01).wrong
 
 
 def test_a_card_says_reward_less_group_mean_with_the_numbers_of_the_group(client, runs):
@@ -217,7 +217,7 @@ def test_every_term_of_a_policy_that_has_not_moved_is_the_trainers_own(loss):
     if judged is None:
         judged = _gspo(loss, tokens)
     for at in range(40):
-        token = Token(advantage=a[at], old=mu[at], ref=ref[at], base=ref[at])
+        token = TokenValues(advantage=a[at], old=mu[at], ref=ref[at], base=ref[at])
         assert rl_line(loss, token).value == pytest.approx(float(judged.terms["rl"][at]), abs=1e-9)
         assert ref_kl_line(token).value == pytest.approx(float(judged.terms["ref_kl"][at]), abs=1e-9)
         for kind, term in KL_TERMS.items():
@@ -239,7 +239,7 @@ def test_loss_shares_of_a_policy_that_has_not_moved_are_the_trainers(tmp_path, n
     client, run = Client(build_app(tmp_path)), open_run(told.path)
     batch = run.rollouts.batch(3)
     trainer = load(None, [f"--trainer.normalise={normalise}"]).config.trainer
-    scales = fold(batch, normalise, trainer.fixed_length)
+    scales = token_scales(batch, normalise, trainer.fixed_length)
     rows = run.rollouts.find(Query(step=(3, 3), state=["trained", "replayed"], sort="step", limit=None)).rows
     for row, sample, scale in zip(rows, batch, scales, strict=True):
         rl = torch.from_numpy(scale.rl)

@@ -1,6 +1,6 @@
-"""Nobody holds the others up: the real conductor on a virtual clock, where episodes last as long as they are told to.
+"""No episode delays the others: the real conductor on a virtual clock, where episodes last as long as they are told to.
 
-A run in which every task waits and no timer is set ends with `NothingLeft`, so no test here can hang.
+A run in which every task waits and no timer is set ends with `SimulationDeadlock`, so no test here can hang.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from paceline.engine import Completion, GenerateRequest
 from paceline.envs import Environment, Outcome
 from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RunStopped, TrainEnv, build_train_envs
 from paceline.rollout import SamplingClient
-from paceline.simulate import Lengths, SimulatedEngine, leap
+from paceline.simulate import Lengths, SimulatedEngine, run_virtual
 from paceline.simulate.engine import VirtualClock
 from paceline.trainer import StepReport
 from paceline.weights.update import ServedPolicy, WeightUpdate
@@ -143,7 +143,7 @@ class Played:
 
 def lead(tmp_path: Path, environments: dict[str, Environment], training: float = 1.0, stop_at: float = 0, **keys):
     """One run in virtual time."""
-    weights, somebody_else = keys.pop("weights", {}), keys.pop("somebody_else", False)
+    weights, from_frozen_model = keys.pop("weights", {}), keys.pop("from_frozen_model", False)
     skipped_draws = keys.pop("skipped_draws", frozenset())
     settings_ = {
         "batch_size": BATCH,
@@ -164,7 +164,7 @@ def lead(tmp_path: Path, environments: dict[str, Environment], training: float =
     client = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
     courses = build_train_envs(config, dict(environments))
     for course in courses.values():
-        course.algorithm.client = client if somebody_else else None
+        course.algorithm.client = client if from_frozen_model else None
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
@@ -176,7 +176,7 @@ def lead(tmp_path: Path, environments: dict[str, Environment], training: float =
         await conductor.run()
         assert engine.running == 0
 
-    leap(run())
+    run_virtual(run())
     return Played(log, trainer, engine, config, courses)
 
 
@@ -203,7 +203,7 @@ def test_environments_of_very_different_speed_share_what_trains_by_weight(tmp_pa
     trained = [r["env"] for r in run.tickets("trained")]
     assert len(trained) == 160 * BATCH // GROUP
     # But for what is under way, and was when the slow ones last came too late.
-    under_way = (keys["staleness"] + 1) * BATCH + run.config.extra
+    under_way = (keys["staleness"] + 1) * BATCH + run.config.extra_rollouts
     assert abs(trained.count("fast") - 0.75 * len(trained)) <= 2 * under_way // GROUP
     if keys == {"staleness": 1}:
         assert run.reasons["stale"] > 0  # the slow ones did come too late at times, and drew again
@@ -214,7 +214,7 @@ def test_what_a_slow_environment_has_lost_is_known_after_a_resume(tmp_path):
     environments = {"fast": Timed(lambda draw: 1), "slow": Timed(lambda draw: 60)}
     first = lead(tmp_path, environments, **keys)
     again = lead(tmp_path, environments, resume="latest", **keys)
-    late = [{name: course.late for name, course in run.courses.items()} for run in (first, again)]
+    late = [{name: course.late_groups for name, course in run.courses.items()} for run in (first, again)]
     assert late[0] == late[1] == {"fast": 0, "slow": first.reasons["stale"]}
 
 
@@ -242,7 +242,7 @@ def test_an_episode_of_a_thousand_seconds_in_each_batch_holds_no_step(tmp_path, 
     run = lead(tmp_path, {"task": Timed(one_in(6, slow=1000))}, steps=30, **keys)
     steps = np.diff([0.0, *run.trainer.done])
     if "oversample" not in keys:
-        steps = steps[:-1]  # the last batch has nobody else to wait for
+        steps = steps[:-1]  # the last batch has no other to wait for
     assert (max(steps) > 900) == held
     if not held:
         assert max(steps) <= 4
@@ -259,7 +259,7 @@ def test_what_is_sampled_beyond_a_batch_is_used_late_if_it_may_be(tmp_path):
         assert len(trained) == len(set(trained)) == 40 * BATCH // GROUP
         assert max(metrics["staleness/max"] for metrics in run.log.metrics) == staleness
         assert set(run.reasons) <= {"stale"}
-        assert run.reasons.total() <= 40 * run.config.extra // GROUP
+        assert run.reasons.total() <= 40 * run.config.extra_rollouts // GROUP
 
 
 def test_at_staleness_zero_what_is_left_over_leaves_the_books_and_the_engine(tmp_path):
@@ -278,15 +278,15 @@ def test_at_staleness_zero_what_is_left_over_leaves_the_books_and_the_engine(tmp
 
 
 def test_at_staleness_zero_what_may_still_train_is_kept(tmp_path):
-    """What somebody else says for the policy never grows old, and a mask leaves what the new weights said."""
+    """What a frozen model samples for the policy never goes stale, and a mask leaves what the new weights said."""
     keys = {"steps": 6, "staleness": 0, "oversample": 1.0}
-    for more in ({"somebody_else": True}, {"on_stale": "mask"}):
+    for more in ({"from_frozen_model": True}, {"on_stale": "mask"}):
         run = lead(tmp_path / next(iter(more)), {"task": Timed(lambda draw: 1 + draw % 5)}, **keys, **more)
         assert len(run.trainer.done) == 6
         assert "oversampled" not in run.reasons
         first = {r["number"] for r in run.tickets("in flight")[: 2 * BATCH // GROUP]}
         late = {r["number"] for r in run.tickets("trained") if r["step"] > 1}
-        assert "somebody_else" in more or first & late
+        assert "from_frozen_model" in more or first & late
 
 
 def test_a_cancelled_request_leaves_a_simulated_engine():
@@ -301,7 +301,7 @@ def test_a_cancelled_request_leaves_a_simulated_engine():
         await second
         return asyncio.get_running_loop().time()
 
-    assert leap(ask()) == pytest.approx(130)
+    assert run_virtual(ask()) == pytest.approx(130)
 
 
 def test_what_started_too_long_ago_is_cancelled_if_the_user_says_so(tmp_path):
@@ -317,11 +317,11 @@ def test_what_started_too_long_ago_is_cancelled_if_the_user_says_so(tmp_path):
     assert set(lengths) == {2.0}
 
 
-def test_where_somebody_else_speaks_nothing_in_flight_grows_old(tmp_path):
+def test_groups_in_flight_of_a_frozen_model_never_go_stale(tmp_path):
     slow = Timed(one_in(6, slow=20), rows=30)
     keys = {"epochs": 1, "staleness": 1, "cancel_stale": True}
     assert lead(tmp_path, {"task": slow}, **keys).engine.cancelled > 0
-    assert lead(tmp_path, {"task": slow}, somebody_else=True, **keys).engine.cancelled == 0
+    assert lead(tmp_path, {"task": slow}, from_frozen_model=True, **keys).engine.cancelled == 0
 
 
 # -- flow -------------------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_a_slow_trainer_is_neither_run_away_from_nor_kept_waiting(tmp_path_facto
     environment = Timed(lambda draw: 1 + draw % 4)
     keys = {"steps": 6, "staleness": staleness, "oversample": oversample}
     run = lead(tmp_path_factory.mktemp("run"), {"task": environment}, training=training, **keys)
-    extra = run.config.extra
+    extra = run.config.extra_rollouts
     for version, done in enumerate(run.trainer.done[:-2]):
         late = (version + 1) * extra  # as many may be dropped and drawn again at each version
         begun = sum(at < done for at in environment.started)
@@ -432,10 +432,10 @@ def test_what_contradicts_itself_is_refused():
     with pytest.raises(ValueError, match='cancel_stale cancels what would be dropped, and on_stale = "mask" trains it'):
         RunConfig(cancel_stale=True, on_stale="mask")
     with pytest.warns(ConfigWarning, match="oversample = 0.01 has no effect: of a batch of 128 that is less than one"):
-        assert RunConfig(oversample=0.01).extra == 0
+        assert RunConfig(oversample=0.01).extra_rollouts == 0
     with pytest.warns(
         ConfigWarning, match="oversample = 0.5 at staleness 0 drops the groups that finish late, and with `epoch"
     ):
         RunConfig(oversample=0.5, staleness=0, epochs=1)
     assert RunConfig(oversample=0.25, staleness=0).max_inflight == 128 + 32
-    assert RunConfig(batch_size=100, group_size=1, oversample=0.29, algo={"type": "reward"}).extra == 29
+    assert RunConfig(batch_size=100, group_size=1, oversample=0.29, algo={"type": "reward"}).extra_rollouts == 29

@@ -44,10 +44,10 @@ from paceline.orchestrator import (
     build_train_envs,
 )
 from paceline.orchestrator.episodes import RolloutRunner
-from paceline.orchestrator.failures import kind_of
+from paceline.orchestrator.failures import failure_kind
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.selfplay import Actor, Arena, ArenaEnvironment, Artifact, EpisodeRequest, Rubric, SingleTurnEpisode
-from paceline.simulate.engine import VirtualClock, leap
+from paceline.simulate.engine import VirtualClock, run_virtual
 from paceline.trainer import StepReport
 from paceline.util.deadlines import DeadlineError
 from paceline.weights.update import ServedPolicy, WeightUpdate
@@ -136,7 +136,7 @@ class Far(Near):
 
 
 class Coins(Environment):
-    """Whoever plays row r for the n-th time meets `trouble(r, n)`; otherwise the parity of a token pays."""
+    """The n-th episode of row r meets `trouble(r, n)`; otherwise the parity of a token pays."""
 
     def __init__(self, trouble=lambda row, time: None, rows: int = 40) -> None:
         self.trouble, self.rows = trouble, rows
@@ -211,8 +211,8 @@ def conduct(tmp_path, environment, engine=None, trainer=None, monitor=None, **mo
         others = asyncio.all_tasks() - {asyncio.current_task()}
         return conductor, error, clock.now(), [task for task in others if task.get_name().startswith("ticket")]
 
-    conductor, error, seconds, left = leap(run())
-    assert left == [], "nobody plays on after the end"
+    conductor, error, seconds, left = run_virtual(run())
+    assert left == [], "no episode plays on after the end"
     return trainer, conductor, error, seconds
 
 
@@ -236,10 +236,10 @@ def group(environment, engine=None, **more) -> tuple[Group, RolloutRunner, float
     async def run():
         client = SamplingClient(Pool([engine or Near()], jitter=lambda: 0.0), Mute(), SamplingConfig(), frozenset({1}))
         player = RolloutRunner(client, VirtualClock(asyncio.get_running_loop()), seed=0)
-        done = await player.group(build_train_envs(config, {"coins": environment})["coins"], TICKET)
+        done = await player.run_group(build_train_envs(config, {"coins": environment})["coins"], TICKET)
         return done, player, asyncio.get_running_loop().time()
 
-    return leap(run())
+    return run_virtual(run())
 
 
 def tokens(done: Group) -> list[list[int]]:
@@ -292,7 +292,7 @@ LOOP.__cause__.__cause__ = LOOP
     ],
 )
 def test_an_error_is_of_the_kind_of_what_caused_it(error, kind):
-    assert kind_of(error) == kind
+    assert failure_kind(error) == kind
 
 
 # --- retry, drop, fail
@@ -322,15 +322,15 @@ def test_what_becomes_of_a_failure_is_what_the_run_file_says_of_its_kind(kind, c
     allowed = tries if choice == "retry" else 1
     plays = min(failures + 1, allowed)
     assert environment.played == {0: 2 * plays}
-    assert player.retried == Counter({kind: 2 * (plays - 1)} if plays > 1 else {})
+    assert player.retry_counts == Counter({kind: 2 * (plays - 1)} if plays > 1 else {})
     assert seconds == pytest.approx(plays + sum(FailurePolicy.pause(n) for n in range(1, plays)))
     if failures < allowed:
         assert done.failed == []
-        assert player.lost == Counter()
+        assert player.failure_counts == Counter()
         assert tokens(done) == tokens(group(Coins())[0]), "the same noise, so the same tokens"
     else:
         assert done.rollouts == []
-        assert player.lost == {kind: 2}
+        assert player.failure_counts == {kind: 2}
         assert all(f"failures.{kind} = " in rollout.error for rollout in done.failed)
 
 
@@ -350,7 +350,7 @@ def test_what_went_wrong_first_is_told_whatever_came_after_it():
     first, last = done.failed[0].error.split("; at last: ")
     assert first == 'coins: the queue is full (failures.engine = "retry", 3 tries)'
     assert last.startswith("coins: ValueError: and then it fell apart, at ")
-    assert player.lost == {"engine": 2}
+    assert player.failure_counts == {"engine": 2}
 
 
 def test_a_failing_preparation_is_tried_again_too():
@@ -360,7 +360,7 @@ def test_a_failing_preparation_is_tried_again_too():
         async def prepare(self, example):
             self.prepared += 1
             if self.prepared < 3:
-                raise JudgeFailed("nobody has written the question yet")
+                raise JudgeFailed("the question is not written yet")
             return example
 
     environment = Late()
@@ -368,7 +368,7 @@ def test_a_failing_preparation_is_tried_again_too():
     assert environment.prepared == 3
     done, _, _ = group(Late(), failures=FailuresConfig(judge="drop"))
     assert [rollout.error for rollout in done.failed] == [
-        'coins: nobody has written the question yet (failures.judge = "drop")'
+        'coins: the question is not written yet (failures.judge = "drop")'
     ]
 
 
@@ -385,7 +385,7 @@ def test_the_breaker_counts_only_what_was_lost_in_the_end(tmp_path):
     assert trainer.version == 3
 
 
-def test_a_run_stopped_by_a_failure_leaves_nobody_playing(tmp_path):
+def test_a_run_stopped_by_a_failure_leaves_no_episode_playing(tmp_path):
     endings = iter(range(100))
 
     def trouble(row, time):
@@ -407,13 +407,13 @@ def called_off(environment, seconds: float) -> tuple[float, RolloutRunner]:
         client = SamplingClient(Pool([Near()], jitter=lambda: 0.0), Mute(), SamplingConfig(), frozenset({1}))
         player = RolloutRunner(client, VirtualClock(asyncio.get_running_loop()), seed=0)
         course = build_train_envs(configured(failures=FailuresConfig(episode="retry")), {"coins": environment})["coins"]
-        task = asyncio.ensure_future(player.group(course, TICKET))
+        task = asyncio.ensure_future(player.run_group(course, TICKET))
         asyncio.get_running_loop().call_later(seconds, task.cancel)
         with pytest.raises(asyncio.CancelledError):
             await task
         return asyncio.get_running_loop().time(), player
 
-    return leap(run())
+    return run_virtual(run())
 
 
 def test_a_group_that_is_called_off_waits_for_all_of_its_episodes():
@@ -439,7 +439,7 @@ def test_an_environment_that_makes_a_failure_of_its_cancellation_is_not_played_a
 
     environment = Coins(lambda row, time: excuse())
     seconds, player = called_off(environment, 10)
-    assert (seconds, environment.played, player.retried) == (10, {0: 2}, {})
+    assert (seconds, environment.played, player.retry_counts) == (10, {0: 2}, {})
 
 
 def test_what_an_agent_makes_of_a_lost_engine_is_the_engines_failure():
@@ -635,7 +635,7 @@ def test_an_only_engine_that_stays_away_stops_the_run_with_its_name(tmp_path):
 
 
 def test_an_engine_of_this_process_that_died_stops_the_run_at_once(tmp_path):
-    """Nobody can bring it back, so nobody tries."""
+    """It cannot be brought back, so no code tries to."""
     died = EngineError("the engine's thread ended: CUDA out of memory")
     _, _, error, seconds = conduct(tmp_path, Coins(), Near(died, dead=True))
     assert isinstance(error, NoEngineLeft)
@@ -650,7 +650,7 @@ def test_requests_that_find_no_room_say_so(words):
                 GenerateRequest(prompt_ids=(1,), max_tokens=1)
             )
 
-    leap(run())
+    run_virtual(run())
     assert words[0][0] <= 60
     assert "because there is no room: 4 requests wait already" in words[0][1]
 
@@ -659,7 +659,7 @@ def test_a_restart_inside_the_patience_of_an_episode_repeats_nothing():
     environment = Coins()
     done, player, _ = group(environment, Far(leaves=0.5, returns=60))
     assert done.failed == []
-    assert player.retried == Counter()
+    assert player.retry_counts == Counter()
     assert environment.played == {0: 2}
 
 
@@ -710,7 +710,7 @@ def asyncio_server(data: bytes | None):
 
 @pytest.mark.parametrize(("data", "sentence"), GARBAGE)
 def test_an_engine_that_answers_garbage_is_an_engine_that_failed(data, sentence):
-    """Not an environment that did: nobody blames the code that asked. A slow machine may need longer to hear it."""
+    """Not an environment that did: the code that asked is not blamed. A slow machine may need longer to hear it."""
 
     async def ask(pool):
         for seconds in (0.3, 3.0, 60.0):
@@ -723,7 +723,7 @@ def test_an_engine_that_answers_garbage_is_an_engine_that_failed(data, sentence)
     with asyncio_server(data) as beside:
         error = beside(ask)
     assert re.search(sentence, str(error))
-    assert kind_of(error) == "engine"
+    assert failure_kind(error) == "engine"
     assert "http://127.0.0.1:" in str(error)
 
 
@@ -793,9 +793,9 @@ def school(renderer, *grades):
         )
         player = RolloutRunner(client, VirtualClock(asyncio.get_running_loop()), seed=0)
         course = build_train_envs(config, {"coins": ArenaEnvironment(School())})["coins"]
-        return await player.group(course, TICKET), player
+        return await player.run_group(course, TICKET), player
 
-    return *leap(run()), engine
+    return *run_virtual(run()), engine
 
 
 @pytest.fixture(scope="module")
@@ -811,7 +811,7 @@ def renderer():
 def test_a_judge_that_speaks_nonsense_is_asked_anew_with_other_noise(renderer):
     done, player, engine = school(renderer, "hm", "well", "0.5")
     assert [rollout.reward for rollout in done.rollouts] == [0.5]
-    assert player.retried == Counter()
+    assert player.retry_counts == Counter()
     assert len(engine.asked) == len({request.noise for request in engine.asked}) == 4
 
 
@@ -823,13 +823,13 @@ def test_a_judge_that_never_makes_sense_loses_the_episode_with_its_words(rendere
         "float: 'hm') (failures.judge = \"retry\", 3 tries)"
     )
     assert len(engine.asked) == 3 * (1 + 3)
-    assert player.retried == {"judge": 2}
+    assert player.retry_counts == {"judge": 2}
 
 
 def test_a_judge_that_cannot_be_reached_is_tried_again(renderer):
     done, player, _ = school(renderer, EngineError("502 from the gateway"), "1.0")
     assert [rollout.reward for rollout in done.rollouts] == [1.0]
-    assert player.retried == {"judge": 1}
+    assert player.retry_counts == {"judge": 1}
     done, _, _ = school(renderer, EngineError("502 from the gateway"))
     assert done.failed[0].error.startswith("coins: the judge could not answer: 502 from the gateway (failures.judge")
 
@@ -870,9 +870,9 @@ def taught(teacher, policy=FailurePolicy(), samples: int = 4):  # noqa: B008
 
     async def run():
         reference = ReferenceScorer(Pool([teacher]), "`teacher` at http://far:2/v1", policy)
-        return await reference.refer([batch]), asyncio.get_running_loop().time()
+        return await reference.add_ref_logprobs([batch]), asyncio.get_running_loop().time()
 
-    lost, seconds = leap(run())
+    lost, seconds = run_virtual(run())
     assert all(sample.ref_logprobs is not None for sample in batch.samples())
     return len(batch.samples()), lost, seconds
 

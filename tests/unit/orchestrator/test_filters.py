@@ -15,8 +15,8 @@ from paceline.config.filters import FiltersConfig, LengthConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import ModelRef
 from paceline.envs import Outcome
-from paceline.orchestrator.admission import without_signal
-from paceline.orchestrator.train_env import FINE, FilterError, Filters
+from paceline.orchestrator.admission import has_no_signal
+from paceline.orchestrator.train_env import LENGTH_PENALTY, FilterError, Filters
 from paceline.rollout import Group
 from paceline.util.importing import HookError
 from paceline.util.user_code import UserCodeError
@@ -137,7 +137,7 @@ def test_a_cut_off_rollout_says_nothing_and_still_counts_in_the_baseline(members
             assert sample.rl.any() == (not cut)
             np.testing.assert_allclose(sample.advantages[sample.loss_mask], reward - mean, atol=1e-5)
     telling = [reward != members[0][0] for reward, _, _ in members]
-    assert without_signal(group) == (not any(telling) or all(cut or reward == mean for reward, _, cut in members))
+    assert has_no_signal(group) == (not any(telling) or all(cut or reward == mean for reward, _, cut in members))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_cut_off_rollout_says_nothing_and_still_counts_in_the_baseline(members
 )
 def test_whatever_trains_a_cut_off_rollout_falls_silent(config):
     group = judged(config, [(1.0, (2, 3), True)], LengthConfig(mask_truncated=True))
-    assert without_signal(group)
+    assert has_no_signal(group)
     for sample in group.samples():
         assert (sample.rl.any(), sample.ce_weights, sample.ref_kl_weights) == (False, None, None)
 
@@ -176,7 +176,7 @@ def test_the_last_tokens_before_the_limit_cost_reward_line_by_line(members, buff
         cost = 0.0 if free else ((limit - buffer) - length) / buffer
         assert member.reward == pytest.approx(reward + penalty * cost)
         assert member.samples[0].advantages[-1] == pytest.approx(reward + penalty * cost, abs=1e-5)
-        assert member.metrics.get(FINE, 0.0) == pytest.approx(-penalty * cost)
+        assert member.metrics.get(LENGTH_PENALTY, 0.0) == pytest.approx(-penalty * cost)
 
 
 def test_the_rewards_shown_are_the_environments_own(tmp_path):
@@ -189,7 +189,7 @@ def test_the_rewards_shown_are_the_environments_own(tmp_path):
     trainer, log, _ = conduct(tmp_path, Pays(), steps=3, group_size=4, **rules)
     for line in log.metrics:
         assert line["reward/coins/mean"] == line["reward_trained/coins/mean"] == 1.0
-        assert 0 < line[f"metric/coins/{FINE}"] < 1
+        assert 0 < line[f"metric/coins/{LENGTH_PENALTY}"] < 1
     # Equal answers of unequal length now tell: that is all there is to learn from here.
     for _, batch in trainer.trained:
         costs = {s.rollout: (int(s.loss_mask.sum()), s.advantages[-1]) for s in batch if s.ticket == batch[0].ticket}

@@ -30,7 +30,7 @@ from paceline.engine import Completion
 from paceline.envs import Environment, Outcome
 from paceline.observe.monitor import RunPlan, RunRecorder, read_jsonl
 from paceline.orchestrator import Checkpoints, Gate, Orchestrator, OrchestratorParts, build_train_envs
-from paceline.orchestrator.buffered import read_held
+from paceline.orchestrator.buffered import read_groups
 from paceline.rollout import Group, SamplingClient
 from paceline.simulate.engine import VirtualClock, VirtualLoop
 from paceline.trainer import StepReport
@@ -224,7 +224,7 @@ class Life(RuleBasedStateMachine):
         self.settle()
 
     def settle(self) -> None:
-        """Until everybody waits for somebody."""
+        """Until every task waits for another."""
 
         async def turns() -> None:
             for _ in range(60):
@@ -297,7 +297,7 @@ class Life(RuleBasedStateMachine):
         if not self.alive:
             return
         assert 0 <= gate.running <= gate.max_inflight
-        assert gate.accepted + gate.running <= (gate.staleness + gate.version + 1) * batch + self.config.extra
+        assert gate.accepted + gate.running <= (gate.staleness + gate.version + 1) * batch + self.config.extra_rollouts
         assert gate.running == GROUP * ledger.count(State.IN_FLIGHT)
         in_hand = ledger.count(State.BUFFERED) - len(buffer)
         ahead = sum(group.places for group in [*buffer.groups(), *self.conductor._dispatcher._replays])
@@ -376,7 +376,7 @@ TestLife.settings = settings(max_examples=20, stateful_step_count=60, deadline=N
 
 def test_over_thousands_of_schedules_the_gate_alone_keeps_within_the_limit():
     """Trained in the order they started, whatever finishes first, fails or is given back: no rollout is trained more
-    than S versions after it started, though nobody looks at its age."""
+    than S versions after it started, though no code looks at its age."""
     oldest = 0
     for seed in range(3000):
         dice = random.Random(seed)
@@ -398,7 +398,7 @@ def test_over_thousands_of_schedules_the_gate_alone_keeps_within_the_limit():
                     gate.reject(size)
                 case "give back" if len(running) < len(queue):
                     queue.remove(dice.choice([entry for entry in queue if entry[1]]))
-                    gate.give_back(size)
+                    gate.release(size)
                 case "train":
                     ready = [entry for entry, _ in zip(queue, range(batch // size), strict=False)]
                     if len(ready) * size == batch and all(finished for _, finished in ready):
@@ -432,11 +432,11 @@ def test_what_is_half_removed_is_no_checkpoint_and_nothing_names_it(tmp_path, mo
     for step in (1, 2, 3):
         asyncio.run(store.save(step, f'{{"step": {step}}}', write))
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
-    store.forget_after(1)
+    store.delete_after(1)
     assert [path.name for path in store.all()] == ["step-000001"]
     assert (tmp_path / "latest").readlink() == Path("step-000001")
     monkeypatch.undo()
-    store.forget_after(1)
+    store.delete_after(1)
     assert {path.name for path in tmp_path.iterdir()} == {"step-000001", "latest"}
 
 
@@ -447,7 +447,7 @@ def test_a_run_file_may_change_between_two_lives(tmp_path, changed):
     """What no longer fits is played again or dropped as stale; all is counted once, and nothing old trains."""
     plain = {"staleness": 3, "filters": FiltersConfig(zero_advantage=False), "checkpoint": CheckpointConfig(every=1)}
     conduct(tmp_path, CoinFlips(), steps=9, **plain)
-    kept = next(path for path in sorted((tmp_path / "ckpt").glob("step-*")) if len(read_held(path).buffered) > 2)
+    kept = next(path for path in sorted((tmp_path / "ckpt").glob("step-*")) if len(read_groups(path).buffered) > 2)
     books = json.loads((kept / "state.json").read_text())
     after = plain | changed | {"checkpoint": CheckpointConfig(every=0)}
     trainer, log, conductor = conduct(tmp_path, CoinFlips(), steps=books["step"] + 6, resume=str(kept), **after)

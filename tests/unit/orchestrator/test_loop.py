@@ -20,8 +20,8 @@ from paceline.orchestrator import (
     Gate,
     RunStopped,
 )
-from paceline.orchestrator.evaluation import pass_at
-from paceline.orchestrator.gate import fresh_enough, staleness
+from paceline.orchestrator.evaluation import pass_at_k
+from paceline.orchestrator.gate import mask_stale_tokens, staleness
 from scripted_run import CoinFlips, conduct, states
 
 
@@ -159,7 +159,7 @@ def test_the_gate_never_lets_in_too_much(data):
         elif action == "reject" and gate.running:
             gate.reject(data.draw(st.integers(1, gate.running)))
         elif action == "give_back" and gate.accepted > gate.version * batch:
-            gate.give_back(data.draw(st.integers(1, gate.accepted - gate.version * batch)))
+            gate.release(data.draw(st.integers(1, gate.accepted - gate.version * batch)))
         elif action == "publish" and gate.accepted >= (gate.version + 1) * batch:
             gate.publish(gate.version + 1)
         assert 0 <= gate.running <= gate.max_inflight
@@ -173,20 +173,20 @@ def test_the_gate_never_lets_in_too_much(data):
 def test_the_breaker_opens_on_a_row_or_on_half_of_a_window():
     row = Breaker(BreakerConfig(consecutive=3, window=100))
     for _ in range(10):
-        row.failure("a")
-        row.failure("b")
-        row.success()
-    row.failure("c")
-    row.failure("d")
+        row.record_failure("a")
+        row.record_failure("b")
+        row.record_success()
+    row.record_failure("c")
+    row.record_failure("d")
     with pytest.raises(RunStopped, match="3 rollouts failed in a row; the first cause: a"):
-        row.failure("e")
+        row.record_failure("e")
     half = Breaker(BreakerConfig(consecutive=100, window=10))
     for _ in range(4):
-        half.failure("flaky")
-        half.success()
-    half.success()
+        half.record_failure("flaky")
+        half.record_success()
+    half.record_success()
     with pytest.raises(RunStopped, match="5 of the last 10"):
-        half.failure("flaky")
+        half.record_failure("flaky")
 
 
 def _aged(versions: list[int]) -> Sample:
@@ -204,13 +204,13 @@ def _aged(versions: list[int]) -> Sample:
 def test_staleness_counts_from_the_oldest_trained_token():
     sample = _aged([-1, 3, 5, -1, 4])
     assert staleness(sample, 6) == 3
-    assert fresh_enough(sample, 6, 3, "drop") is sample
-    assert fresh_enough(sample, 6, 2, "drop") is None
-    assert fresh_enough(sample, 6, 2, "keep") is sample
-    masked = fresh_enough(sample, 6, 2, "mask")
+    assert mask_stale_tokens(sample, 6, 3, "drop") is sample
+    assert mask_stale_tokens(sample, 6, 2, "drop") is None
+    assert mask_stale_tokens(sample, 6, 2, "keep") is sample
+    masked = mask_stale_tokens(sample, 6, 2, "mask")
     assert masked.rl.tolist() == [0, 0, 1, 0, 1]
     assert staleness(masked, 6) == 2
-    assert fresh_enough(sample, 9, 2, "mask") is None
+    assert mask_stale_tokens(sample, 9, 2, "mask") is None
     assert staleness(sample.with_streams(logprobs=None), 100) == 0
 
 
@@ -241,7 +241,7 @@ def test_checkpoints_appear_whole_and_old_ones_go(tmp_path):
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").symlink_to("step-000009")
     assert store.find("latest")[1]["step"] == 3
-    store.forget_after(2)
+    store.delete_after(2)
     assert [path.name for path in store.all()] == ["step-000002"]
     with pytest.raises(CheckpointError, match="no checkpoint at"):
         store.find(str(tmp_path / "nowhere"))
@@ -254,7 +254,7 @@ def test_pass_at_k_is_the_chance_of_a_hit(n, data):
     correct, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     picks = list(combinations(range(n), k))
     hits = sum(any(i < correct for i in pick) for pick in picks)
-    assert pass_at(n, correct, k) == pytest.approx(hits / len(picks))
+    assert pass_at_k(n, correct, k) == pytest.approx(hits / len(picks))
 
 
 class SelfCancelling(CoinFlips):
@@ -268,7 +268,7 @@ class SelfCancelling(CoinFlips):
 class Misshapen(CoinFlips):
     async def play(self, example, seats):
         await seats["policy"].complete([0, 1])
-        return Outcome({"somebody else": 1.0})
+        return Outcome({"another actor": 1.0})
 
 
 @pytest.mark.parametrize(("environment", "cause"), [(SelfCancelling(), "was cancelled"), (Misshapen(), "policy")])

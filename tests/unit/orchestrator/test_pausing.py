@@ -34,7 +34,7 @@ def notes(run) -> list[str]:
     return [event["text"] for event in run.events() if event["event"] == "note" and "drawn from" in event["text"]]
 
 
-def test_one_environment_rests_the_other_goes_on_and_nobody_catches_up(tmp_path):
+def test_one_environment_rests_the_other_goes_on_and_neither_catches_up(tmp_path):
     cut, free = ReverseTextConfig(name="cut", pause=["truncation"]), ReverseTextConfig(name="free")
     result = session.train(config(tmp_path, cut, free))
     assert result.outcome.status == "finished"
@@ -55,7 +55,7 @@ def test_one_environment_rests_the_other_goes_on_and_nobody_catches_up(tmp_path)
 
 
 def test_the_only_environment_is_not_paused_to_death(tmp_path):
-    """The run stops with a sentence and a checkpoint, and goes on once somebody says so."""
+    """The run stops with a sentence and a checkpoint, and goes on once the user says so."""
     only = ReverseTextConfig(name="only")
     result = session.train(config(tmp_path, only, advice=AdviceConfig(steps=REST, interval=1, pause=["truncation"])))
     outcome = result.outcome

@@ -1,4 +1,4 @@
-"""Replay's laws: recent groups train once more, within the staleness limit and at nobody's expense."""
+"""Replay's laws: recent groups train once more, within the staleness limit and without displacing fresh groups."""
 
 import json
 from collections import Counter, deque
@@ -14,7 +14,7 @@ from paceline.config import BreakerConfig, CheckpointConfig, ConfigWarning, Filt
 from paceline.config.env import CustomEnvConfig
 from paceline.data import Cursor, Ledger, LedgerError, Sample, State, Ticket
 from paceline.orchestrator import Checkpoints, Gate, RunStopped
-from paceline.orchestrator.buffered import read_held
+from paceline.orchestrator.buffered import read_groups
 from paceline.orchestrator.dispatcher import Dispatcher
 from paceline.orchestrator.train_env import Replay as Memory
 from paceline.orchestrator.train_env import ReplayedGroup
@@ -116,7 +116,7 @@ def test_the_gate_keeps_places_for_replay_and_no_fresh_rollout_waits_too_long(da
     queue: deque[int] = deque()
     for version in range(total or 12):
         gate.publish(version)
-        assert gate.replayable == reserve
+        assert gate.replay_capacity == reserve
         replayed = data.draw(st.integers(0, reserve))
         gate.replay(replayed)
         fresh = data.draw(st.integers(0, gate.capacity))
@@ -128,7 +128,7 @@ def test_the_gate_keeps_places_for_replay_and_no_fresh_rollout_waits_too_long(da
             assert version - queue.popleft() <= staleness
     assert not (total and queue)
     with pytest.raises(RuntimeError, match="room to replay"):
-        gate.replay(gate.replayable + 1)
+        gate.replay(gate.replay_capacity + 1)
 
 
 def test_a_step_reports_what_led_to_its_fresh_groups(tmp_path, monkeypatch):
@@ -151,7 +151,7 @@ def test_a_step_reports_what_led_to_its_fresh_groups(tmp_path, monkeypatch):
 def test_a_replayed_group_is_the_group_that_trained(tmp_path, monkeypatch):
     """The same tokens, weights and credit under another ticket; neither the algorithm nor the curriculum sees it."""
     credited, learned = [], []
-    algorithm = conduct(tmp_path / "any", CoinFlips(), steps=1)[2]._p.envs["coins"].algorithm
+    algorithm = conduct(tmp_path / "any", CoinFlips(), steps=1)[2]._parts.envs["coins"].algorithm
     assign, learn = type(algorithm).assign, Cursor.update
     monkeypatch.setattr(type(algorithm), "assign", lambda self, g: credited.append(g.ticket.number) or assign(self, g))
     monkeypatch.setattr(Cursor, "update", lambda self, row, rewards: learned.append(row) or learn(self, row, rewards))
@@ -275,7 +275,7 @@ def died_and_resumed(tmp_path, after: int) -> int:
     assert set(trained + dropped) == waiting | set(range(books["drawn"], conductor._ledger.drawn))
     assert conductor._ledger.trained == 20 * 4
     assert conductor._ledger.replayed == books["replayed"] + len(again)
-    chosen = [group.ticket.number for group in read_held(path).chosen]
+    chosen = [group.ticket.number for group in read_groups(path).chosen]
     first = [r["number"] for r in log.records if r["state"] == "trained" and r["step"] == kept["step"] + 1]
     assert [again[number] for number in first if number in again] == chosen
     return len(chosen)
@@ -330,7 +330,7 @@ def test_the_memory_offers_the_newest_groups_that_are_young_enough():
     assert offered(6, 0) == []
     group = memory.choose(6, 2)[0]
     for number, left in ((9, [4, 3, 1]), (10, [3, 1])):
-        again = memory.again(group, number)
+        again = memory.reissue(group, number)
         assert (again.ticket.number, again.first, again.places) == (number, group.ticket, 2)
         again.rollouts[0].samples.clear()
         memory.remember([again])  # what it is remembered by is its first ticket
@@ -367,7 +367,7 @@ def test_replayed_groups_are_groups():
     group = remembered(0, 0)
     memory = Memory(ReplayConfig(share=0.5), staleness=1)
     memory.remember([group])
-    again = memory.again(group, 7)
+    again = memory.reissue(group, 7)
     assert isinstance(again, ReplayedGroup)
     assert isinstance(again, Group)
     assert {rollout.ticket.number for rollout in again.rollouts} == {s.ticket.number for s in again.samples()} == {7}

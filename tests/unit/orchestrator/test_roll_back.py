@@ -99,7 +99,7 @@ def test_going_back_again_and_again_ends_with_the_first_cause(tmp_path, monkeypa
     failed = broken_at(monkeypatch, step=4, times=10**6, how=gone)
     result = session.train(configured(tmp_path))
     assert result.outcome.status == "failed"
-    assert len(failed) == session.MOST_RETURNS + 1
+    assert len(failed) == session.MAX_ROLL_BACKS + 1
     message = result.outcome.message
     assert message.endswith("8 times in a row; the first cause: the trainer's process ended and was started again")
     assert "step-000002" in message

@@ -21,7 +21,7 @@ from paceline.config.run import ConfigWarning
 from paceline.errors import PacelineError
 from paceline.planner import found, parse, predict, with_memory
 from paceline.planner.memory import layout_of, memory
-from paceline.planner.plan import applied
+from paceline.planner.plan import with_overrides
 from paceline.planner.shape import ModelShape, read_shape, shape_of
 from paceline.planner.speed import Speeds, ways
 from paceline.planner.work import Work, assumed
@@ -72,7 +72,7 @@ def speeds(config: RunConfig, shape: ModelShape, hardware) -> Speeds:
 def test_known_models_have_their_known_numbers_of_parameters():
     assert SMALL.parameters == 494_032_768
     assert LARGER.parameters == 1_543_714_304
-    assert SMALL.kv == 2 * 24 * 2 * 64
+    assert SMALL.kv_elements == 2 * 24 * 2 * 64
 
 
 def test_the_package_model_is_counted_as_torch_counts_it():
@@ -100,7 +100,7 @@ def test_experts_count_in_memory_and_only_active_ones_in_work():
     mixed = read_shape(table | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128})
     grown = 7 * 2 * 3 * 64 * 128 + 2 * 64 * 8
     assert mixed.parameters - dense.parameters == grown
-    assert mixed.multiplied - dense.multiplied == 2 * 3 * 64 * 128 + 2 * 64 * 8
+    assert mixed.active_parameters - dense.active_parameters == 2 * 3 * 64 * 128 + 2 * 64 * 8
 
 
 def test_a_model_that_is_not_here_is_named(tmp_path, monkeypatch):
@@ -120,8 +120,8 @@ def test_static_state_by_hand(shape):
     by_hand |= {"trainer gradients": 4, "trainer fresh gradients": 2}
     for name, each in by_hand.items():
         assert parts[name] == each * shape.parameters, name
-    page = 16 * shape.kv * 2
-    assert parts["KV pages"] == pytest.approx(min(24 * 2**30, 256 * 2048 * shape.kv * 2), abs=2 * page)
+    page = 16 * shape.kv_elements * 2
+    assert parts["KV pages"] == pytest.approx(min(24 * 2**30, 256 * 2048 * shape.kv_elements * 2), abs=2 * page)
 
 
 @given(
@@ -157,7 +157,7 @@ def test_a_place_holds_the_sum_of_its_parts_and_savings_save(lora, offload, chec
         assert place.used == pytest.approx(math.fsum(place.parts.values()))
         assert all(size >= 0 for size in place.parts.values())
     assert any(place.name == "host" for place in there.places) == offload
-    thrifty = look(applied(config, {"trainer.gradient_checkpointing": True}), LARGER, parse("h200x2"))
+    thrifty = look(with_overrides(config, {"trainer.gradient_checkpointing": True}), LARGER, parse("h200x2"))
     assert max(p.used for p in thrifty.places) <= max(p.used for p in there.places)
 
 
@@ -181,7 +181,7 @@ def test_advice_that_is_followed_makes_the_run_fit(gigabytes, count, shape, dtyp
     plan = predict(config, hardware, WORK, shape)
     assert bool(plan.advice) != plan.memory.fits
     for advice in plan.advice:
-        after = look(applied(config, advice.overrides), shape, hardware)
+        after = look(with_overrides(config, advice.overrides), shape, hardware)
         assert after.fits == advice.enough, advice.sentence
 
 
@@ -344,7 +344,7 @@ def test_a_run_keeps_its_plan_and_is_compared_with_it(here, tmp_path):
         print(f"{what}: planned {line['planned']:.3g}, measured {line['measured']:.3g}, {line['informed_ratio']:.2f}")
 
 
-def test_lengths_are_halved_only_where_nobody_says():
+def test_lengths_are_halved_only_where_none_is_given():
     work = assumed(run_file(), SMALL)
     assert (work.prompt, work.reply, work.assumed) == (128, 256, True)
     assert assumed(run_file(), SMALL, 50, 100).trained_tokens == 256 * 150
@@ -413,7 +413,9 @@ def test_an_evaluation_is_planned_by_its_episodes():
 
 
 def test_a_mac_with_more_memory_takes_larger_micro_batches_and_a_packed_base_leaves_room_for_them():
-    lora = applied(run_file(), {"model.dtype": "bfloat16", "model.lora": {"rank": 16}, "engine.max_context": 2048})
+    lora = with_overrides(
+        run_file(), {"model.dtype": "bfloat16", "model.lora": {"rank": 16}, "engine.max_context": 2048}
+    )
 
     def budget(gigabytes: int, shape: ModelShape) -> int:
         plan = predict(lora, parse(f"mac{gigabytes}"), WORK, shape)

@@ -11,10 +11,10 @@ import yaml
 
 import paceline
 from docs_blocks import PAGES, ROOT, blocks, command_lines
-from paceline.commands import the_commands
+from paceline.commands import command_parsers
 from paceline.commands.commands import COMMANDS
 from paceline.config import RunConfig
-from paceline.config.keys import key_spots
+from paceline.config.keys import key_nodes
 
 LANGUAGES = {"bash", "python", "toml", "json", "js", "text"}
 
@@ -57,7 +57,7 @@ def test_toml_is_part_of_a_run_file(block):
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=str)
 def test_commands_exist_and_take_these_arguments(block):
-    commands = the_commands()
+    commands = command_parsers()
     targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for words in command_lines(block):
@@ -69,7 +69,7 @@ def test_commands_exist_and_take_these_arguments(block):
                 if known.command == "ab":
                     keys = [re.sub(r"^[ab]\.", "", key) for key in keys]
                 assert not flags or COMMANDS[known.command].keys
-                assert [key for key in keys if not key_spots(key) and not key_spots(f"env.0.{key}")] == []
+                assert [key for key in keys if not key_nodes(key) and not key_nodes(f"env.0.{key}")] == []
             case ["make", target, *_]:
                 assert target in targets
             case ["python" | "python3", file, *_] if file.endswith(".py"):
@@ -123,7 +123,7 @@ def test_keys_of_other_libraries_are_translated_to_keys_that_exist():
     ours = [row.split("|")[2] for row in re.findall(r"(?m)^\|.*\|$", page)]
     keys = [key for cell in ours for key in re.findall(r"`((?:[a-z_]+\.)+[a-z_]+)[^`]*`", cell) if "algo" not in key]
     assert len(keys) > 25
-    assert [key for key in keys if not key_spots(key) and not (ROOT / "docs" / key).is_file()] == []
+    assert [key for key in keys if not key_nodes(key) and not (ROOT / "docs" / key).is_file()] == []
     trl = pytest.importorskip("trl")
     fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
     [shown] = re.findall(r"GRPOConfig\((.*?)\n\)", page, re.DOTALL)

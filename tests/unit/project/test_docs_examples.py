@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.clients.tools import ToolReader
+from paceline.clients.tools import ToolParser
 from paceline.config.env import ModuleEnvConfig
 from paceline.config.trainer import CustomLossConfig
 from paceline.envs import POLICY
@@ -47,7 +47,7 @@ def test_a_tool_call_has_the_shape_that_is_shown():
     (line,) = re.findall(r'^(\{"id": "call_.*)$', (DOCS / "environments.md").read_text(), re.MULTILINE)
     shown = json.loads(line)
     said = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    reader = ToolReader(["add"])
+    reader = ToolParser(["add"])
     heard = reader.feed(said)[1] + reader.flush()[1]
     assert [call.as_dict() | {"id": ""} for call in heard] == [shown | {"id": ""}]
     assert json.loads(shown["function"]["arguments"]) == {"a": 1, "b": 2}

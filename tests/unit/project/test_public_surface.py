@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.commands import the_commands
+from paceline.commands import command_parsers
 from paceline.config.keys import tables
 from paceline.runtime import selfplay
 from paceline.server.app import ROUTES
@@ -35,7 +35,7 @@ def surface() -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    for name, parser in the_commands().parsers.items():
+    for name, parser in command_parsers().parsers.items():
         for action in parser._actions:
             if action.help != argparse.SUPPRESS:
                 spelled = ", ".join(action.option_strings) or action.dest.upper()

@@ -16,7 +16,7 @@ from paceline.commands.play import PlayOptions
 from paceline.commands.rollouts import RolloutOptions
 from paceline.config import ConfigError, RunConfig, load
 from paceline.config.run import RecordingConfig
-from paceline.config.secret import in_address, secrets_in
+from paceline.config.secret import address_secret, secrets_in
 from paceline.config.serve import ServeConfig, is_loopback
 from paceline.envs.base import POLICY
 from paceline.envs.search.server import SearchOptions, load_options
@@ -103,7 +103,7 @@ def test_nothing_unpickles_opens_a_shell_or_runs_text():
         "AutoModel.from_pretrained(name, trust_remote_code=True)",
     ],
 )
-def test_whoever_looks_for_that_finds_it(line):
+def test_each_offence_is_found(line):
     assert offences(ast.parse(line), sandbox=False)
 
 
@@ -191,7 +191,7 @@ def test_a_key_by_its_name_is_refused_wherever_it_stands():
     }
     assert RunConfig(env=[env | {"kwargs": harmless}])
     assert list(secrets_in(RunConfig().model_dump())) == []
-    assert in_address("train@hub/name") is in_address("mail me@home: http://host") is None
+    assert address_secret("train@hub/name") is address_secret("mail me@home: http://host") is None
 
 
 def kwargs(**entries) -> list[str]:
@@ -234,8 +234,8 @@ def test_addresses_of_every_kind():
         "http://host?key=train&x=1",
         "http://host?api_key=EMPTY",
     ]
-    assert [address for address in secret if in_address(address) is None] == []
-    assert [address for address in harmless if in_address(address)] == []
+    assert [address for address in secret if address_secret(address) is None] == []
+    assert [address for address in harmless if address_secret(address)] == []
 
 
 def test_whatever_holds_a_key_does_not_show_it():
@@ -265,7 +265,7 @@ async def play(row, seat, url):
 
 
 class Parrot(BaseHTTPRequestHandler):
-    """Refuses whoever comes, and says their key aloud."""
+    """Refuses every client, and repeats their key in the answer."""
 
     def do_POST(self) -> None:
         self.send_response(401)

@@ -18,13 +18,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from conftest import ENDS
-from paceline.clients.tools import for_template, with_calls_as_text
+from paceline.clients.tools import inline_tool_calls, template_message
 from paceline.data import Ticket
 from paceline.rollout import Renderer, RenderError, Rollout, Turn, assemble
 from paceline.rollout import render as pieces
 from paceline.rollout import render as sandbox
-from paceline.rollout.history import LONGEST_KNOWN, meaning
-from paceline.rollout.render import ENTRY, SHORTEST, Recent
+from paceline.rollout.history import MAX_CACHED_CALL_CHARS, canonical_text
+from paceline.rollout.render import ENTRY_OVERHEAD, MIN_PIECE_CHARS, LruCache
 
 TICKET = Ticket(4, "maze", 0, 4, 1)
 TOKENS = st.lists(st.integers(0, 3), max_size=3)  # few ids, so that prompts agree by chance as well
@@ -284,7 +284,7 @@ def pieces_of(tokenizer) -> list[str]:
         "'s",
         "12",
     ]
-    return [*added, *halves, *plain, "x" * SHORTEST, "a few words, " * 3]
+    return [*added, *halves, *plain, "x" * MIN_PIECE_CHARS, "a few words, " * 3]
 
 
 @settings(max_examples=30, deadline=None)
@@ -335,10 +335,10 @@ MAKES = {
 
 @pytest.mark.parametrize("make", MAKES)
 def test_and_so_it_has_whatever_the_tokenizer_is_like(make, monkeypatch):
-    monkeypatch.setattr(pieces, "SHORTEST", 1)
+    monkeypatch.setattr(pieces, "MIN_PIECE_CHARS", 1)
     tokenizer, rng = MAKES[make], random.Random(0)
     parts = ["<a>", "<b>", "<A>", "<B>", "so", "it", " ", "  ", "\n", "a><", "x"]
-    cut = pieces.Pieces(tokenizer)
+    cut = pieces.CachedEncoder(tokenizer)
     for _ in range(300):
         text = "".join(rng.choices(parts, k=rng.randint(0, 8)))
         assert cut.encode(text) == tokenizer.encode(text, add_special_tokens=False), text
@@ -347,8 +347,8 @@ def test_and_so_it_has_whatever_the_tokenizer_is_like(make, monkeypatch):
 def test_pieces_are_tokenised_once(load):
     """A conversation that is rendered anew costs only what is new in it."""
     tokenizer = load("quickstart")
-    cut, seen = pieces.Pieces(tokenizer), []
-    whole, cut._whole = cut._whole, lambda text: seen.append(text) or whole(text)
+    cut, seen = pieces.CachedEncoder(tokenizer), []
+    whole, cut._tokenize = cut._tokenize, lambda text: seen.append(text) or whole(text)
     parts = [f"<|user|>{i} and so on, for as long as it takes<|end|>" for i in range(4)]
     for count in (1, 2, 3, 4, 4):
         cut.encode("".join(parts[:count]))
@@ -357,12 +357,12 @@ def test_pieces_are_tokenised_once(load):
 
 
 def test_what_is_remembered_is_bounded():
-    rng, recent = random.Random(0), Recent(10 * ENTRY)
+    rng, recent = random.Random(0), LruCache(10 * ENTRY_OVERHEAD)
     for i in range(500):
-        weight = rng.randrange(12 * ENTRY)
+        weight = rng.randrange(12 * ENTRY_OVERHEAD)
         recent.put(f"{i}", i, weight)
-        assert recent.get(f"{i}") == (i if weight <= 9 * ENTRY else None)
-        assert sum(weight for _, weight in recent._kept.values()) == recent._weight <= 10 * ENTRY
+        assert recent.get(f"{i}") == (i if weight <= 9 * ENTRY_OVERHEAD else None)
+        assert sum(weight for _, weight in recent._entries.values()) == recent._weight <= 10 * ENTRY_OVERHEAD
 
 
 VALUES = st.recursive(
@@ -392,9 +392,9 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 def test_the_template_writes_what_transformers_has_it_write(scribe, messages, tools, reply):
     template = scribe.renderer._template
     try:
-        given = [for_template(message) for message in messages]
-        most = template._most_calls
-        given = [with_calls_as_text(m) if min(len(m.get("tool_calls", ())), 2) > most else m for m in given]
+        given = [template_message(message) for message in messages]
+        most = template._max_calls
+        given = [inline_tool_calls(m) if min(len(m.get("tool_calls", ())), 2) > most else m for m in given]
         theirs = scribe.tokenizer.apply_chat_template(given, tools=tools, tokenize=False, add_generation_prompt=reply)
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError):
         with pytest.raises(RenderError):
@@ -439,8 +439,8 @@ def test_the_template_writes_what_transformers_has_it_write(scribe, messages, to
 def test_the_sandbox_allows_and_forbids_what_jinjas_does(quickstart, source):
     quickstart.chat_template = source
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a b"}]
-    ours = sandbox.compiled(source)
-    assert isinstance(ours.environment, sandbox.Sandbox)
+    ours = sandbox.compile_template(source)
+    assert isinstance(ours.environment, sandbox.TemplateSandbox)
     assert outcome(lambda: ours.render(messages=messages, tools=None, **quickstart.special_tokens_map)) == outcome(
         lambda: quickstart.apply_chat_template(messages, tokenize=False)
     )
@@ -462,7 +462,9 @@ def outcome(write) -> str | tuple[type, str]:
 def test_nor_does_it_hand_out_what_a_namespace_hides():
     """Transformers has namespaces of its own, which take no such names; jinja's do."""
     source = "{% set ns = namespace(_a=1, b='x') %}{{ ns.b }}{{ ns._a }}{{ ns._a + 1 }}"
-    outcomes = [outcome(kind().from_string(source).render) for kind in (sandbox.Sandbox, ImmutableSandboxedEnvironment)]
+    outcomes = [
+        outcome(kind().from_string(source).render) for kind in (sandbox.TemplateSandbox, ImmutableSandboxedEnvironment)
+    ]
     assert outcomes[0] == outcomes[1]
 
 
@@ -470,7 +472,9 @@ def test_numbers_and_truths_that_are_equal_do_not_say_the_same():
     def call(arguments) -> dict:
         return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
-    said = [meaning(call(arguments)) for arguments in ({"a": 1}, {"a": True}, {"a": 1.0}, {"a": "1"}, '{"a": ', "{}")]
+    said = [
+        canonical_text(call(arguments)) for arguments in ({"a": 1}, {"a": True}, {"a": 1.0}, {"a": "1"}, '{"a": ', "{}")
+    ]
     assert len(set(said)) == len(said)
-    for text in ('{"a":1}', ' {"a" : 1}', '{"a": 1}' + " " * 2 * LONGEST_KNOWN):
-        assert meaning(call(text)) == said[0]
+    for text in ('{"a":1}', ' {"a" : 1}', '{"a": 1}' + " " * 2 * MAX_CACHED_CALL_CHARS):
+        assert canonical_text(call(text)) == said[0]

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from paceline.rollout import RecordingServer
-from paceline.rollout.recording import reachable
+from paceline.rollout.recording import reachable_host
 
 
 def has(host: str) -> bool:
@@ -24,7 +24,7 @@ async def told(*args) -> tuple[str, int]:
     """The host of a seat's address, and what is answered there: 200, for the seat is still taken."""
     recorder = RecordingServer(*args)
     try:
-        url = await recorder.address("somebody")
+        url = await recorder.address("actor")
         async with httpx.AsyncClient(timeout=60) as client:
             answer = await client.get(f"{url}/models")
         return urlsplit(url).hostname or "", answer.status_code
@@ -39,7 +39,7 @@ def test_the_address_agents_are_told_answers(host):
     seen, status = asyncio.run(told(host))
     assert status == 200
     assert seen not in ("0.0.0.0", "::", "")
-    assert seen == reachable(host)
+    assert seen == reachable_host(host)
     if host in ("127.0.0.1", "::1", "localhost"):
         assert seen == host
 
@@ -53,5 +53,5 @@ def test_without_a_network_everywhere_is_reached_at_home(monkeypatch):
         raise OSError("network is unreachable")
 
     monkeypatch.setattr(socket.socket, "connect", unreachable)
-    assert [reachable(host) for host in ("0.0.0.0", "", "::")] == ["127.0.0.1", "127.0.0.1", "::1"]
-    assert reachable("box.example") == "box.example"
+    assert [reachable_host(host) for host in ("0.0.0.0", "", "::")] == ["127.0.0.1", "127.0.0.1", "::1"]
+    assert reachable_host("box.example") == "box.example"

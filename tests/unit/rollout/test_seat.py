@@ -17,7 +17,7 @@ from paceline.clients import Pool
 from paceline.config.inference import SamplingConfig
 from paceline.data import Ticket
 from paceline.engine import Completion, GenerateRequest
-from paceline.rollout import Renderer, Rollout, SamplingClient, Seat, SeatLeft, SessionMap, Turn, assemble
+from paceline.rollout import Renderer, Rollout, SamplingClient, Seat, SeatClosed, SessionMap, Turn, assemble
 
 TICKET = Ticket(7, "talk", 0, 7, 2)
 TOOLS = [
@@ -333,7 +333,7 @@ def talk_of(family: Family, *texts: str, tools=None, ends=None):
     return seat, engine, messages
 
 
-def test_nobody_can_change_what_was_said(family):
+def test_recorded_messages_cannot_be_changed(family):
     """Neither through the messages that were handed in nor through those handed out."""
     part = {"type": "text", "text": "1 + 2?"}
     seat, engine, _ = talk_of(family)
@@ -383,7 +383,7 @@ def test_a_token_that_stops_a_turn_within_its_text_stays_there_once(family):
         '{"name": "add", "arguments": "\\ud83d"}',
     ],
 )
-def test_a_call_nobody_can_read_is_text(load, call):
+def test_an_unreadable_call_is_text(load, call):
     """Python reads no number of that length, and half a character is none."""
     family = Family("qwen2_5", load("qwen2_5"))
     text = f"<tool_call>{call}</tool_call>"
@@ -419,9 +419,9 @@ def test_nothing_is_said_once_the_episode_is_over(load):
         speaking = asyncio.ensure_future(seat.chat(ASK))
         await asyncio.sleep(0)
         seat.leave()
-        with pytest.raises(SeatLeft, match="while the policy was speaking"):
+        with pytest.raises(SeatClosed, match="while the policy was speaking"):
             await speaking
-        with pytest.raises(SeatLeft, match="takes no more calls"):
+        with pytest.raises(SeatClosed, match="takes no more calls"):
             await seat.chat(ASK)
 
     asyncio.run(leave_while_speaking())
@@ -439,5 +439,5 @@ def test_a_table_keeps_every_seat_it_was_asked_for(load):
     assert table["solver"].parent == ""
     assert all(table[name].parent == "solver" for name in names)
     table.leave()
-    with pytest.raises(SeatLeft):
+    with pytest.raises(SeatClosed):
         table.open("solver")

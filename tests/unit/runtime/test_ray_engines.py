@@ -2,12 +2,12 @@
 
 import asyncio
 
-from paceline.runtime.ray.engines import Pace
+from paceline.runtime.ray.engines import CallThrottle
 
 
 async def crowd(size: int, each_turn: int, leave: frozenset[int] = frozenset()) -> tuple[list[int], list[int]]:
     """Who passed, in order, and how many passed between two turns of the loop."""
-    pace, passed, between = Pace(each_turn), [], [0]
+    pace, passed, between = CallThrottle(each_turn), [], [0]
     done = asyncio.Event()
 
     async def one(number: int) -> None:
@@ -38,7 +38,7 @@ def test_a_crowd_passes_in_order_and_a_few_at_a_time():
     assert sum(1 for n in between if n) >= 100 // 16
 
 
-def test_who_leaves_takes_nobody_s_turn():
+def test_a_request_that_leaves_takes_no_other_turn():
     gone = frozenset(range(20, 60))
     passed, _ = asyncio.run(crowd(100, 8, gone))
     assert passed == [number for number in range(100) if number not in gone]
@@ -46,7 +46,7 @@ def test_who_leaves_takes_nobody_s_turn():
 
 def test_one_alone_does_not_wait():
     async def alone() -> None:
-        pace = Pace(2)
+        pace = CallThrottle(2)
         for _ in range(3):
             turn = pace.turn()
             try:
@@ -60,8 +60,8 @@ def test_one_alone_does_not_wait():
     asyncio.run(alone())
 
 
-def test_an_event_loop_that_ended_early_holds_nobody_up():
-    pace = Pace(1)
+def test_an_event_loop_that_ended_early_delays_no_other():
+    pace = CallThrottle(1)
 
     async def leave() -> None:
         await pace.turn()

@@ -1,4 +1,4 @@
-"""Logprob workers: the trainer's numbers, full packs, and nobody waits behind a long question for ever."""
+"""Logprob workers: the trainer's numbers, full packs, and no request waits forever behind a long one."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ import torch
 from conftest import VOCABULARY, tiny_model
 from paceline.errors import EngineError, RequestError
 from paceline.runtime.scorer import Scorer
-from paceline.trainer.batch import score
+from paceline.trainer.batch import score_samples
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_cancelled_questions_are_not_computed(scorer, monkeypatch):
     def slowly(*given):
         begun.set()
         assert cancelled.wait(60)
-        return score(*given)
+        return score_samples(*given)
 
     async def story() -> None:
         many = asyncio.ensure_future(scorer.score([[1] * 60] * 400))
@@ -112,13 +112,13 @@ def test_cancelled_questions_are_not_computed(scorer, monkeypatch):
         cancelled.set()
         await scorer.score([[1, 2, 3]])
 
-    monkeypatch.setattr("paceline.runtime.scorer.score", slowly)
+    monkeypatch.setattr("paceline.runtime.scorer.score_samples", slowly)
     asyncio.run(story())
     assert scorer.packs == 2, "the one under way, and the next question's"
 
 
-def test_a_failure_reaches_whoever_waits_and_whoever_asks_later(scorer, monkeypatch):
-    monkeypatch.setattr("paceline.runtime.scorer.score", lambda *_: 1 / 0)
+def test_a_failure_reaches_waiting_and_later_requests(scorer, monkeypatch):
+    monkeypatch.setattr("paceline.runtime.scorer.score_samples", lambda *_: 1 / 0)
     for _ in range(2):
         with pytest.raises(EngineError, match="division by zero"):
             asyncio.run(scorer.score([[1, 2]]))

@@ -19,7 +19,7 @@ from paceline.config.model import ModelConfig
 from paceline.data import Ticket
 from paceline.engine import Completion
 from paceline.model import load_tokenizer
-from paceline.orchestrator.episodes import finished
+from paceline.orchestrator.episodes import build_rollouts
 from paceline.rollout import Renderer, Rollout, SamplingClient, SessionMap, assemble
 from paceline.selfplay import (
     Actor,
@@ -84,7 +84,7 @@ def play(tokenizer):
         engine.outcome = outcome
         if outcome is None:
             return [], engine
-        rollouts = finished("arena", Ticket(0, "arena", 0, 0, 0), 0, table, outcome)
+        rollouts = build_rollouts("arena", Ticket(0, "arena", 0, 0, 0), 0, table, outcome)
         for rollout in rollouts:
             rollout.samples = assemble(rollout)
         return rollouts, engine
@@ -216,7 +216,7 @@ class Gossip(MultiTurnEpisode):
 
 @laws
 @given(st.integers(1, 9), st.integers(1, 3))
-def test_private_observations_reach_nobody_else_and_words_reach_all(play, turns, count):
+def test_private_observations_reach_no_other_seat_and_words_reach_all(play, turns, count):
     arena, episode = Arena(), Gossip(turns)
     names = ["ann", "bob", "cy"][:count]
     for name in names:
@@ -350,7 +350,7 @@ def test_an_actor_played_by_another_model_does_not_train(play):
     assert [request.model for request in engine.requests] == ["", "version-7"] * 2 + [""]
 
 
-def test_children_are_played_by_whoever_plays_the_actor_above_them(play):
+def test_children_are_played_by_the_player_of_their_parent_actor(play):
     request = EpisodeRequest("boss", Artifact(0), models={"child": "version-7"})
     rollouts, engine = play(company(), workers, request)
     asked = [(engine.tokenizer.decode(request.prompt_ids), request.model) for request in engine.requests]
@@ -557,7 +557,7 @@ def test_evaluation_leaves_no_trace(play):
 # --- what cannot be played
 
 
-def test_whoever_is_not_registered_is_named_with_those_who_are(play):
+def test_an_unregistered_name_is_reported_with_the_registered_ones(play):
     arena = company()
     known = "registered are `boss`, `task`; add it with add_episode"
     with pytest.raises(ArenaError, match=f"episode type `bos` is not registered in this arena: {known}"):

@@ -18,7 +18,7 @@ from paceline.config.inference import EngineConfig
 from paceline.engine import EmbeddedEngine, GenerateRequest
 from paceline.selfplay import Artifact, EpisodeRequest, EpisodeResult, League, Match
 from paceline.selfplay.league import draw_opponent
-from paceline.selfplay.payoff import SCALE, Payoff, draw_league, rate
+from paceline.selfplay.payoff import ELO_SCALE, Payoff, draw_league, rate
 from paceline.weights.update import Adapter, WeightUpdate
 
 GAMES = st.lists(
@@ -82,7 +82,7 @@ def test_a_state_brings_everything_back():
 def test_true_strengths_are_found_again():
     """Ten thousand simulated games: the ratings' differences are the truth's, and intervals shrink with games."""
     true = np.array([0.0, 60.0, 150.0, 400.0])
-    chance = 1 / (1 + np.exp((true[None, :] - true[:, None]) / SCALE))
+    chance = 1 / (1 + np.exp((true[None, :] - true[:, None]) / ELO_SCALE))
     rng = np.random.default_rng(3)
 
     def simulated(games: int) -> np.ndarray:
@@ -143,7 +143,7 @@ def test_intervals_tell_players_apart_and_not_from_nowhere():
     steps=st.integers(0, 40),
     busy=st.dictionaries(st.integers(0, 40), st.integers(1, 9)),
 )
-def test_a_league_keeps_the_first_version_never_more_than_its_size_and_nobody_who_plays_leaves(
+def test_a_league_keeps_the_first_version_never_more_than_its_size_and_no_player_leaves_in_play(
     size, every, steps, busy
 ):
     """`busy` says for how many versions some of them are in a game, from when they come."""
@@ -162,14 +162,14 @@ def test_a_league_keeps_the_first_version_never_more_than_its_size_and_nobody_wh
                 addresses[version] = address
                 if version in busy:
                     game = stack.enter_context(ExitStack())
-                    game.enter_context(league.playing(f"v{version}"))
+                    game.enter_context(league.pin(f"v{version}"))
                     games[version] = version + busy[version], game
             assert league.versions == sorted(addresses)
             assert len(league.versions) <= size
             assert league.versions[0] == 0
             if not games:
-                assert version // every == league.versions[-1] // every, "nobody who is due is passed over"
-    assert {league.address(name) for name in league.past} == set(addresses.values())
+                assert version // every == league.versions[-1] // every, "no version that is due is passed over"
+    assert {league.address(name) for name in league.version_names} == set(addresses.values())
     assert league.address(f"v{steps + 1}") is None
 
 
@@ -177,11 +177,11 @@ def draws(league: League, numbers=range(60)) -> list[Match | None]:
     return [league.draw(("x", "o"), number, random.Random(number)) for number in numbers]
 
 
-def test_whoever_must_leave_is_met_no_more_and_goes_when_its_games_are_over():
+def test_a_leaving_version_is_met_no_more_and_goes_when_its_games_are_over():
     league = League(config.LeagueConfig(size=2, every=4, mirror=0), "chess")
     league.admit(0)
     league.admit(4)
-    with league.playing("v4"):
+    with league.pin("v4"):
         assert {match.opponent for match in draws(league)} == {"v0", "v4"}
         assert league.admit(8) is None
         assert {match.opponent for match in draws(league)} == {"v0"}
@@ -193,11 +193,11 @@ def test_whoever_must_leave_is_met_no_more_and_goes_when_its_games_are_over():
     assert league.admit(12) is not None
 
 
-def test_nobody_meets_a_newcomer_before_it_has_arrived():
+def test_a_new_version_is_not_met_before_it_has_arrived():
     league = League(config.LeagueConfig(size=3, every=1, mirror=0), "chess")
     league.admit(0)
     league.admit(1)
-    with league.arriving(1):
+    with league.loading(1):
         assert {match.opponent for match in draws(league)} == {"v0"}
     assert {match.opponent for match in draws(league)} == {"v0", "v1"}
 
@@ -219,13 +219,13 @@ def test_a_league_that_was_larger_once_keeps_its_first_and_its_newest_and_goes_o
         before.admit(version)
     after.load(json.loads(json.dumps(before.state())))
     left = after.shrink()
-    assert sorted([*left, *after.past]) == sorted(before.past)
+    assert sorted([*left, *after.version_names]) == sorted(before.version_names)
     assert len(after.versions) == min(smaller, len(before.versions))
     assert {after.versions[0], after.versions[-1]} == {0, steps}
     for version in range(steps + 1, steps + 9):
         assert after.admit(version) is not None
         assert len(after.versions) <= smaller
-        assert len({after.address(name) for name in after.past}) == len(after.versions)
+        assert len({after.address(name) for name in after.version_names}) == len(after.versions)
 
 
 # --- games
@@ -258,7 +258,7 @@ def test_who_is_met_does_not_depend_on_whose_game_was_over_first(reports, rng):
             league.report(Match("x", opponent, 1000 + number), game(reward, 0.0))
             league.report(Match("x", opponent, number), game(reward, 0.0), rated=True)
         assert draws(league) == before, "results count from the next version on"
-        assert league.enter(2) == len(reports)
+        assert league.record_ratings(2) == len(reports)
         league.admit(4)
     assert leagues[0].state() == leagues[1].state()
     assert draws(leagues[0]) == draws(leagues[1])
@@ -307,7 +307,7 @@ def test_games_of_training_are_not_for_the_ratings_and_a_state_brings_all_back()
     league, other = league_of_three(), league_of_three()
     league.report(Match("x", "v1"), game(1.0, -1.0))
     league.report(Match("o", "v1"), game(0.5, 0.5), rated=True)
-    assert league.enter(2) == 1
+    assert league.record_ratings(2) == 1
     other.load(json.loads(json.dumps(league.state())))
     assert other.state() == league.state()
     assert other.payoff.score("v2", "v1") == 0.5
@@ -319,12 +319,12 @@ def test_a_league_that_goes_back_forgets_what_was_under_way():
     league.admit(0)
     league.admit(4)
     then = json.loads(json.dumps(league.state()))
-    with league.playing("v4"):
+    with league.pin("v4"):
         assert league.admit(8) is None, "v4 is to leave"
     league.report(Match("x", "v0"), game(1.0, -1.0), rated=True)
     league.load(then)
     assert {match.opponent for match in draws(league)} == {"v0", "v4"}
-    assert league.enter(4) == 0
+    assert league.record_ratings(4) == 0
 
 
 # --- the past speaks

@@ -20,11 +20,11 @@ from paceline.data import Ticket
 from paceline.engine import Completion, GenerateRequest
 from paceline.model import load_tokenizer
 from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, RunStopped, build_train_envs
-from paceline.orchestrator.episodes import MATCH, RolloutRunner, assigned
+from paceline.orchestrator.episodes import MATCH, RolloutRunner, assign_row
 from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
 from paceline.rollout import Renderer, SamplingClient, SessionMap
 from paceline.runtime.league import leagues
-from paceline.runtime.local import make_room_for_adapters
+from paceline.runtime.local import with_adapter_slots
 from paceline.selfplay import (
     Actor,
     Arena,
@@ -44,7 +44,7 @@ ENDS = (TOKENIZER.eos_token_id,)
 
 
 class Restless:
-    """Says `a` or `b` by the noise and who is asked, after some turns of the event loop that nobody can foresee."""
+    """Says `a` or `b` by the noise and who is asked, after an unpredictable number of turns of the event loop."""
 
     busy_seconds = 0.0
 
@@ -208,7 +208,7 @@ def test_another_seed_meets_others():
             arena.league.admit(version)
         for number in range(20):
             ticket = Ticket(number, "words", 0, number, 0)
-            found.append(asyncio.run(assigned(arena, {"split": "train"}, ticket, seed))["match"])
+            found.append(asyncio.run(assign_row(arena, {"split": "train"}, ticket, seed))["match"])
         return found
 
     assert met(1) == met(1) != met(2)
@@ -287,10 +287,10 @@ def test_a_smaller_league_says_who_left_when_it_is_resumed(tmp_path):
 def test_under_lora_every_past_version_has_a_slot_beside_those_the_user_wants():
     lora = run_config(model=ModelConfig(lora=LoRAConfig(rank=2)))
     served = lora.model_copy(update={"engine": lora.engine.model_copy(update={"adapters": 3})})
-    assert make_room_for_adapters(lora, past=4).engine.adapters == 5
-    assert make_room_for_adapters(served, past=4).engine.adapters == 7
-    assert make_room_for_adapters(served, past=0).engine.adapters == 3
-    assert make_room_for_adapters(run_config(), past=4).engine.adapters == 0
+    assert with_adapter_slots(lora, past=4).engine.adapters == 5
+    assert with_adapter_slots(served, past=4).engine.adapters == 7
+    assert with_adapter_slots(served, past=0).engine.adapters == 3
+    assert with_adapter_slots(run_config(), past=4).engine.adapters == 0
 
 
 # --- ratings
@@ -304,7 +304,7 @@ def rated(arena: ArenaEnvironment) -> tuple[dict[str, float], list[str], Restles
     for version in range(2):
         asyncio.run(past.offer(update(version)))
     player = RolloutRunner(client(pool), RealClock(), 0, MATCH)
-    return asyncio.run(past.assess(player, 1, 3, lambda text: None)), notes, engine
+    return asyncio.run(past.rate_version(player, 1, 3, lambda text: None)), notes, engine
 
 
 def test_every_opening_is_played_from_every_seat():
@@ -315,7 +315,7 @@ def test_every_opening_is_played_from_every_seat():
     arena = environment(Openings(), games=12)
     arena.arena.add_actor(Actor("bystander"))
     arena.league.admit(0)
-    played = [(row["request"].artifact.data, row["match"].learner) for row in arena.meetings(1)]
+    played = [(row["request"].artifact.data, row["match"].learner) for row in arena.rating_games(1)]
     assert sorted(played) == sorted([(n, seat) for n in range(3) for seat in "xo"] * 2)
 
 
@@ -401,7 +401,7 @@ class Trio(Game):
     actors = ("x", "o", "umpire")
 
 
-def test_an_actor_somebody_else_plays_is_neither_the_learner_nor_the_past():
+def test_an_actor_another_model_plays_is_neither_the_learner_nor_the_past():
     arena = environment(mirror=0)
     arena.arena.add_actor(Actor("umpire"))
     arena.arena.add_episode(Trio())
@@ -411,7 +411,7 @@ def test_an_actor_somebody_else_plays_is_neither_the_learner_nor_the_past():
     assert engine.asked == ["", "words/past-0", "old-hand"] or engine.asked == ["words/past-0", "", "old-hand"]
     assert [seat.actor for seat in table.values() if seat.turns and seat.trained] == [row["match"].learner]
     alone = first_match(arena, EpisodeRequest("game", Artifact(0), models={"o": "old-hand"}))
-    assert alone.get("match") is None, "nobody is left to be played by the past"
+    assert alone.get("match") is None, "no seat is left to be played by the past"
 
 
 class Outer(Episode):

@@ -73,7 +73,7 @@ def test_the_same_algorithm_in_every_seat_is_that_algorithm_alone(algo, groups, 
 
 
 def beside_all(inputs: CreditInputs) -> list[list[float]]:
-    """Compares whatever it is given, whoever said it."""
+    """Compares whatever it is given, whichever seat said it."""
     return inputs.broadcast([reward - max(inputs.rewards) for reward in inputs.rewards])
 
 

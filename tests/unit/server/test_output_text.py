@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from paceline.clients.tools import ToolReader, for_template
+from paceline.clients.tools import ToolParser, template_message
 from paceline.config.model import ModelConfig
 from paceline.engine import Completion, GenerateRequest, Piece
 from paceline.model import load_tokenizer
 from paceline.server.output_processor import OutputProcessor, StopMatcher
-from paceline.server.tokenizer import Detokeniser, ServerTokenizer, TokenBytes
+from paceline.server.tokenizer import Detokenizer, ServerTokenizer, TokenBytes
 
 TOKENIZERS = Path(__file__).parents[4] / "shared" / "tokenizers.tar.xz"
 
@@ -90,13 +90,13 @@ def test_text_only_grows_and_is_that_of_all_tokens_however_they_come(request, ki
     def decode(some):
         return tokenizer.decode(list(some), skip_special_tokens=True)
 
-    stream = Detokeniser(decode)
+    stream = Detokenizer(decode)
     pieces = [stream.feed(piece) for piece in cut(ids, at) if piece]
     assert "".join(pieces) + stream.flush() == decode(ids)
 
 
 def test_a_letter_is_not_shown_before_it_is_whole(byte_tokenizer):
-    stream = Detokeniser(byte_tokenizer.decode)
+    stream = Detokenizer(byte_tokenizer.decode)
     assert [stream.feed((token,)) for token in byte_tokenizer.encode("a€b")] == ["a", "", "", "€", "b"]
 
 
@@ -104,8 +104,8 @@ def test_a_spelling_has_the_tokens_own_bytes(byte_tokenizer, metaspace_tokenizer
     for tokenizer in (byte_tokenizer, metaspace_tokenizer):
         lexicon = TokenBytes(tokenizer)
         ids = byte_tokenizer.encode(" é😀") if tokenizer is byte_tokenizer else [5 + byte for byte in " é😀".encode()]
-        assert bytes(chain.from_iterable(lexicon.spell(token)[1] for token in ids)).decode() == " é😀"
-    assert TokenBytes(metaspace_tokenizer).spell(1) == (" a", [32, 97])
+        assert bytes(chain.from_iterable(lexicon.decode_token(token)[1] for token in ids)).decode() == " é😀"
+    assert TokenBytes(metaspace_tokenizer).decode_token(1) == (" a", [32, 97])
 
 
 # -- one choice -------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_a_choice_says_the_same_streamed_and_whole(text, stops, at):
     done = Completion(token_ids=ids, logprobs=[-1.0] * len(ids), versions=[0] * len(ids), finish="stop")
     whole = OutputProcessor(scribe, request, stops, offsets=False).end(done, listened=False)
     streamed = OutputProcessor(scribe, request, stops, offsets=True)
-    deltas = [streamed.hear(Piece(part, [-1.0] * len(part), [0] * len(part))) for part in cut(ids, at) if part]
+    deltas = [streamed.process(Piece(part, [-1.0] * len(part), [0] * len(part))) for part in cut(ids, at) if part]
     deltas += [streamed.end(done, listened=True)] if streamed.finish is None else []
     assert "".join(delta.text for delta in deltas) == whole.text == first_stop(text, stops)
     assert (
@@ -161,7 +161,7 @@ REPLIES = [
 @pytest.mark.parametrize(("reply", "text", "arguments"), REPLIES)
 @given(at=places)
 def test_calls_are_read_out_of_the_text_however_it_is_cut(reply, text, arguments, at):
-    reader = ToolReader(["add"])
+    reader = ToolParser(["add"])
     heard = [reader.feed(piece) for piece in cut(reply, at)] + [reader.flush()]
     calls = [call for _, some in heard for call in some]
     assert [json.loads(call.arguments) for call in calls] == arguments
@@ -190,11 +190,11 @@ def test_a_call_written_by_a_real_template_is_read_back(families, family):
     if family == "llama3" and "tool_calls" not in (tokenizer.chat_template or ""):
         pytest.skip("this Llama 3 template knows no tools")
     opening = tokenizer.apply_chat_template(messages[:1], tools=[tool], tokenize=False, add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template([for_template(m) for m in messages], tools=[tool], tokenize=False)
+    whole = tokenizer.apply_chat_template([template_message(m) for m in messages], tools=[tool], tokenize=False)
     assert "Adds" in opening
     ids = tokenizer.encode(whole.removeprefix(opening), add_special_tokens=False)
-    stream = ServerTokenizer(tokenizer, [], 4096).detokeniser()
-    reader = ToolReader(["add"])
+    stream = ServerTokenizer(tokenizer, [], 4096).detokenizer()
+    reader = ToolParser(["add"])
     heard = [reader.feed(stream.feed((token,))) for token in ids] + [reader.feed(stream.flush()), reader.flush()]
     calls = [call for _, some in heard for call in some]
     assert [json.loads(call.arguments) for call in calls] == [ARGUMENTS]

@@ -15,21 +15,21 @@ import uvicorn
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
 
-from paceline.clients.http import _portions
+from paceline.clients.http import _score_batches
 from paceline.config.serve import ServeConfig
 from paceline.engine import grammar
 from paceline.engine.base import EngineLimits, Grammar
-from paceline.engine.grammar import grammars
+from paceline.engine.grammar import guide_factory
 from paceline.engine.schemas import MOST_STATES, prepare_schema, rewrite_pattern
 from paceline.errors import RequestError
 from paceline.server import http
 from paceline.server.bodies import MOST_MESSAGES, MOST_TOKENS, ChatBody, CompletionBody
-from paceline.server.completions import plan
+from paceline.server.completions import build_requests
 from paceline.server.errors import Refusal, install_error_handlers
-from paceline.server.guard import AT_ONCE, Meter, ServerGuard
+from paceline.server.guard import REQUESTS_PER_TURN, Meter, ServerGuard
 from paceline.server.http import BYTES_PER_COST, FastJsonResponse, json_cost, read_body
-from paceline.server.service import Models
-from paceline.server.tokenizer import ServerTokenizer, characters_in
+from paceline.server.service import ServedModels
+from paceline.server.tokenizer import ServerTokenizer, count_characters
 from paceline.util import connections
 from paceline.util.connections import BoundedProtocol, LenientTransport
 
@@ -61,9 +61,9 @@ def test_equal_prompts_are_tokenised_once_and_many_on_another_thread(scribe, mon
 )
 def test_without_a_key_no_client_comes_before_others(scribe, has_key, asked, place):
     limits = EngineLimits(max_context=64, vocabulary=100)
-    models = Models(None, "m", limits, has_key)  # ty: ignore
+    models = ServedModels(None, "m", limits, has_key)  # ty: ignore
     body = CompletionBody(prompt=[5], order=asked)
-    planned = plan(body, [(5,)], models, scribe, max_tokens=4, top_logprobs=0, grammar=None)
+    planned = build_requests(body, [(5,)], models, scribe, max_tokens=4, top_logprobs=0, grammar=None)
     assert [request.order for request in asyncio.run(planned)] == [place]
 
 
@@ -100,7 +100,7 @@ def test_what_clients_send_is_within_the_limit(body):
 
 def test_scores_are_asked_for_a_request_at_a_time():
     sequences = [[1] * 60_000] * 5 + [[2] * 300_000] + [[3]] * 600
-    asked = list(_portions(sequences))
+    asked = list(_score_batches(sequences))
     assert [len(some) for some in asked] == [2, 2, 1, 1, 256, 256, 88]
     assert [ids for some in asked for ids in some] == sequences
 
@@ -133,8 +133,8 @@ def test_what_cannot_fit_is_refused_before_a_template_runs(scribe, monkeypatch, 
 
 
 def test_letters_are_counted_wherever_they_stand():
-    assert characters_in(["ab", {"cd": ["e", 1, None]}], 100) == 2 + 2 + 1 + 5
-    assert 10 < characters_in([[1] * 100] * 100, 10) < 500, "it is not counted to the end"
+    assert count_characters(["ab", {"cd": ["e", 1, None]}], 100) == 2 + 2 + 1 + 5
+    assert 10 < count_characters([[1] * 100] * 100, 10) < 500, "it is not counted to the end"
 
 
 # -- bodies -----------------------------------------------------------------------------------------------------------
@@ -209,20 +209,20 @@ def test_a_reference_that_leads_nowhere_is_refused():
 def test_a_grammar_that_takes_too_long_is_given_up_and_others_are_not_held_up(load, monkeypatch):
     """A pattern of a few states whose repeats within repeats can be read in countless ways."""
     pytest.importorskip("xgrammar")
-    made = grammars(load("quickstart"), [1])
-    assert made(Grammar("regex", "(ab{1,3}){1,3}")).allowed(103).any()
+    made = guide_factory(load("quickstart"), [1])
+    assert made(Grammar("regex", "(ab{1,3}){1,3}")).allowed_mask(103).any()
     monkeypatch.setattr(grammar, "COMPILE_SECONDS", 1)
     monkeypatch.setattr(made._workers, "_idle", [])
-    monkeypatch.setattr(grammar, "_start", sleeping)
+    monkeypatch.setattr(grammar, "_start_worker", sleeping)
     with pytest.raises(RequestError, match="compiling the grammar takes more than 1 s"):
         made(Grammar("regex", "(ab{1,4}){1,4}"))
     monkeypatch.undo()
-    assert made(Grammar("regex", "(ab{1,4}){1,4}")).allowed(103).any()
+    assert made(Grammar("regex", "(ab{1,4}){1,4}")).allowed_mask(103).any()
 
 
 def test_one_small_worker_stays_for_the_next_grammar(load, monkeypatch):
     pytest.importorskip("xgrammar")
-    made = grammars(load("quickstart"), [1])
+    made = guide_factory(load("quickstart"), [1])
     workers = made._workers
     with ThreadPoolExecutor(2) as threads:  # two workers, of which one stays
         assert all(threads.map(lambda most: made(Grammar("regex", f"(ab{{1,{most}}}){{1,3}}")), (3, 4)))
@@ -230,7 +230,7 @@ def test_one_small_worker_stays_for_the_next_grammar(load, monkeypatch):
     assert first.poll() is None
     made(Grammar("regex", "(ab{1,5}){1,3}"))
     assert workers._idle == [first]
-    monkeypatch.setattr(grammar, "MOST_GROWN", -1)
+    monkeypatch.setattr(grammar, "MOST_GROWTH", -1)
     made(Grammar("regex", "(ab{1,6}){1,3}"))
     assert workers._idle == []
     assert first.wait(30) != 0
@@ -243,24 +243,24 @@ WIDE = Grammar("json_schema", json.dumps({"oneOf": [ALIKE] * 20}))
 
 def test_a_worker_hands_over_only_what_was_slow_to_compile_and_is_not_too_large(load, monkeypatch):
     pytest.importorskip("xgrammar")
-    made = grammars(load("quickstart"), [1])
+    made = guide_factory(load("quickstart"), [1])
     read: list[int] = []
 
-    def ask(worker, question, real=grammar._ask):
+    def ask(worker, question, real=grammar._request):
         answer = real(worker, question)
         read.append(len(json.dumps(answer)))
         return answer
 
-    monkeypatch.setattr(grammar, "_ask", ask)
+    monkeypatch.setattr(grammar, "_request", ask)
     monkeypatch.setattr(grammar, "QUICK_SECONDS", 100)
-    assert made(WIDE).allowed(103).any()
+    assert made(WIDE).allowed_mask(103).any()
     assert read[0] < 100
     monkeypatch.setattr(grammar, "QUICK_SECONDS", 0)
-    slow = grammars(load("quickstart"), [1])
+    slow = guide_factory(load("quickstart"), [1])
     with pytest.raises(RequestError, match=r"too large: compiled it takes .* MiB, and at most 32 are taken"):
         slow(WIDE)
     pattern = Grammar("regex", "(ab{1,3}){1,3}")
-    assert (slow(pattern).allowed(103) == made(pattern).allowed(103)).all()
+    assert (slow(pattern).allowed_mask(103) == made(pattern).allowed_mask(103)).all()
     assert read[2] > read[3]
 
 
@@ -414,5 +414,5 @@ def test_hundreds_that_arrive_together_do_not_keep_health_waiting():
         await asyncio.wait([*many, health])
 
     asyncio.run(work())
-    assert begun.index("/health") <= AT_ONCE
+    assert begun.index("/health") <= REQUESTS_PER_TURN
     assert begun.count("/v1/models") == 299

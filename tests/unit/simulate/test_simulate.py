@@ -11,12 +11,12 @@ from paceline.simulate import (
     Decoder,
     Lengths,
     Model,
-    NothingLeft,
     SimulatedEngine,
+    SimulationDeadlock,
     SimulationPlan,
     TrainingGpus,
     best,
-    leap,
+    run_virtual,
     simulate,
     sweep,
 )
@@ -46,7 +46,7 @@ def test_sleeps_end_in_order_and_at_their_times():
         await asyncio.gather(*(nap(seconds) for seconds in (30, 0.5, 7200, 30.25, 0)))
         return seen
 
-    assert leap(naps()) == [(s, pytest.approx(s)) for s in (0, 0.5, 30, 30.25, 7200)]
+    assert run_virtual(naps()) == [(s, pytest.approx(s)) for s in (0, 0.5, 30, 30.25, 7200)]
 
 
 def test_a_deadline_passes_in_virtual_time():
@@ -55,7 +55,7 @@ def test_a_deadline_passes_in_virtual_time():
             await asyncio.sleep(3601)
 
     with pytest.raises(TimeoutError):
-        leap(late())
+        run_virtual(late())
 
 
 def test_what_would_hang_is_an_error():
@@ -63,8 +63,8 @@ def test_what_would_hang_is_an_error():
         await asyncio.sleep(60)
         await asyncio.Event().wait()
 
-    with pytest.raises(NothingLeft, match="second 60"):
-        leap(hang())
+    with pytest.raises(SimulationDeadlock, match="second 60"):
+        run_virtual(hang())
 
 
 # -- lengths and costs ----------------------------------------------------------------------------------------------
@@ -113,13 +113,13 @@ async def asked(engine: SimulatedEngine, number: int, length: int = 1 << 30):
 
 
 def test_a_reply_takes_its_tokens_times_the_step():
-    """Together they are slower, and whoever stays behind alone is fast again."""
+    """Together they are slower, and the one that is left alone is fast again."""
 
     async def play():
         engine = SimulatedEngine(8, lambda running: 0.01 * running, ALIKE)
         return await asyncio.gather(asked(engine, 0), asked(engine, 1, 50))
 
-    (long, at_long), (short, at_short) = leap(play())
+    (long, at_long), (short, at_short) = run_virtual(play())
     assert (sum(long.token_ids), sum(short.token_ids)) == (100, 50)
     assert at_short == pytest.approx(50 * 0.02)
     assert at_long == pytest.approx(50 * 0.02 + 50 * 0.01)
@@ -133,7 +133,7 @@ def test_who_finds_no_slot_waits_the_oldest_ticket_first():
         rest = [asyncio.create_task(asked(engine, number)) for number in (9, 7)]
         return [(await task)[1] for task in (first, *rest)]
 
-    assert leap(play()) == [pytest.approx(t) for t in (1.0, 3.0, 2.0)]
+    assert run_virtual(play()) == [pytest.approx(t) for t in (1.0, 3.0, 2.0)]
 
 
 def test_who_is_cancelled_while_waiting_never_takes_a_slot():
@@ -148,7 +148,7 @@ def test_who_is_cancelled_while_waiting_never_takes_a_slot():
         await waits
         return (await last)[1]
 
-    assert leap(play()) == pytest.approx(2.0)
+    assert run_virtual(play()) == pytest.approx(2.0)
 
 
 def test_each_version_samples_its_part_of_a_reply_and_none_while_weights_are_put_in_place():
@@ -161,7 +161,7 @@ def test_each_version_samples_its_part_of_a_reply_and_none_while_weights_are_put
         late = asyncio.create_task(asked(engine, 1))
         return await reply, await late
 
-    (reply, at), (late, _) = leap(play())
+    (reply, at), (late, _) = run_virtual(play())
     assert reply.versions == [0, 1, 2]
     assert reply.token_ids == [30, 10, 60]
     assert at == pytest.approx(1.0 + 2 * 5.0)

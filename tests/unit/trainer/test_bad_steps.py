@@ -12,7 +12,7 @@ import torch
 from conftest import tiny_model
 from paceline import RunConfig
 from paceline.commands import main
-from paceline.commands.replay import broken_weights, examine, replay_dump, verdict
+from paceline.commands.replay import examine_samples, findings_verdict, nonfinite_weights, replay_dump
 from paceline.config import dump
 from paceline.config import trainer as config
 from paceline.data import Sample, decode
@@ -199,23 +199,23 @@ def test_each_sample_alone_adds_up_to_the_batch_and_the_poisoned_one_is_named():
     with Run() as run:
         batch = batch_of(0)
         before = run.bits()
-        found = examine(run.trainer.learner, batch, 0)
+        found = examine_samples(run.trainer.learner, batch, 0)
         assert same(run.bits(), before)
-        assert not any(finding.broken for finding in found)
+        assert not any(finding.nonfinite for finding in found)
         whole = run.step(batch).metrics
         assert sum(finding.losses["rl"] for finding in found) == pytest.approx(whole["loss/rl"], rel=1e-4)
     with Run() as run:
-        found = examine(run.trainer.learner, infinite(batch), 0)
-        assert [bool(finding.broken) for finding in found] == [number == BAD for number in range(5)]
-        told = verdict(found, broken_weights(run.trainer.learner))
+        found = examine_samples(run.trainer.learner, infinite(batch), 0)
+        assert [bool(finding.nonfinite) for finding in found] == [number == BAD for number in range(5)]
+        told = findings_verdict(found, nonfinite_weights(run.trainer.learner))
         assert told.startswith("1 of 5 samples are not finite: env `env`, ticket 3, rollout 0 (advantages, loss/rl,")
-        told = verdict(examine(run.trainer.learner, jumping(batch), 0), [])
+        told = findings_verdict(examine_samples(run.trainer.learner, jumping(batch), 0), [])
         assert "every sample is finite" in told
         assert "ticket 3" in told
         name, parameter = next(iter(weights_of(run.trainer).items()))
         parameter.view(-1)[0] = float("nan")
         put_weights(run.trainer, {name: parameter})
-        told = verdict(examine(run.trainer.learner, batch, 0), broken_weights(run.trainer.learner))
+        told = findings_verdict(examine_samples(run.trainer.learner, batch, 0), nonfinite_weights(run.trainer.learner))
         assert f"the weights are not finite before this batch (`{name}`)" in told
 
 
@@ -242,7 +242,7 @@ def test_a_dump_is_replayed_by_number_and_by_path(run_directory, capsys):
     settings = RunConfig.model_validate({"device": "cpu"})
     result = replay_dump(run_directory, str(path), settings)
     assert (result.step, len(result.samples), result.exact) == (2, 5, False)
-    assert [finding.sample.ticket.number for finding in result.findings if finding.broken] == [3]
+    assert [finding.sample.ticket.number for finding in result.findings if finding.nonfinite] == [3]
 
 
 def test_samples_of_a_dump_are_cut_as_the_trainer_cuts_them(run_directory):

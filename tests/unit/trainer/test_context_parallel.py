@@ -17,7 +17,7 @@ from child_processes import Launched
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.model import PackedPlan
-from paceline.trainer.torch.forward import Cut, SlicedPlan, dealt
+from paceline.trainer.torch.forward import ContextShards, SlicedPlan, assign_slices
 from paceline.trainer.torch.world import Ranks, join, leave
 from run_once import once
 from samples import make_batch, near_policy, rewarded
@@ -48,15 +48,15 @@ def attended(lengths: tuple[int, ...], window: int | None, group=None) -> list[t
     q, k, v = (torch.randn(sum(lengths), *size, generator=generator).requires_grad_() for size in sizes)
     weights = torch.randn(q.shape, generator=generator)
     if group is None:
-        plan, places = PackedPlan(list(lengths), "cpu"), np.arange(sum(lengths))
+        plan, positions = PackedPlan(list(lengths), "cpu"), np.arange(sum(lengths))
     else:
         ranks = Ranks(group, torch.device("cpu"), ParallelConfig(ranks=2, context=2))
-        cut = Cut(ranks.context, lengths)
-        plan, places = SlicedPlan(cut, torch.device("cpu")), cut.places
-    out = plan.attend(0, *(x[places] for x in (q, k, v)), 0.3, window)
-    (out * weights[places]).sum().backward()
+        shards = ContextShards(ranks.context, lengths)
+        plan, positions = SlicedPlan(shards, torch.device("cpu")), shards.own_positions
+    out = plan.attend(0, *(x[positions] for x in (q, k, v)), 0.3, window)
+    (out * weights[positions]).sum().backward()
     grads = [x.grad for x in (q, k, v) if x.grad is not None]
-    return [torch.zeros(q.shape).index_copy(0, torch.from_numpy(places), out.detach()), *grads]
+    return [torch.zeros(q.shape).index_copy(0, torch.from_numpy(positions), out.detach()), *grads]
 
 
 def critic_batch() -> list:
@@ -188,7 +188,7 @@ def test_slices_attend_as_their_sequence_does(ranks, window):
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_token_is_dealt_once_and_the_work_evenly(size):
     lengths = [1, 2, 500, 7, 16, 33, 1000]
-    shares = dealt(lengths, size)
+    shares = assign_slices(lengths, size)
     taken = sorted((s.at + s.start, s.at + s.end) for share in shares for s in share)
     assert [end for _, end in taken] == [start for start, _ in taken[1:]] + [sum(lengths)]
     assert all(a.at + a.end <= b.at + b.start for share in shares for a, b in pairwise(share))

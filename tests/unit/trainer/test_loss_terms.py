@@ -243,7 +243,7 @@ def test_a_sample_far_from_the_sampler_contributes_nothing(seed, threshold):
 
 @pytest.mark.parametrize("proximal", PROXIMAL[1:], ids=lambda p: f"{p.level}-{p.cap}")
 def test_a_frozen_sampler_ships_no_importance_weight(proximal):
-    """Where nobody knows who sampled, later minibatches are held near the batch's start and weighed by nothing else."""
+    """Where the sampler is unknown, later minibatches are held near the batch's start and weighed by nothing else."""
     case = Case(1)
     case.mu[:] = np.nan
     weights = importance(proximal, tokens(case.streams(), case.names))

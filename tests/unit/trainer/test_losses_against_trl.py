@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.config import trainer as config
-from paceline.data import Sample, Ticket, fold, pack
+from paceline.data import Sample, Ticket, pack, token_scales
 from paceline.trainer.batch import SCALES, STREAMS
 from trainers import slope
 
@@ -90,7 +90,7 @@ def ours(b: SimpleNamespace, c: config.TrainerConfig):
             )
         )
     loss, grads = 0.0, {}
-    for m in pack(samples, fold(samples, c.normalise, c.fixed_length), budget=2 * (PROMPT + WIDTH)):
+    for m in pack(samples, token_scales(samples, c.normalise, c.fixed_length), budget=2 * (PROMPT + WIDTH)):
         trained = m.rl_scale.nonzero()[0]
         owners = np.repeat(m.members, m.lengths)[trained]
         pi = np.concatenate([stream(i, b.pi) for i in m.members])[trained].astype(np.float32)

@@ -17,9 +17,9 @@ from conftest import tiny_model
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.data import encode
-from paceline.model import trainable
+from paceline.model import trainable_parameters
 from paceline.trainer import TorchTrainer
-from paceline.trainer.torch.world import World, together
+from paceline.trainer.torch.world import World, gather_samples
 from run_once import once
 from samples import make_batch, near_policy, rewarded
 
@@ -71,7 +71,7 @@ def trained(samples: list, settings: dict, group=None) -> tuple[torch.Tensor, di
     reports = [asyncio.run(trainer.step(samples)) for _ in range(2)]
     trainer.close()
     assert not any(report.skipped for report in reports)
-    return torch.cat([p.detach().view(-1) for p in trainable(model).values()]), reports[-1].metrics
+    return torch.cat([p.detach().view(-1) for p in trainable_parameters(model).values()]), reports[-1].metrics
 
 
 def rank_main(rank: int, folder: Path) -> None:
@@ -81,7 +81,7 @@ def rank_main(rank: int, folder: Path) -> None:
     )
     results = {name: trained(share(name, rank), settings, dist.group.WORLD) for name, settings in CASES.items()}
     batch = batch_of("token")
-    with_all, budget = together(share("token", rank), World(dist.group.WORLD, torch.device("cpu")), 100 + rank)
+    with_all, budget = gather_samples(share("token", rank), World(dist.group.WORLD, torch.device("cpu")), 100 + rank)
     torch.save(results | {"together": (encode(with_all) == encode(batch), budget)}, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -103,7 +103,7 @@ def fill(folder: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_make_the_update_of_one(ranks, name):
     alone, metrics = trained(batch_of(name), CASES[name])
-    moved = (alone - torch.cat([p.detach().view(-1) for p in trainable(tiny_model()).values()])).norm()
+    moved = (alone - torch.cat([p.detach().view(-1) for p in trainable_parameters(tiny_model()).values()])).norm()
     (first, their_metrics), (second, same_metrics) = (rank[name] for rank in ranks)
     assert torch.equal(first, second)
     assert (first - alone).norm() / moved < 1e-5

@@ -18,11 +18,11 @@ from paceline.config import ConfigError, RunConfig
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.config.model import LoRAConfig, ModelConfig
-from paceline.model import attach_lora, fingerprint, trainable
-from paceline.runtime.torch_backend import Built, build_trainer
+from paceline.model import attach_lora, fingerprint, trainable_parameters
+from paceline.runtime.torch_backend import LoadedTrainer, build_trainer
 from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.torch import checkpoint
-from paceline.trainer.torch.world import join, leave, local
+from paceline.trainer.torch.world import join, leave, local_shard
 from run_once import once
 from samples import make_batch, near_policy
 
@@ -153,7 +153,7 @@ def trained(case: Case, samples: list, group=None, world: int = 1) -> tuple[torc
 
 
 def go_on(folder: Path, case: Case, rank: int, world: int, group) -> torch.Tensor:
-    """Resume a checkpoint that somebody else wrote, and take a step."""
+    """Resume a checkpoint that another world size wrote, and take a step."""
     trainer = make_trainer(case, group, world)
     asyncio.run(trainer.load(folder))
     step(trainer, share(case, rank, world))
@@ -184,7 +184,7 @@ def written(folder: Path, case: Case, rank: int, world: int, group) -> dict:
     return out
 
 
-def built(folder: Path, kind: str, world: int, group=None) -> Built:
+def built(folder: Path, kind: str, world: int, group=None) -> LoadedTrainer:
     """As a run builds its trainer, from a model's folder."""
     parallel = ParallelConfig(ranks=world, shard="none" if group is None else "full")
     lora = LoRAConfig(rank=3) if kind == "lora" else None
@@ -199,7 +199,7 @@ def parts(folder: Path, kind: str, world: int, group) -> dict[str, torch.Tensor]
     one = built(folder, kind, world, group)
     tensors = one.model.state_dict() | dict(one.model.named_buffers())
     one.trainer.close()
-    return {name: local(tensor.detach()).clone() for name, tensor in tensors.items()}
+    return {name: local_shard(tensor.detach()).clone() for name, tensor in tensors.items()}
 
 
 def rank_main(rank: int, world: int, folder: Path) -> None:
@@ -281,7 +281,7 @@ def test_all_ranks_run_equally_many_micro_batches(ranks, name):
         assert len({rank[name][1]["micro_batches"] for rank in ranks[world]}) == 1
 
 
-def test_whoever_brings_the_samples_all_ranks_train_them(ranks):
+def test_all_ranks_train_the_samples_whichever_rank_brings_them(ranks):
     """Only one rank had any, and yet each runs a part."""
     name = "one rank idles, scored"
     _, metrics = trained(CASES[name], batch())
@@ -363,8 +363,8 @@ def test_a_lost_file_is_noticed(folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_masters_are_read_whole_whoever_wrote_them(folder, name):
-    wanted = trainable(make_model(CASES[name].model))
+def test_masters_are_read_whole_whichever_world_size_wrote_them(folder, name):
+    wanted = trainable_parameters(make_model(CASES[name].model))
     one, *others = (checkpoint.masters(folder / f"{name}{world}") for world in (1, *WORLDS))
     assert {k: t.shape for k, t in one.items()} == {k: t.shape for k, t in wanted.items()}
     for other in others:

@@ -8,7 +8,7 @@ from test_trainer import make_sample, trainer_of
 
 from conftest import VOCABULARY, tiny_model
 from paceline.config import trainer as config
-from paceline.data import Sample, fold, pack
+from paceline.data import Sample, pack, token_scales
 from paceline.trainer.torch import prefix
 from paceline.trainer.torch.prefix import share_prefixes
 
@@ -31,7 +31,7 @@ def groups(seed: int, sizes: list[int], trunk: int, longest: int) -> list[Sample
 @given(st.integers(0, 999), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 40), st.integers(2, 30))
 def test_every_token_finds_the_state_of_its_own_history(seed, sizes, trunk, longest):
     batch = groups(seed, sizes, trunk, longest)
-    (micro_batch,) = pack(batch, fold(batch), 100_000)
+    (micro_batch,) = pack(batch, token_scales(batch), 100_000)
     shared = share_prefixes(micro_batch)
     assert len(shared.token_ids) == sum(map(len, shared.trees)) <= len(micro_batch)
     assert (shared.token_ids[shared.where] == micro_batch.token_ids).all()
@@ -48,7 +48,7 @@ def test_the_gradient_is_the_same_with_and_without_sharing(seed, sizes, trunk, l
         try:
             model = tiny_model()
             trainer = trainer_of(model, config.TrainerConfig())
-            for micro_batch in pack(batch, fold(batch), 100_000):
+            for micro_batch in pack(batch, token_scales(batch), 100_000):
                 trainer.backward(micro_batch)
             trainer.close()
         finally:
@@ -59,12 +59,12 @@ def test_the_gradient_is_the_same_with_and_without_sharing(seed, sizes, trunk, l
 
 def test_a_group_of_tries_is_computed_as_one_tree():
     batch = groups(0, [8, 8], trunk=18, longest=9)
-    (micro_batch,) = pack(batch, fold(batch), 100_000)
+    (micro_batch,) = pack(batch, token_scales(batch), 100_000)
     assert [len(tree.branches) for tree in share_prefixes(micro_batch).trees] == [8, 8]
 
 
 def test_long_rests_are_left_alone():
     """A mask over all branches would cost more than the prompts it saves."""
     batch = groups(0, [8], trunk=10, longest=100)
-    (micro_batch,) = pack(batch, fold(batch), 100_000)
+    (micro_batch,) = pack(batch, token_scales(batch), 100_000)
     assert max(len(tree.branches) for tree in share_prefixes(micro_batch).trees) < 8

@@ -97,7 +97,7 @@ def test_a_weight_that_the_plan_forgot_is_refused():
         TensorParallelPlan(model, 2)
 
 
-def test_a_layout_that_nobody_knows_is_refused():
+def test_an_unknown_layout_is_refused():
     model = make_model("qwen3")
     model.config.base_model_tp_plan["layers.*.mlp.down_proj"] = "diagonal"
     with pytest.raises(TrainerError, match="laid out as `diagonal`, which is not supported"):

@@ -14,13 +14,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from conftest import VOCABULARY, tiny_model
 from paceline.config import trainer as config
 from paceline.config.model import LoRAConfig, ModelConfig
-from paceline.data import Sample, fold, pack
-from paceline.model import LMHead, attach_lora, head, token_logprobs, twin
+from paceline.data import Sample, pack, token_scales
+from paceline.model import LMHead, attach_lora, clone_model, head, token_logprobs
 from paceline.trainer import TrainerError
 from paceline.trainer.loss import Loss
 from paceline.trainer.optimizer import LARGEST_SCALE
 from paceline.trainer.torch.optimizer import MasterAdamW
-from paceline.trainer.torch.tuning import SMALLEST, largest
+from paceline.trainer.torch.tuning import SMALLEST, largest_fitting
 from samples import PLAIN, make_batch, make_sample, near_policy
 from trainers import (
     NO_OFFLOAD,
@@ -42,7 +42,7 @@ def gradient(batch: list[Sample], budget: int, order: list[int], normalise="toke
     """The whole gradient of a batch cut at `budget` tokens, its samples in `order`."""
     trainer = made(tiny_model(), **settings)
     chosen = [batch[i] for i in order]
-    for micro_batch in pack(chosen, fold(chosen, normalise, 32), budget):
+    for micro_batch in pack(chosen, token_scales(chosen, normalise, 32), budget):
         trainer.backward(micro_batch)
     trainer.close()
     return gradient_of(trainer)
@@ -94,7 +94,7 @@ def test_observation_tokens_do_not_change_what_rl_tokens_weigh(seed, normalise):
     """Echo-like ce on what the policy did not say: the rl scales are the same to the last bit."""
     batch = make_batch(seed, count=4)
     alone = [s.with_streams(ce_weights=None, ref_kl_weights=None) for s in batch]
-    for one, other in zip(fold(batch, normalise, 7), fold(alone, normalise, 7), strict=True):
+    for one, other in zip(token_scales(batch, normalise, 7), token_scales(alone, normalise, 7), strict=True):
         np.testing.assert_array_equal(one.rl, other.rl)
         np.testing.assert_array_equal(one.policy, other.policy)
 
@@ -106,7 +106,7 @@ def test_length_normalised_sums_over_a_count_of_samples_are_the_sample_normalise
     batch = make_batch(11, ce_weights=None, ref_kl_weights=None)
     batch = [s.with_streams(base_logprobs=np.where(s.loss_mask, -rng.exponential(3.0, len(s)), 0)) for s in batch]
     model = tiny_model()
-    plain = twin(model).requires_grad_(True)
+    plain = clone_model(model).requires_grad_(True)
     plain.set_attn_implementation("eager")
     total = torch.zeros(())
     for s in batch:
@@ -148,7 +148,7 @@ def test_the_whole_loss_has_the_slope_it_claims(monkeypatch, c):
     model = tiny_model(dtype=torch.float64)
     trainer = made(model, **c)
     prox = [np.where(s.loss_mask, s.logprobs + 0.05, 0).astype(np.float32) for s in batch]
-    (micro_batch,) = pack(batch, fold(batch, trainer._config.normalise), 10_000, prox)
+    (micro_batch,) = pack(batch, token_scales(batch, trainer._config.normalise), 10_000, prox)
     loss_of = Loss(trainer._config)
 
     def value() -> torch.Tensor:
@@ -180,7 +180,7 @@ def test_logprobs_do_not_depend_on_neighbours():
     batch = make_batch(3)
     by_sample: dict[int, list[np.ndarray]] = {}
     for budget in (1, 120, 10_000):
-        for micro_batch in pack(batch, fold(batch), budget):
+        for micro_batch in pack(batch, token_scales(batch), budget):
             logprobs = as_numpy(tokens_of(trainer, micro_batch).logprobs)
             trained = (micro_batch.rl_scale != 0) | (micro_batch.ce_scale != 0) | (micro_batch.ref_kl_scale != 0)
             owners = np.repeat(micro_batch.members, micro_batch.lengths)[trained]
@@ -232,7 +232,7 @@ def test_the_loss_is_what_the_formulas_say(seed, loss):
     )
     expected = 0.0
     for s in batch:
-        plain = twin(model).double()
+        plain = clone_model(model).double()
         plain.set_attn_implementation("eager")
         logits = plain(torch.from_numpy(s.token_ids)[None]).logits[0].double()
         logits = logits[:-1] / torch.from_numpy(s.temperatures[1:]).double()[:, None]
@@ -240,7 +240,7 @@ def test_the_loss_is_what_the_formulas_say(seed, loss):
         expected += reference_loss(s, np.concatenate([[0.0], logp.detach().numpy()]), counts, loss)
     trainer = made(model, loss=loss)
     total = Loss(config.TrainerConfig(loss=loss))
-    got = sum(total(tokens_of(trainer, m), 0)[0].item() for m in pack(batch, fold(batch), 10_000))
+    got = sum(total(tokens_of(trainer, m), 0)[0].item() for m in pack(batch, token_scales(batch), 10_000))
     trainer.close()
     assert got == pytest.approx(expected, rel=2e-4, abs=2e-4)
 
@@ -340,15 +340,15 @@ def test_logits_in_chunks_are_the_same_logits(monkeypatch):
     model = tiny_model()
     hidden = torch.randn(50, 32, requires_grad=True)
     targets, temperatures = torch.randint(0, VOCABULARY, (50,)), torch.rand(50) + 0.5
-    largest = []
+    rows = []
     whole, entropy = token_logprobs(LMHead(model), hidden, targets, temperatures, entropy=True)
     (grad,) = torch.autograd.grad(whole.sum(), hidden)
     monkeypatch.setattr(head, "LOGIT_ELEMENTS", 7 * VOCABULARY)
     call = LMHead.__call__
-    monkeypatch.setattr(LMHead, "__call__", lambda self, h: (largest.append(len(h)), call(self, h))[1])
+    monkeypatch.setattr(LMHead, "__call__", lambda self, h: (rows.append(len(h)), call(self, h))[1])
     chunked, chunked_entropy = token_logprobs(LMHead(model), hidden, targets, temperatures, entropy=True)
     (chunked_grad,) = torch.autograd.grad(chunked.sum(), hidden)
-    assert max(largest) == 7
+    assert max(rows) == 7
     for a, b in ((whole, chunked), (entropy, chunked_entropy), (grad, chunked_grad)):
         assert torch.allclose(a, b, atol=1e-5)
 
@@ -447,7 +447,7 @@ def test_half_precision_does_not_lose_the_gradients_of_a_large_batch(lora):
     for dtype in (torch.float32, torch.float16):
         model = attach_lora(tiny_model().to(dtype), ModelConfig(lora=lora), seed=0)
         trainer = made(model, loss=config.PPOConfig(), normalise="fixed", fixed_length=200_000)
-        for micro_batch in pack(batch, fold(batch, "fixed", 200_000), 10_000):
+        for micro_batch in pack(batch, token_scales(batch, "fixed", 200_000), 10_000):
             trainer.backward(micro_batch)
         trainer.learner.optimizer.clip()
         ends[dtype] = gradient_of(trainer)
@@ -543,7 +543,7 @@ def test_full_export_is_the_trained_model(tmp_path):
 @torch_only("of torch's own models")
 def test_twins_share_the_frozen_base_and_nothing_else():
     model = attach_lora(tiny_model(), ModelConfig(lora=LoRAConfig(rank=2)), seed=0)
-    other = twin(model)
+    other = clone_model(model)
     theirs = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
         assert (theirs[name].data_ptr() == parameter.data_ptr()) == (not parameter.requires_grad)
@@ -577,7 +577,7 @@ def test_an_offloaded_optimizer_makes_the_same_update(dtype):
 
 
 def test_a_budget_is_found_that_fits():
-    assert largest(lambda tokens: 1000 + 2 * tokens, room=100_000) == 49152
-    assert largest(lambda tokens: 1000 + 2 * tokens, room=10_000) == SMALLEST
-    assert largest(lambda tokens: 1000 + 2 * tokens, room=6_000) == SMALLEST // 2
-    assert largest(lambda tokens: tokens**2 // 1000, room=10_000_000) < 100_000
+    assert largest_fitting(lambda tokens: 1000 + 2 * tokens, room=100_000) == 49152
+    assert largest_fitting(lambda tokens: 1000 + 2 * tokens, room=10_000) == SMALLEST
+    assert largest_fitting(lambda tokens: 1000 + 2 * tokens, room=6_000) == SMALLEST // 2
+    assert largest_fitting(lambda tokens: tokens**2 // 1000, room=10_000_000) < 100_000

@@ -1,4 +1,4 @@
-"""No wait without a name and a bound: laws of `within` and `waiting`, the watchdog, the doctor and the lint rule."""
+"""No wait without a name and a bound: `wait_within`, `named_wait`, the watchdog, the doctor and the lint rule."""
 
 import asyncio
 import contextlib
@@ -21,13 +21,13 @@ from rich.console import Console
 from paceline.commands import main
 from paceline.errors import PacelineError
 from paceline.observe.monitor import Monitor, Monitors, RunDirectory, RunOutcome, RunPlan, RunRecorder
-from paceline.observe.monitor.doctor import examine, report, resume_command
-from paceline.observe.monitor.waitgraph import chain, graph
-from paceline.observe.monitor.watchdog import Watchdog, stalled_file, waits_file, watching
+from paceline.observe.monitor.doctor import diagnose, render_findings, resume_command
+from paceline.observe.monitor.waitgraph import blocking_chain, wait_graph
+from paceline.observe.monitor.watchdog import Watchdog, stalled_file, waits_file, watch_run
 from paceline.orchestrator import DeadlineError, RealClock
 from paceline.orchestrator.metrics import Stopwatch
-from paceline.simulate import leap
-from paceline.util.deadlines import AbandonedError, UserCall, registry, waiting, within
+from paceline.simulate import run_virtual
+from paceline.util.deadlines import AbandonedError, UserCall, named_wait, registry, wait_within
 
 ROOT = Path(__file__).parents[3]
 
@@ -65,7 +65,7 @@ async def fails():
 
 
 async def standard(seconds, what, work):
-    """What `within` must do in the standard library's words."""
+    """What `wait_within` must do in the standard library's words."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await work
@@ -95,12 +95,12 @@ async def happens(bound, work, cancel):
 @pytest.mark.parametrize("cancel", [False, True])
 @pytest.mark.parametrize("work", [forever, deaf, breaks, own_timeout, answers])
 def test_within_does_what_a_timeout_of_the_standard_library_does(work, cancel):
-    assert asyncio.run(happens(within, work, cancel)) == asyncio.run(happens(standard, work, cancel))
+    assert asyncio.run(happens(wait_within, work, cancel)) == asyncio.run(happens(standard, work, cancel))
 
 
 def test_a_deadline_is_a_sentence_that_names_what_was_waited_for():
     async def run():
-        await RealClock().within(0.01, "an episode of `code`", forever())
+        await RealClock().wait_within(0.01, "an episode of `code`", forever())
 
     with pytest.raises(PacelineError, match=r"^an episode of `code` took longer than 0\.01 s$") as error:
         asyncio.run(run())
@@ -113,10 +113,10 @@ def test_the_inner_of_two_deadlines_leaves_the_outer_alone():
     async def run():
         async def inner():
             with contextlib.suppress(DeadlineError):
-                await within(0.01, "inner", forever())
+                await wait_within(0.01, "inner", forever())
             return [wait.what for wait in registry.waits()]
 
-        return await within(60, "outer", inner())
+        return await wait_within(60, "outer", inner())
 
     assert asyncio.run(run()) == ["outer"]
     assert not registry.open
@@ -127,14 +127,14 @@ def test_deadlines_know_their_parents_through_tasks_but_never_one_that_is_over()
         seen = {}
 
         async def look(name):
-            with waiting(name) as wait:
+            with named_wait(name) as wait:
                 seen[name] = wait.parent and wait.parent.what
                 await asyncio.sleep(0)
 
-        with waiting("outer"):
+        with named_wait("outer"):
             await look("same task")
             await asyncio.gather(look("task inside"))
-            with waiting("short"):
+            with named_wait("short"):
                 late = asyncio.ensure_future(asyncio.sleep(0))
                 orphan = asyncio.create_task(after(late, look("task that outlives")))
             await orphan
@@ -150,7 +150,7 @@ def test_deadlines_know_their_parents_through_tasks_but_never_one_that_is_over()
 def test_a_wait_that_is_over_keeps_nothing_alive():
     async def run():
         async def opens():
-            with waiting("outer"):
+            with named_wait("outer"):
                 kept.append(asyncio.get_running_loop().call_later(60, lambda: None))  # holds this context
 
         task = asyncio.create_task(opens())
@@ -165,13 +165,13 @@ def test_a_wait_that_is_over_keeps_nothing_alive():
 
 def test_progress_is_what_comes_to_a_good_end_unless_it_is_only_a_poll():
     async def run():
-        before = registry.moved
-        await within(1, "work", answers())
-        counted = registry.moved - before
-        await within(1, "a health check", answers(), moves=False)
+        before = registry.progress_count
+        await wait_within(1, "work", answers())
+        counted = registry.progress_count - before
+        await wait_within(1, "a health check", answers(), is_progress=False)
         with contextlib.suppress(DeadlineError):
-            await within(0.001, "nothing", forever())
-        return counted, registry.moved - before
+            await wait_within(0.001, "nothing", forever())
+        return counted, registry.progress_count - before
 
     assert asyncio.run(run()) == (1, 1)
 
@@ -190,18 +190,18 @@ class Stubborn:
 
 
 @pytest.mark.parametrize(("swallows", "told"), [(1, False), (5, False), (20, True)])
-def test_whoever_swallows_a_cancellation_is_cancelled_again_and_named_in_the_end(swallows, told, caplog):
+def test_code_that_swallows_a_cancellation_is_cancelled_again_and_named_in_the_end(swallows, told, caplog):
     async def run():
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         with pytest.raises(DeadlineError, match="an episode of `code` took longer than 60 s"):
-            await within(60, "an episode of `code`", Stubborn(swallows)())
+            await wait_within(60, "an episode of `code`", Stubborn(swallows)())
         gone = loop.time()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1000):  # nothing is left that would wake us
                 await forever()
         return gone, loop.time() - gone, task.cancelling()
 
-    assert leap(run()) == (60 + 5 * swallows, 1000, 0)
+    assert run_virtual(run()) == (60 + 5 * swallows, 1000, 0)
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == told * [
         "an episode of `code` does not let itself be cancelled"
     ]
@@ -212,23 +212,23 @@ def test_whoever_swallows_a_cancellation_is_cancelled_again_and_named_in_the_end
 def test_however_a_stubborn_one_ends_its_cancellations_are_taken_back(end):
     async def run():
         try:
-            result = await within(60, "it", Stubborn(3, end)())
+            result = await wait_within(60, "it", Stubborn(3, end)())
         except TimeoutError as error:
             result = str(error)
         return result, asyncio.current_task().cancelling()
 
-    assert leap(run()) == ({answers: "soon", own_timeout: "its own"}[end], 0)
+    assert run_virtual(run()) == ({answers: "soon", own_timeout: "its own"}[end], 0)
 
 
 def test_a_stubborn_one_that_others_cancel_too_stays_cancelled():
     async def run():
-        task = asyncio.create_task(within(60, "it", Stubborn(3)()))
+        task = asyncio.create_task(wait_within(60, "it", Stubborn(3)()))
         asyncio.get_running_loop().call_later(75, task.cancel)  # together with the fourth time
         with pytest.raises(asyncio.CancelledError):
             await task
         return task.cancelled()
 
-    assert leap(run())
+    assert run_virtual(run())
 
 
 # -- user code that is abandoned --------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_user_code_that_never_ends_is_left_30_s_after_its_deadline_or_its_cancel
         return late, left, loop.time()
 
     over.clear()
-    assert leap(run()) == (90, 0, 130)
+    assert run_virtual(run()) == (90, 0, 130)
     assert [record.getMessage()[:16] for record in caplog.records] == ["it was cancelled"]
     assert not registry.open
 
@@ -286,7 +286,7 @@ def test_user_code_may_clean_up_after_its_deadline():
             await UserCall(60, "it", work())
         return asyncio.get_running_loop().time(), asyncio.current_task().cancelling()
 
-    assert leap(run()) == (89, 0)
+    assert run_virtual(run()) == (89, 0)
 
 
 def test_user_code_keeps_its_own_time_outs_and_tasks():
@@ -306,7 +306,7 @@ def test_user_code_keeps_its_own_time_outs_and_tasks():
         first, rest, task = await UserCall(1000, "it", own())
         return first, rest, task is asyncio.current_task(), task.cancelling(), asyncio.get_running_loop().time()
 
-    assert leap(run()) == ("first", ["soon", "second"], True, 0, 43)
+    assert run_virtual(run()) == ("first", ["soon", "second"], True, 0, 43)
 
 
 @pytest.mark.parametrize("then", ["awaits", "returns", "raises"])
@@ -330,7 +330,7 @@ def test_user_code_that_cancels_its_own_task_loses_its_own_call_alone(then):
         return answer, left
 
     expected = {"awaits": asyncio.CancelledError, "returns": "done", "raises": ZeroDivisionError}
-    assert leap(run()) == (expected[then], 0)
+    assert run_virtual(run()) == (expected[then], 0)
 
 
 @pytest.mark.parametrize("then", ["awaits", "returns"])
@@ -351,7 +351,7 @@ def test_a_caller_that_is_cancelled_stays_so_whatever_its_work_asked_of_the_task
             await task
         return task.cancelled(), task.cancelling()
 
-    assert leap(run()) == (True, 1)
+    assert run_virtual(run()) == (True, 1)
 
 
 def test_user_code_that_raises_a_base_exception_raises_it_here():
@@ -365,7 +365,7 @@ def test_user_code_that_raises_a_base_exception_raises_it_here():
         await asyncio.sleep(1)
         raise what
 
-    leap(run())
+    run_virtual(run())
 
 
 # -- the graph --------------------------------------------------------------------------------------------------------
@@ -373,10 +373,10 @@ def test_user_code_that_raises_a_base_exception_raises_it_here():
 
 def test_thousands_of_episodes_are_one_line_below_what_waits_for_them():
     async def run():
-        tasks = [asyncio.create_task(within(300, "an episode of `code`", forever())) for _ in range(2_000)]
+        tasks = [asyncio.create_task(wait_within(300, "an episode of `code`", forever())) for _ in range(2_000)]
         with Stopwatch(RealClock(), lambda: 0.0).phase("sample"):
             await asyncio.sleep(0)
-            nodes = graph(registry.waits(), time.monotonic())
+            nodes = wait_graph(registry.waits(), time.monotonic())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -387,8 +387,8 @@ def test_thousands_of_episodes_are_one_line_below_what_waits_for_them():
         ("an episode of `code`", 2_000),
         ("sampling a batch", 1),
     ]
-    assert chain(nodes).startswith("sampling a batch (")
-    assert " waits for 2000 x an episode of `code` (" in chain(nodes)
+    assert blocking_chain(nodes).startswith("sampling a batch (")
+    assert " waits for 2000 x an episode of `code` (" in blocking_chain(nodes)
     episode = next(node for node in nodes if node["count"] > 1)
     assert episode["limit"] == 300
     assert episode["stack"][-1].startswith("python/asyncio/locks.py"), "the stack goes down to what is awaited"
@@ -401,13 +401,13 @@ def test_a_stack_follows_tasks_that_wait_for_tasks():
             await forever()
 
         async def outer():
-            with waiting("outer"):
+            with named_wait("outer"):
                 await asyncio.gather(asyncio.create_task(inner()))
 
         task = asyncio.create_task(outer())
         for _ in range(3):
             await asyncio.sleep(0)
-        (node,) = graph(registry.waits(), time.monotonic())
+        (node,) = wait_graph(registry.waits(), time.monotonic())
         task.cancel()
         return [line.rpartition(" ")[2] for line in node["stack"]]
 
@@ -416,19 +416,19 @@ def test_a_stack_follows_tasks_that_wait_for_tasks():
 
 def test_a_task_in_two_waits_shows_its_stack_once_and_the_sentence_goes_down_to_the_last():
     async def run():
-        with waiting("sampling a batch"), waiting("a batch that fills up", on="an episode"):
-            episode = asyncio.create_task(within(9, "an episode of `code`", forever()))
+        with named_wait("sampling a batch"), named_wait("a batch that fills up", waits_for="an episode"):
+            episode = asyncio.create_task(wait_within(9, "an episode of `code`", forever()))
             await asyncio.sleep(0)
-            other = asyncio.create_task(within(9, "a health check", forever()), context=contextvars.Context())
+            other = asyncio.create_task(wait_within(9, "a health check", forever()), context=contextvars.Context())
             await asyncio.sleep(0)
-            nodes = graph(registry.waits(), time.monotonic())
+            nodes = wait_graph(registry.waits(), time.monotonic())
         for task in (episode, other):
             task.cancel()
         return nodes
 
     nodes = asyncio.run(run())
     assert [bool(node["stack"]) for node in nodes] == [False, True, True, True]
-    words = chain(nodes).split(" waits for ")
+    words = blocking_chain(nodes).split(" waits for ")
     assert [word.partition(" (")[0] for word in words] == [
         "sampling a batch",
         "a batch that fills up",
@@ -438,11 +438,11 @@ def test_a_task_in_two_waits_shows_its_stack_once_and_the_sentence_goes_down_to_
 
 def test_a_wait_that_outlives_its_parent_goes_to_the_grandparent():
     async def run():
-        with waiting("the run"):
-            with waiting("publishing"):
-                task = asyncio.create_task(within(9, "an episode", forever()))
+        with named_wait("the run"):
+            with named_wait("publishing"):
+                task = asyncio.create_task(wait_within(9, "an episode", forever()))
                 await asyncio.sleep(0)
-            nodes = graph(registry.waits(), time.monotonic())
+            nodes = wait_graph(registry.waits(), time.monotonic())
             task.cancel()
         return [(node["what"], node["parent"]) for node in nodes]
 
@@ -453,19 +453,19 @@ def test_names_that_wait_for_each_other_end_in_no_circle():
     opened, seen = threading.Event(), threading.Event()
 
     def other():
-        with waiting("b of y", on="a"):
+        with named_wait("b of y", waits_for="a"):
             opened.set()
             seen.wait(60)
 
     thread = threading.Thread(target=other)
-    with waiting("a of x", on="b"):
+    with named_wait("a of x", waits_for="b"):
         thread.start()
         assert opened.wait(60)
-        nodes = graph(registry.waits(), time.monotonic())
+        nodes = wait_graph(registry.waits(), time.monotonic())
         seen.set()
         thread.join(60)
     assert sum(node["parent"] is None for node in nodes) == 1
-    assert " waits for " in chain(nodes)
+    assert " waits for " in blocking_chain(nodes)
 
 
 # -- the watchdog -----------------------------------------------------------------------------------------------------
@@ -496,12 +496,12 @@ class Dog:
         """Live through the seconds, a look in each."""
         for _ in range(0, seconds, every):
             self.now, self.cpu = self.now + every, self.cpu + busy * every
-            self.dog.look()
+            self.dog.check()
         return self
 
 
 def test_a_run_that_does_not_move_says_who_waits_for_whom_within_a_minute_and_then_ever_more_rarely(tmp_path):
-    with waiting("training on the batch", on="the trainer"), waiting("the answer of rank 3"):
+    with named_wait("training on the batch", waits_for="the trainer"), named_wait("the answer of rank 3"):
         dog = Dog(tmp_path).after(58)
         assert not dog.ear.notes
         dog.after(2)
@@ -546,16 +546,16 @@ def test_after_every_movement_a_stall_is_told_anew(tmp_path):
 def test_a_run_that_moves_but_shows_nothing_says_that_it_is_still_at_it(tmp_path):
     dog = Dog(tmp_path)
     for _ in range(65):
-        dog.dog.beat()
+        dog.dog.record_progress()
         dog.after(1)
     assert not dog.ear.notes
     (phase,) = dog.ear.phases
     assert phase.startswith("still at it after 59 s, 59 things finished")
     dog.dog.phase("evaluating 3/8")
     for _ in range(58):
-        dog.dog.beat()
+        dog.dog.record_progress()
         dog.after(1)
-    assert len(dog.ear.phases) == 1, "whoever has just been told something needs no word"
+    assert len(dog.ear.phases) == 1, "no reminder is due right after a phase was shown"
 
 
 def test_a_process_that_computes_is_not_called_stuck(tmp_path):
@@ -591,7 +591,7 @@ def test_a_blocked_event_loop_is_named_with_the_line_that_blocks_it(tmp_path):
     assert snapshot["blocked"] > 50
     assert any("blocks_the_loop" in line for group in snapshot["threads"] for line in group["stack"])
     assert len(dog.after(1).ear.notes) == 1
-    dog.dog.beat()
+    dog.dog.record_progress()
     assert len(dog.after(65).ear.notes) == 2
     assert "event loop" not in dog.ear.notes[1], "a loop that is closed owes no answer"
 
@@ -600,23 +600,23 @@ def test_an_event_loop_that_was_closed_owes_no_sign_of_life(tmp_path):
     dog, loop = Dog(tmp_path), asyncio.new_event_loop()
     dog.dog._loop = loop
     dog.after(10)
-    assert dog.dog._blocked(dog.now) == 9
+    assert dog.dog._blocked_seconds(dog.now) == 9
     loop.close()
     dog.after(1)
-    assert dog.dog._blocked(dog.now) == 0
+    assert dog.dog._blocked_seconds(dog.now) == 0
 
 
 def test_what_the_watchdog_says_is_no_movement(tmp_path):
     ear = Ear()
     monitors = Monitors(ear)
-    with watching(monitors, tmp_path, seconds=0.02) as dog:
+    with watch_run(monitors, tmp_path, seconds=0.02) as dog:
         deadline = time.monotonic() + 60
         while len(ear.notes) < 2 and time.monotonic() < deadline:
             dog._stop.wait(0.01)
     assert len(ear.notes) >= 2, "had its own word counted, the intervals would never have grown past the first"
     assert dog._heard == 0
     assert not dog._thread.is_alive()
-    assert not waits_file(tmp_path).exists(), "where nobody waits any more there is nothing to show"
+    assert not waits_file(tmp_path).exists(), "where nothing waits any more there is nothing to show"
 
 
 def test_a_watchdog_that_is_to_be_silent_still_leaves_its_snapshot(tmp_path):
@@ -638,8 +638,8 @@ def test_a_watchdog_that_stumbles_says_so_once_and_watches_on(tmp_path, monkeypa
         looks.release()
         raise RuntimeError("dictionary changed size")
 
-    monkeypatch.setattr(Watchdog, "look", stumble)
-    with watching(Monitors(Ear()), tmp_path, seconds=0.02):
+    monkeypatch.setattr(Watchdog, "check", stumble)
+    with watch_run(Monitors(Ear()), tmp_path, seconds=0.02):
         assert all(looks.acquire(timeout=60) for _ in range(3))
     assert [record.getMessage() for record in caplog.records] == [
         "the watchdog stumbled, and watches on; this is told once"
@@ -670,20 +670,20 @@ def begun(path, pid=None):
 
 def shown(found, width=4000):
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
-    console.print(report(found))
+    console.print(render_findings(found))
     console.file.close()
     return console.export_text()
 
 
 def test_doctor_shows_a_living_run_and_who_waits_in_it(tmp_path):
     begun(tmp_path / "run")
-    with waiting("sampling a batch", on="an episode"), waiting("the answer of the engine"):
+    with named_wait("sampling a batch", waits_for="an episode"), named_wait("the answer of the engine"):
         dog = Dog(tmp_path / "run")
         dog.dog.step(3, {})
         dog.after(1)
         part = Dog(tmp_path / "run", part="trainer").after(1)
     assert not part.ear.notes
-    found = examine(tmp_path / "run")
+    found = diagnose(tmp_path / "run")
     assert found.alive
     assert found.verdict == f"runs as process {os.getpid()}"
     text = shown(found)
@@ -701,14 +701,14 @@ def test_doctor_says_that_a_run_was_killed_and_how_to_go_on(tmp_path):
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         begun(tmp_path / "run", sleeper.pid)
-        assert examine(tmp_path / "run").verdict == f"runs as process {sleeper.pid}"
+        assert diagnose(tmp_path / "run").verdict == f"runs as process {sleeper.pid}"
         os.kill(sleeper.pid, signal.SIGSTOP)
         os.waitpid(sleeper.pid, os.WUNTRACED)
-        assert f"`kill -CONT {sleeper.pid}`" in examine(tmp_path / "run").verdict
+        assert f"`kill -CONT {sleeper.pid}`" in diagnose(tmp_path / "run").verdict
     finally:
         sleeper.kill()
         sleeper.wait(60)
-    found = examine(tmp_path / "run")
+    found = diagnose(tmp_path / "run")
     assert not found.alive
     assert found.verdict.startswith(f"killed: process {sleeper.pid} is gone and wrote no end (SIGKILL, out of memory")
     assert found.checkpoint == tmp_path / "run" / "checkpoints" / "step-000002"
@@ -721,11 +721,11 @@ def test_doctor_is_not_fooled_by_a_process_number_that_is_used_again(tmp_path):
     snapshot = json.loads(waits_file(tmp_path / "run").read_text())
     waits_file(tmp_path / "run").write_text(json.dumps(snapshot | {"born": "1"}))
     if snapshot["born"]:
-        assert examine(tmp_path / "run").verdict.startswith(f"killed: process {os.getpid()}")
+        assert diagnose(tmp_path / "run").verdict.startswith(f"killed: process {os.getpid()}")
     waits_file(tmp_path / "run").write_text(json.dumps(snapshot | {"host": "far-away"}))
-    assert examine(tmp_path / "run").verdict.startswith("on far-away, process ")
+    assert diagnose(tmp_path / "run").verdict.startswith("on far-away, process ")
     waits_file(tmp_path / "run").write_text(json.dumps(snapshot))
-    assert "has written nothing for 100 s" in examine(tmp_path / "run", lambda: snapshot["time"] + 100).verdict
+    assert "has written nothing for 100 s" in diagnose(tmp_path / "run", lambda: snapshot["time"] + 100).verdict
 
 
 def test_doctor_tells_the_outcome_of_a_run_that_ended(tmp_path, capsys):
@@ -737,7 +737,7 @@ def test_doctor_tells_the_outcome_of_a_run_that_ended(tmp_path, capsys):
     assert "failed at step 3: the engine was lost" in said
     assert said.splitlines()[-1] == f"to go on: paceline train {tmp_path}/run/config.toml --resume step-000002"
     recorder.end(RunOutcome("finished", 9))
-    found = examine(tmp_path / "run")
+    found = diagnose(tmp_path / "run")
     assert found.verdict == "finished at step 9"
     assert not resume_command(found)
 
@@ -801,8 +801,8 @@ PLANTED = """
 """
 
 BOUNDED = """
-    await within(5, "it", event.wait())
-    await clock.within(5, "it", queue.get())
+    await wait_within(5, "it", event.wait())
+    await clock.wait_within(5, "it", queue.get())
     await asyncio.wait_for(event.wait(), 5)
     await asyncio.wait({task}, timeout=5)
     async with asyncio.timeout(5): await event.wait()

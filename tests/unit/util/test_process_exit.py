@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from paceline.runtime.signals import run_to_the_end
-from paceline.simulate.engine import leap
+from paceline.runtime.signals import run_until_complete
+from paceline.simulate.engine import run_virtual
 from paceline.util.deadlines import DeadlineError, UserCall
 
 
@@ -28,11 +28,11 @@ def test_a_task_that_refuses_to_be_cancelled_is_left_behind(caplog):
         await asyncio.sleep(0)
         return 7
 
-    assert run_to_the_end(main(), farewell=0.05) == 7
+    assert run_until_complete(main(), farewell=0.05) == 7
     left[0]._log_destroy_pending = False  # it is pending for ever, and this is the test's doing
 
 
-def test_whoever_lets_go_is_waited_for():
+def test_tasks_that_end_when_cancelled_are_awaited():
     cleaned = []
 
     async def tidy():
@@ -48,7 +48,7 @@ def test_whoever_lets_go_is_waited_for():
         raise ZeroDivisionError(str(task.done()))
 
     with pytest.raises(ZeroDivisionError):
-        run_to_the_end(main())
+        run_until_complete(main())
     assert cleaned == [True]
 
 
@@ -66,7 +66,7 @@ def test_an_interruption_in_the_middle_cancels_the_rest():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_to_the_end(main())
+        run_until_complete(main())
     assert cleaned == [True]
 
 
@@ -83,7 +83,7 @@ def test_a_task_of_user_code_that_exits_does_not_end_the_loop(error, monkeypatch
             await asyncio.gather(exits(), asyncio.sleep(0))
         return 7
 
-    assert run_to_the_end(main()) == 7
+    assert run_until_complete(main()) == 7
 
 
 def test_threads_that_user_code_blocks_keep_nothing_else_waiting():
@@ -98,7 +98,7 @@ def test_threads_that_user_code_blocks_keep_nothing_else_waiting():
             await asyncio.gather(*blocked)
 
     started = threading.active_count()
-    assert run_to_the_end(main()) == 7
+    assert run_until_complete(main()) == 7
     assert threading.active_count() <= started + 65
 
 
@@ -117,7 +117,7 @@ def test_work_that_swallows_its_cancellation_is_abandoned_with_its_line():
         over.set()
         return asyncio.get_running_loop().time()
 
-    assert leap(main()) == 35
+    assert run_virtual(main()) == 35
 
 
 LEAVES = """

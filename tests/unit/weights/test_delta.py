@@ -1,4 +1,4 @@
-"""Deltas of weights: whoever holds the base and is given the delta holds the result, bit for bit, or hears why not."""
+"""Deltas of weights: the base and the delta give the result, bit for bit, or an error says why not."""
 
 import contextlib
 import json
@@ -9,7 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.weights.delta import BLOCK, HEAD, MAGIC, DeltaError, LastSent, WeightDelta, _digest, pack, unpack
+from paceline.weights.delta import (
+    BLOCK,
+    HEADER,
+    MAGIC,
+    DeltaEncoder,
+    DeltaError,
+    WeightDelta,
+    _digest,
+    decode_positions,
+    encode_positions,
+)
 from paceline.weights.update import ServedPolicy, bits_of, fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -28,7 +38,7 @@ def random_bits(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def delta_between(old, new, share: float = 1e9) -> WeightDelta | None:
-    last = LastSent(share)
+    last = DeltaEncoder(share)
     assert last.advance(3, old) is None
     return last.advance(4, new)
 
@@ -75,7 +85,7 @@ def test_the_base_and_the_delta_are_the_result_bit_for_bit(pair):
     old, new = pair
     made = delta_between(old, new)
     assert made is not None
-    delta = WeightDelta(made.data)  # as whoever receives it reads it
+    delta = WeightDelta(made.data)  # as its receiver reads it
     assert (delta.base, delta.result) == (
         ServedPolicy(3, fingerprint(old.items())),
         ServedPolicy(4, fingerprint(new.items())),
@@ -83,7 +93,7 @@ def test_the_base_and_the_delta_are_the_result_bit_for_bit(pair):
     before = {name: tensor.clone() for name, tensor in old.items()}
     assert same(patched(delta, old), new)
     assert same(old, before)
-    assert delta.moved(old) == fingerprint(new.items())
+    assert delta.result_fingerprint(old) == fingerprint(new.items())
     delta.write(before)
     assert same(before, new)
     changed = {name for name in old if not torch.equal(bits_of(old[name]), bits_of(new[name]))}
@@ -94,19 +104,19 @@ def test_the_base_and_the_delta_are_the_result_bit_for_bit(pair):
 @settings(max_examples=60)
 def test_positions_come_back_however_far_apart(first, steps):
     positions = torch.tensor([first, *steps]).cumsum(0)
-    form, data = pack(positions)
-    assert torch.equal(unpack(form, data, len(positions), int(positions[-1]) + 1), positions)
+    form, data = encode_positions(positions)
+    assert torch.equal(decode_positions(form, data, len(positions), int(positions[-1]) + 1), positions)
     with pytest.raises(DeltaError):
-        unpack(form, data, len(positions), int(positions[-1]))
+        decode_positions(form, data, len(positions), int(positions[-1]))
 
 
 @pytest.mark.parametrize("gap", [0, 127, 128, 1 << 14, 1 << 16, (1 << 16) + 1, 1 << 24, (1 << 24) + 1, 1 << 35])
 def test_large_gaps_at_the_edges_of_their_coding(gap):
     """No tensor of that size is needed: positions are packed before anybody looks at one."""
     positions = torch.tensor([5, 5 + gap + 1, 5 + 2 * (gap + 1)])
-    form, data = pack(positions)
+    form, data = encode_positions(positions)
     assert form == "gaps"
-    assert torch.equal(unpack(form, data, 3, 1 << 42), positions)
+    assert torch.equal(decode_positions(form, data, 3, 1 << 42), positions)
 
 
 def test_a_tensor_with_gaps_beyond_2_to_the_24():
@@ -126,7 +136,7 @@ def test_the_shorter_form_is_taken():
     clustered = torch.cat([torch.arange(row, row + 1024) for row in (4096, 70_000, 1 << 22)])
     sizes = {}
     for name, positions in (("sparse", sparse), ("dense", dense), ("clustered", clustered)):
-        form, data = pack(positions)
+        form, data = encode_positions(positions)
         sizes[name] = form, len(data) / len(positions)
     assert [form for form, _ in sizes.values()] == ["gaps", "blocks", "blocks"]
     assert sizes["sparse"][1] < 2.001
@@ -174,17 +184,17 @@ def test_damaged_bytes_are_refused_with_a_sentence(data):
 @given(st.data())
 @settings(max_examples=60)
 def test_a_sender_that_lies_with_a_good_digest_is_refused_too(data):
-    """The digest finds accidents. Whoever computes it over nonsense meets the other checks: never a crash, and never
+    """The digest finds accidents. A valid digest over nonsense meets the other checks: never a crash, and never
     weights that are not what the delta says."""
     old, new = pair(300, share=data.draw(st.sampled_from([0.02, 0.5])))
     whole = delta_between(old, new).data
-    body = bytearray(whole[HEAD.size :])
-    _, length, _ = HEAD.unpack_from(whole)
+    body = bytearray(whole[HEADER.size :])
+    _, length, _ = HEADER.unpack_from(whole)
     for _ in range(data.draw(st.integers(1, 3))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     if data.draw(st.booleans()):
         del body[data.draw(st.integers(0, len(body) - 1)) :]
-    forged = HEAD.pack(MAGIC, length, _digest(body)) + bytes(body)
+    forged = HEADER.pack(MAGIC, length, _digest(body)) + bytes(body)
     got = new
     with contextlib.suppress(DeltaError):
         got = patched(WeightDelta(forged), old)
@@ -192,12 +202,12 @@ def test_a_sender_that_lies_with_a_good_digest_is_refused_too(data):
 
 
 def forged(delta: WeightDelta, change) -> bytes:
-    _, length, _ = HEAD.unpack_from(delta.data)
-    header = json.loads(delta.data[HEAD.size : HEAD.size + length])
+    _, length, _ = HEADER.unpack_from(delta.data)
+    header = json.loads(delta.data[HEADER.size : HEADER.size + length])
     change(header)
     written = json.dumps(header).encode()
-    body = written + delta.data[HEAD.size + length :]
-    return HEAD.pack(MAGIC, len(written), _digest(body)) + body
+    body = written + delta.data[HEADER.size + length :]
+    return HEADER.pack(MAGIC, len(written), _digest(body)) + body
 
 
 @pytest.mark.parametrize(
@@ -224,7 +234,7 @@ def test_headers_that_lie(change, said):
 def test_above_half_of_a_full_update_there_is_none():
     """And the next one builds on what was sent in full."""
     old, new = pair(share=0.0)
-    last = LastSent()
+    last = DeltaEncoder()
     assert last.advance(1, old) is None
     most = sum(tensor.numel() * tensor.element_size() for tensor in old.values()) / 2
     bits_of(new["a"])[:3000] ^= 1
@@ -241,7 +251,7 @@ def test_above_half_of_a_full_update_there_is_none():
 
 
 def test_a_chain_of_deltas_leads_where_each_said():
-    last, held = LastSent(), None
+    last, held = DeltaEncoder(), None
     for version in range(6):
         _, new = pair(share=0.01 * version)
         new = {name: tensor.clone() for name, tensor in new.items()}

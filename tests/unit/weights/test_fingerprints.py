@@ -20,14 +20,14 @@ from paceline.config import trainer as config
 from paceline.data import Sample, Ticket
 from paceline.engine import Completion, EmbeddedEngine, GenerateRequest
 from paceline.errors import EngineError, Mismatch
-from paceline.model import Adapter, LMHead, WeightUpdate, fingerprint, twin
+from paceline.model import Adapter, LMHead, WeightUpdate, clone_model, fingerprint
 from paceline.model.head import make_canary
 from paceline.orchestrator import buffered
 from paceline.orchestrator.admission import Tally
-from paceline.orchestrator.buffered import Held, decode_held, encode_held
+from paceline.orchestrator.buffered import DispatcherState, decode_groups, encode_groups
 from paceline.orchestrator.metrics import batch_metrics
 from paceline.rollout import Group, Rollout, Turn, assemble
-from paceline.rollout.assemble import rewritten
+from paceline.rollout.assemble import count_rewritten_turns
 from paceline.server import build_app
 from paceline.trainer import TorchTrainer
 from rollouts import group
@@ -58,13 +58,13 @@ def test_a_completion_names_exactly_the_weights_its_tokens_were_drawn_from(confi
         tasks = await together(engine, requests(groups=4, members=2, seed=3, max_tokens=20), stop_at=30)
         await engine.load_weights(update(9, 1))
         await stopped_at(engine, 60)
-        await engine.load_weights(update(8, 0))  # nobody samples from it
+        await engine.load_weights(update(8, 0))  # no request samples from it
         await engine.load_weights(update(7, 2))
         await engine.resume()
         return await asyncio.gather(*tasks)
 
     marks = {5: MARKS[0], 9: MARKS[1], 7: MARKS[2]}
-    done = serve(twin(POLICIES[1]), work, max_running=5, **config)
+    done = serve(clone_model(POLICIES[1]), work, max_running=5, **config)
     assert {v for c in done for v in c.versions} == marks.keys()
     for completion in done:
         assert completion.weights == {version: marks[version] for version in set(completion.versions)}
@@ -80,7 +80,7 @@ def test_unchecked_weights_have_no_name_and_adapters_have_their_own():
         await engine.load_weights(WeightUpdate(6, random_adapter(POLICIES[0], 2), Adapter("other", 1.0)))
         return [await engine.generate(ask(model=name)) for name in ("", "other", "base")]
 
-    policy, other, base = serve(twin(POLICIES[0]), work, adapters=2, adapter_rank=4)
+    policy, other, base = serve(clone_model(POLICIES[0]), work, adapters=2, adapter_rank=4)
     assert policy.weights == {4: fingerprint(adapter.items())}
     assert list(other.weights) == [6]
     assert base.weights == {}
@@ -89,7 +89,7 @@ def test_unchecked_weights_have_no_name_and_adapters_have_their_own():
         await engine.load_weights(update(1, 1))
         return await engine.generate(ask())
 
-    assert serve(twin(POLICIES[0]), unchecked, verify_weights=False).weights == {}
+    assert serve(clone_model(POLICIES[0]), unchecked, verify_weights=False).weights == {}
 
 
 @pytest.mark.parametrize("config", MATRIX)
@@ -109,7 +109,7 @@ def test_a_number_that_comes_again_with_other_weights_begins_what_is_under_way_a
         await engine.resume()
         return await asyncio.gather(*tasks)
 
-    for request, completion in zip(wanted, serve(twin(POLICIES[0]), work, max_running=4, **config), strict=True):
+    for request, completion in zip(wanted, serve(clone_model(POLICIES[0]), work, max_running=4, **config), strict=True):
         assert set(completion.versions) == {2}
         assert completion.weights == {2: MARKS[1]}
         exact = trainer_logprobs(POLICIES[1], request, completion)
@@ -126,7 +126,7 @@ def test_a_stream_that_told_of_the_old_tokens_is_refused_instead():
             await task
         return (await engine.generate(ask(1))).weights
 
-    assert serve(twin(POLICIES[0]), work) == {2: MARKS[1]}
+    assert serve(clone_model(POLICIES[0]), work) == {2: MARKS[1]}
 
 
 @pytest.mark.parametrize("config", MATRIX)
@@ -144,7 +144,7 @@ def test_no_key_crosses_a_swap_whatever_the_numbers_are(config, versions):
         await engine.load_weights(update(versions[0], 2))
         return shared, last, await engine.generate(ask(0))
 
-    shared, last, after = serve(twin(POLICIES[2]), work, **config)
+    shared, last, after = serve(clone_model(POLICIES[2]), work, **config)
     assert min(completion.cached for completion in shared) >= 32  # within one version they are shared
     assert after.cached == 0
     for policy, request, completion in ((0, ask(0), shared[0]), (1, ask(0), shared[1]), (1, ask(1), last)):
@@ -170,7 +170,7 @@ async def over_http(engine, tokenizer, monkeypatch, folder):
 
 @contextlib.contextmanager
 def running(**settings):
-    engine = EmbeddedEngine(twin(POLICIES[0]), inference.EngineConfig(threads=1, **settings))
+    engine = EmbeddedEngine(clone_model(POLICIES[0]), inference.EngineConfig(threads=1, **settings))
     engine.start()
     try:
         yield engine
@@ -238,7 +238,7 @@ def test_a_turns_weights_are_recorded_and_survive_a_checkpoint():
         dataclasses.replace(turn, weights={4: "bb", 5: "cc"}),  # version 4 came again
     ]
     assert held.rollouts[0].record()["weights"] == [(4, "aa"), (4, "bb"), (5, "cc")]
-    (again,) = decode_held(encode_held(Held([held]))).buffered
+    (again,) = decode_groups(encode_groups(DispatcherState([held]))).buffered
     assert again.rollouts[0].turns == held.rollouts[0].turns
 
 
@@ -247,9 +247,9 @@ def test_a_checkpoint_from_before_turns_had_weights_still_loads(monkeypatch):
     before = msgspec.defstruct("before", [(name, object) for name in names], array_like=True)
     write = buffered._wired_turn
     monkeypatch.setattr(buffered, "_wired_turn", lambda turn: before(*(getattr(write(turn), name) for name in names)))
-    data = encode_held(Held([group()]))
+    data = encode_groups(DispatcherState([group()]))
     monkeypatch.undo()
-    (again,) = decode_held(data).buffered
+    (again,) = decode_groups(data).buffered
     assert again.rollouts[0].turns == group().rollouts[0].turns
     assert again.rollouts[0].turns[0].weights == {}
 
@@ -345,10 +345,10 @@ def test_what_sampling_cuts_away_is_the_divergence_from_the_full_distribution():
     async def work(engine):
         return [await engine.generate(request) for request in (plain, cut)]
 
-    free, bound = serve(twin(POLICIES[0]), work)
+    free, bound = serve(clone_model(POLICIES[0]), work)
     assert measured(played(turn_of(free, plain.prompt_ids)))["mismatch/mask"] == 0
     ids = torch.tensor([[*cut.prompt_ids, *bound.token_ids]])
-    model = twin(POLICIES[0])
+    model = clone_model(POLICIES[0])
     model.set_attn_implementation("eager")
     with torch.no_grad():
         logp = model(ids).logits[0, len(cut.prompt_ids) - 1 : -1].log_softmax(-1)
@@ -391,4 +391,4 @@ USER, REPLY = {"role": "user", "content": "?"}, {"role": "assistant", "content":
 )
 def test_a_rewritten_past_is_counted_and_a_branch_is_not(turns, share):
     assert measured(played(*turns))["mismatch/template"] == pytest.approx(share)
-    assert rewritten(turns) == round(share * len(turns))
+    assert count_rewritten_turns(turns) == round(share * len(turns))

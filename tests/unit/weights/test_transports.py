@@ -19,7 +19,7 @@ from paceline.errors import RequestError
 from paceline.runtime.ray.engines import tensors_in
 from paceline.server.service import write_all
 from paceline.util.private_folder import PrivateFolder, sweep
-from paceline.weights.update import MASK, PIECE, STRETCH, bits_of, mix_tensor, tensor_sums
+from paceline.weights.update import MASK, PIECE_ELEMENTS, STRETCH_ELEMENTS, bits_of, mix_tensor, tensor_sums
 
 
 class Stingy:
@@ -107,7 +107,15 @@ def test_bytes_that_are_no_file_are_refused(data):
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.uint8])
 def test_marks_are_the_plain_sum_however_it_is_cut(kind):
-    lengths = [0, 1, PIECE - 1, PIECE, PIECE + 1, STRETCH, STRETCH + PIECE + 3]
+    lengths = [
+        0,
+        1,
+        PIECE_ELEMENTS - 1,
+        PIECE_ELEMENTS,
+        PIECE_ELEMENTS + 1,
+        STRETCH_ELEMENTS,
+        STRETCH_ELEMENTS + PIECE_ELEMENTS + 3,
+    ]
     tensors = [torch.randint(256, (length,), dtype=torch.uint8).to(kind) for length in lengths]
     plain = [int((bits_of(t).long() * mix_tensor(torch.arange(len(t)))).sum()) & MASK for t in tensors]
     assert tensor_sums(tensors) == plain

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from paceline.config.base import FilePath, Hook, ImportPath, PathKey, fits_a_run_file
+from paceline.config.base import FilePath, Hook, ImportPath, PathKey, check_toml_values
 from paceline.config.env.base import (
     ArenaEnvConfig,
     BaseEnvConfig,
@@ -15,7 +15,7 @@ from paceline.config.env.base import (
     RewardEnvConfig,
     Source,
 )
-from paceline.util.lazy_import import renamed_names
+from paceline.util.lazy_import import renamed_getattr
 
 SEARCH_KEY_VARIABLE = "PACELINE_SEARCH_API_KEY"
 """Not the model server's key: a search service must not learn that one."""
@@ -274,7 +274,7 @@ class ReasoningGymConfig(BaseEnvConfig):
     score_timeout: float = Field(default=30.0, gt=0)
     """Seconds a task may take to score one answer before the episode counts as failed."""
 
-    _plain = field_validator("args")(partial(fits_a_run_file, key="args"))
+    _check_toml = field_validator("args")(partial(check_toml_values, key="args"))
 
     def check_keys(self) -> None:
         if (self.task is None) == (not self.tasks):
@@ -325,7 +325,7 @@ class TextArenaConfig(BaseEnvConfig):
     system_prompt: str = ""
     """First message in front of the game's own words; none when empty."""
 
-    _plain = field_validator("args")(partial(fits_a_run_file, key="args"))
+    _check_toml = field_validator("args")(partial(check_toml_values, key="args"))
 
 
 class VerifiersConfig(BaseEnvConfig):
@@ -349,7 +349,7 @@ class VerifiersConfig(BaseEnvConfig):
     """Settings by agent, in that package's words (`{agent = {max_turns = 4}}`). Where no harness is chosen, agents
     talk and call tools from this process; where no runtime is chosen, it is this machine."""
 
-    _plain = field_validator("args", "eval_args", "agents")(partial(fits_a_run_file, key="these settings"))
+    _check_toml = field_validator("args", "eval_args", "agents")(partial(check_toml_values, key="these settings"))
 
 
 EnvConfig = Annotated[
@@ -373,6 +373,6 @@ EnvConfig = Annotated[
     Field(discriminator="type"),
 ]
 
-__getattr__ = renamed_names(
+__getattr__ = renamed_getattr(
     __name__, {name.removesuffix("Config"): name for name in list(globals()) if name.endswith("Config")}
 )

@@ -48,29 +48,29 @@ class BaseEnvConfig(Section):
         """A key of this section by its path in the run file, `env.0.timeout`, as the command line takes it."""
         return f"env.{self._place}.{name}" if self._place is not None else f"`{name}` in [[env]]"
 
-    def to_raise(self, name: str) -> str:
+    def raise_hint(self, name: str) -> str:
         """Advice on a limit that was too low."""
         return f"raise {self.key(name)} (now {getattr(self, name):g}) if it needs longer"
 
-    def placed(self, place: int) -> None:
+    def set_place(self, place: int) -> None:
         """Note which of the run file's environments this is."""
         self._place = place
 
     @property
-    def credits(self) -> list[tuple[str, AlgorithmConfig]]:
+    def algorithms(self) -> list[tuple[str, AlgorithmConfig]]:
         """Every algorithm at work here, with the place to name in a sentence about it."""
         common = [("", self.algo)] if self.algo is not None else []
         return [*common, *((f", seat `{seat.name}`", seat.algo) for seat in self.seats)]
 
     @field_validator("name")
     @classmethod
-    def _plain_name(cls, name: str) -> str:
+    def _check_name(cls, name: str) -> str:
         if "/" in name or name == "all":
             raise ValueError("an environment name is used in metric keys: no '/' and not 'all'")
         return name
 
 
-def _mixable(source: str | list[str] | dict[str, float]) -> str | list[str] | dict[str, float]:
+def _check_source(source: str | list[str] | dict[str, float]) -> str | list[str] | dict[str, float]:
     if not source:
         raise ValueError("name at least one dataset")
     if isinstance(source, list) and (twice := sorted({name for name in source if source.count(name) > 1})):
@@ -81,7 +81,7 @@ def _mixable(source: str | list[str] | dict[str, float]) -> str | list[str] | di
     return source
 
 
-Source = Annotated[str | list[str] | dict[str, float], AfterValidator(_mixable), PathKey("dataset")]
+Source = Annotated[str | list[str] | dict[str, float], AfterValidator(_check_source), PathKey("dataset")]
 """A dataset by file or URI; a list of several, in equal shares; or several with weights."""
 
 

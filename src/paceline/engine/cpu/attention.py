@@ -71,8 +71,8 @@ class CachedPlan:
         In torch, the heads that share a KV head become the query positions of one call: the cache is read in place and
         never repeated."""
         slots = self.slots[: self._singles]
-        whole = self._cache.whole(layer)
-        if whole is not None and native.serves(whole[0], q.shape[1]):
+        whole = self._cache.layer_tensors(layer)
+        if whole is not None and native.has_kernel(whole[0], q.shape[1]):
             return native.attend(*whole, q, slots, self.positions[: self._singles], scale, window)
         keys, values = self._cache.read(layer, self._rows, self._width)
         heads, (kv_heads, dim) = q.shape[1], keys.shape[2:]
@@ -91,7 +91,7 @@ class CachedPlan:
     def _attend_resumed(self, layer: int, q: Tensor, span: SlotSpan, scale: float, window: int | None) -> Tensor:
         """A later piece of a long prompt looks at all that came before it in its slot."""
         end = span.start + span.length
-        keys, values = self._cache.read_one(layer, span.slot, end)
+        keys, values = self._cache.read_slot(layer, span.slot, end)
         queries = torch.arange(span.start, end, device=q.device)
         mask = window_mask(queries, torch.arange(end, device=q.device), window)
         return sdpa(q[None], keys, values, scale, mask)[0]

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.engine.kv_cache import Slots
+from paceline.engine.kv_cache import BaseSlotCache
 from paceline.model.native import layers as native
 from paceline.model.support import AttentionShape
 
 
-class SlotCache(Slots):
+class SlotCache(BaseSlotCache):
     """Keys and values as [slot, position, kv head, dim] per layer. One slot more than asked for takes the writes of
     padding rows."""
 
@@ -35,50 +35,50 @@ class SlotCache(Slots):
             for _ in range(2)
         )
 
-    def _drop(self) -> None:
+    def _free_memory(self) -> None:
         self.keys, self.values = [], []
 
-    def _copy(self, source: int, length: int, targets: Sequence[int]) -> None:
+    def _copy_slot(self, source: int, length: int, targets: Sequence[int]) -> None:
         slots = torch.tensor(targets, device=self._device)
         for layer in (*self.keys, *self.values):
             layer[slots, :length] = layer[source, :length]
 
-    def _blank(self, slot: int) -> None:
+    def _zero_slot(self, slot: int) -> None:
         for layer in (*self.keys, *self.values):
             layer[slot].zero_()
 
-    def _widen(self, length: int) -> None:
+    def _resize(self, length: int) -> None:
         for store in (self.keys, self.values):
             for layer, old in enumerate(store):
                 store[layer] = F.pad(old, (0, 0, 0, 0, 0, length - old.shape[1]))
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         keys, values = self.keys[layer], self.values[layer]
-        if native.serves(keys, keys.shape[2]):
-            native.keep(keys, values, k, v, slots, positions)
+        if native.has_kernel(keys, keys.shape[2]):
+            native.write_cache(keys, values, k, v, slots, positions)
         else:
             keys[slots, positions] = k
             values[slots, positions] = v
 
-    def whole(self, layer: int) -> tuple[Tensor, Tensor]:
+    def layer_tensors(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.keys[layer], self.values[layer]
 
     def read(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
         """Keys and values of slots 0 to `rows`, in place: [rows, width, kv heads, dim]."""
         return self.keys[layer][:rows, :width], self.values[layer][:rows, :width]
 
-    def read_one(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]:
+    def read_slot(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]:
         return self.keys[layer][slot : slot + 1, :width], self.values[layer][slot : slot + 1, :width]
 
 
-class PlainMemory:
+class TensorMemory:
     """Pages as an ordinary tensor."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pages: Tensor | None = None
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         self._pages = torch.zeros(shape, dtype=dtype, device=self._device)
         return self._pages
 

@@ -1,4 +1,4 @@
-"""Runs one step of the model: tokens in, sampled tokens out. This one is eager and waits; `cuda/runner.py` does not."""
+"""Runs one step of the model eagerly, in torch: tokens in, sampled tokens out."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from paceline.engine.cpu.attention import CachedPlan, SlotSpan
 from paceline.engine.cpu.kv_cache import SlotCache
-from paceline.engine.cpu.sampler import columns, sample
+from paceline.engine.cpu.sampler import sample, tensor_factory
 from paceline.engine.pages import PageCache
 from paceline.engine.runner import Runner, StepInFlight
 from paceline.engine.sampling import SamplingMetadata
@@ -31,7 +31,7 @@ class EagerRunner(Runner):
         self._last: dict[int, int] = {}
         """The token each slot sampled last, for those whose step has not landed."""
         self._rows: list[DecodeSequence] = []
-        self._last_draw: SamplingMetadata | None = None
+        self._metadata: SamplingMetadata | None = None
 
     def launch(self, chunks: Sequence[Chunk]) -> StepInFlight:
         singles = sorted((c for c in chunks if c.length == 1), key=lambda c: c.sequence.slot)
@@ -61,27 +61,29 @@ class EagerRunner(Runner):
             ids += [0] * missing
             routes += [0] * missing
         plan = CachedPlan(self._cache, spans, _spans(fresh), _spans(resumed), self._deterministic)
-        hidden = self._decode(torch.tensor(ids), plan, routes)
+        hidden = self._run_model(torch.tensor(ids), plan, routes)
         self._score(chunks, hidden)
-        drawn = [c for c in chunks if c.samples]
-        if drawn:
-            ends = self._ends(chunks)
+        sampled_chunks = [c for c in chunks if c.samples]
+        if sampled_chunks:
+            ends = self._last_rows(chunks)
             logits = (
                 self._head(hidden).index_select(0, ends)
                 if self._deterministic
                 else self._head(hidden.index_select(0, ends))
             )
-            sample(logits, self._draw(drawn)).hand_out(drawn)
-            self._last.update((c.sequence.slot, c.drawn.token) for c in drawn if c.drawn is not None)
+            sample(logits, self._sampling_metadata(sampled_chunks)).assign_to(sampled_chunks)
+            self._last.update(
+                (c.sequence.slot, c.sampled_token.token) for c in sampled_chunks if c.sampled_token is not None
+            )
 
-    def _decode(self, ids: Tensor, plan: CachedPlan, routes: list[int]) -> Tensor:
+    def _run_model(self, ids: Tensor, plan: CachedPlan, routes: list[int]) -> Tensor:
         if self._adapters is not None:
             self._adapters.route(torch.tensor(routes, device=self._device))
         ids, positions = ids.to(self._device)[None], plan.positions.to(self._device)[None]
         out = self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **{PLAN: plan})
         return out.last_hidden_state[0]
 
-    def _ends(self, chunks: Sequence[Chunk]) -> Tensor:
+    def _last_rows(self, chunks: Sequence[Chunk]) -> Tensor:
         """Where the last token of each sampling chunk lies in the step."""
         ends, at = [], 0
         for chunk in chunks:
@@ -100,13 +102,13 @@ class EagerRunner(Runner):
                 chunk.scores = logprobs.tolist()
             at += chunk.length
 
-    def _draw(self, chunks: list[Chunk]) -> SamplingMetadata:
+    def _sampling_metadata(self, chunks: list[Chunk]) -> SamplingMetadata:
         """How these rows are sampled; built anew only when the rows change."""
         sequences = [c.sequence for c in chunks]
-        if sequences != self._rows or self._last_draw is None:
+        if sequences != self._rows or self._metadata is None:
             self._rows = sequences
-            self._last_draw = SamplingMetadata.of(chunks, columns(self._device))
-        return self._last_draw.at(chunks, self._head.vocabulary, columns(self._device))
+            self._metadata = SamplingMetadata.from_chunks(chunks, tensor_factory(self._device))
+        return self._metadata.for_step(chunks, self._head.vocabulary, tensor_factory(self._device))
 
 
 def _spans(chunks: Sequence[Chunk]) -> list[SlotSpan]:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.engine.sampling import Column, SamplerOutput, SamplingMetadata
+from paceline.engine.sampling import ArrayFactory, SamplerOutput, SamplingMetadata
 from paceline.weights.update import mix_tensor, shift_right
 
 
@@ -15,45 +15,45 @@ def uniform(keys: Tensor, indices: Tensor) -> Tensor:
 
 
 BLOCK = 256
-SMALL = 1024
+ONE_LEVEL_SIZE = 1024
 """Vocabularies up to this size are searched in one level."""
 
 
-def columns(device: torch.device) -> Column:
+def tensor_factory(device: torch.device) -> ArrayFactory:
     """Makes tensors of this device from values and the name of a type."""
     return lambda values, dtype: torch.tensor(values, dtype=getattr(torch, dtype), device=device)
 
 
-def sample(logits: Tensor, draw: SamplingMetadata) -> SamplerOutput:
+def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     """Tokens with log-softmax(logits / T) over the full vocabulary. Temperature 0 is greedy, with logprobs at T = 1."""
-    temperatures = draw.temperatures
-    if draw.greedy:
+    temperatures = metadata.temperatures
+    if metadata.greedy:
         temperatures = torch.where(temperatures == 0, 1.0, temperatures)
     scaled, log_z = logits / temperatures[:, None], None
-    if draw.allowed is None:
+    if metadata.allowed_mask is None:
         full = probs = torch.softmax(scaled, -1)
     else:
         # Scaled up before the exponential: all that a grammar allows may be too improbable for float32.
-        kept = torch.log_softmax(scaled, -1).masked_fill_(~draw.allowed, -torch.inf)
-        log_z = torch.where(draw.allowed.all(-1), 0.0, kept.logsumexp(-1))
+        kept = torch.log_softmax(scaled, -1).masked_fill_(~metadata.allowed_mask, -torch.inf)
+        log_z = torch.where(metadata.allowed_mask.all(-1), 0.0, kept.logsumexp(-1))
         full, probs = None, kept.sub_(log_z[:, None]).exp_()
-    if draw.truncates:
-        probs = keep_top(probs, draw.top_p, draw.top_k)
+    if metadata.truncates:
+        probs = apply_top_k_top_p(probs, metadata.top_p, metadata.top_k)
         cut = probs.sum(-1).log()
         log_z = cut if log_z is None else log_z + cut
-    tokens = inverse_cdf(probs, uniform(draw.keys, draw.indices))
-    if draw.greedy:
-        tokens = torch.where(draw.temperatures == 0, probs.argmax(-1), tokens)
-    if full is not None and not draw.top:
+    tokens = inverse_cdf(probs, uniform(metadata.keys, metadata.indices))
+    if metadata.greedy:
+        tokens = torch.where(metadata.temperatures == 0, probs.argmax(-1), tokens)
+    if full is not None and not metadata.top:
         return SamplerOutput(tokens, full.gather(-1, tokens[:, None])[:, 0].log(), log_z)
     logprobs = torch.log_softmax(scaled, -1)
-    top = torch.topk(logprobs, min(draw.top, logits.shape[-1]), -1) if draw.top else None
+    top = torch.topk(logprobs, min(metadata.top, logits.shape[-1]), -1) if metadata.top else None
     return SamplerOutput(
         tokens, logprobs.gather(-1, tokens[:, None])[:, 0], log_z, (top.indices, top.values) if top else None
     )
 
 
-def keep_top(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+def apply_top_k_top_p(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """Zero what top-k and then top-p cut. The most probable token always stays."""
     ranked, order = torch.sort(probs, dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -71,7 +71,7 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     In two levels, blocks and then tokens: one pass over the vocabulary instead of a long cumulative sum, and sums in
     float64 where rounding would starve the tail of a large vocabulary.
     """
-    if probs.shape[-1] <= SMALL:
+    if probs.shape[-1] <= ONE_LEVEL_SIZE:
         return _search(probs, u, relative=True)[0]
     blocks = F.pad(probs, (0, -probs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     block, rest = _search(blocks.sum(-1), u, relative=True)

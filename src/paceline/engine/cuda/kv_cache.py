@@ -1,4 +1,4 @@
-"""GPU memory that can be given back while its addresses stay, so that captured graphs remain valid.
+"""GPU memory that can be freed while its addresses stay, so that captured graphs remain valid.
 
 torch frees memory together with its address. CUDA's virtual memory calls keep the two apart: an address range is
 reserved once, physical memory is mapped into it and taken away again.
@@ -48,7 +48,7 @@ class _Bytes:
         self.owner = owner
 
 
-class LentMemory:
+class CudaVirtualMemory:
     """One tensor whose physical memory comes and goes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class LentMemory:
         self._mapped = False
         self._tensor: Tensor | None = None
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         step = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self._property), 0)
         wanted = torch.Size(shape).numel() * dtype.itemsize

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.config import inference
-from paceline.engine.cpu.sampler import columns, sample
+from paceline.engine.cpu.sampler import sample, tensor_factory
 from paceline.engine.cuda import attention
-from paceline.engine.cuda.sampler import draw
-from paceline.engine.cuda.step import TILE_ROWS, StepShape, decode_only, fields
+from paceline.engine.cuda.sampler import sample_into
+from paceline.engine.cuda.step import TILE_ROWS, StepShape, device_fields, is_decode_only
 from paceline.engine.pages import PageCache
 from paceline.engine.runner import Runner, StepInFlight
 from paceline.engine.sampling import SamplerOutput, SamplingMetadata
@@ -37,9 +37,9 @@ short ones, which would each wait for a whole product otherwise."""
 PROGRAMS = 512
 """Programs that keep an H100 or H200 busy: about four for each of its 132 multiprocessors."""
 MOST_SPLITS = 16
-SMALLEST_EXTRA = 128
+SMALLEST_PREFILL = 128
 
-_numbers = itertools.count()
+_runner_ids = itertools.count()
 _runners: "dict[int, GraphRunner]" = {}
 
 
@@ -54,7 +54,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, scale: float, window: int,
     return q.new_empty(q.shape)
 
 
-class OpPlan:
+class CustomOpPlan:
     """Hands the model's attention to a runner through the custom op."""
 
     def __init__(self, runner: int) -> None:
@@ -78,24 +78,26 @@ class CapturedStep:
     """Rows of its last step that want more than a plain draw."""
 
 
-class GraphFlight(StepInFlight):
+class GraphStepInFlight(StepInFlight):
     """A launched step on its way back."""
 
-    def __init__(self, chunks: Sequence[Chunk], drawn: Sequence[Chunk], out: Tensor, done: torch.cuda.Event) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], sampled_chunks: Sequence[Chunk], out: Tensor, done: torch.cuda.Event
+    ) -> None:
         super().__init__(chunks)
-        self._drawn, self._out, self._done = drawn, out, done
+        self._sampled_chunks, self._out, self._done = sampled_chunks, out, done
         self.special: list[tuple[list[Chunk], SamplerOutput]] = []
         self.scored: list[tuple[Chunk, Tensor]] = []
 
     def land(self) -> None:
         self._done.synchronize()
-        n = len(self._drawn)
+        n = len(self._sampled_chunks)
         tokens = self._out[0, :n].tolist()
         logprobs = self._out[1, :n].view(torch.float64).tolist()
-        for chunk, token, logprob in zip(self._drawn, tokens, logprobs, strict=True):
-            chunk.drawn = SampledToken(token, logprob)
+        for chunk, token, logprob in zip(self._sampled_chunks, tokens, logprobs, strict=True):
+            chunk.sampled_token = SampledToken(token, logprob)
         for chunks, sampled in self.special:
-            sampled.hand_out(chunks)
+            sampled.assign_to(chunks)
         for chunk, logprobs in self.scored:
             chunk.scores = logprobs.tolist()
 
@@ -115,9 +117,9 @@ class GraphRunner(Runner):
         number_layers(self._decoder)
         self._head, self._cache, self._shape, self._adapters = head, cache, shape, adapters
         self._device, self._deterministic = device, deterministic
-        self._number = next(_numbers)
-        _runners[self._number] = self
-        self._plan = OpPlan(self._number)
+        self._runner_id = next(_runner_ids)
+        _runners[self._runner_id] = self
+        self._plan = CustomOpPlan(self._runner_id)
         self._background, self._steps = background, steps
         self._compile = config.compile is True or (background is not None and background.is_cached)
         self._stream = torch.cuda.Stream(device, priority=PRIORITY)
@@ -126,18 +128,18 @@ class GraphRunner(Runner):
         rows = max(2, cache.slots)  # code compiled for any number of tokens means two or more
         self._out = torch.zeros(2, rows, dtype=torch.long, device=device)
         sizes = [rows] if deterministic else decode_sizes(rows)
-        self._decoding = [self._captured(StepShape(n, 0, n)) for n in sizes]
-        self._mixed = [self._captured(StepShape(rows, n, rows)) for n in extra_sizes(config.prefill_tokens)]
+        self._decoding = [self._new_step(StepShape(n, 0, n)) for n in sizes]
+        self._mixed = [self._new_step(StepShape(rows, n, rows)) for n in prefill_sizes(config.prefill_tokens)]
         most = max(step.shape.size for step in (*self._decoding, *self._mixed))
         ring = range(self.depth + 2)
-        self._sent = [torch.empty(most, dtype=torch.long, pin_memory=True) for _ in ring]
-        self._back = [torch.empty(2, rows, dtype=torch.long, pin_memory=True) for _ in ring]
-        self._turn = 0
-        self._now = self._decoding[0]
+        self._input_buffers = [torch.empty(most, dtype=torch.long, pin_memory=True) for _ in ring]
+        self._output_buffers = [torch.empty(2, rows, dtype=torch.long, pin_memory=True) for _ in ring]
+        self._buffer_index = 0
+        self._current_step = self._decoding[0]
 
-    def _captured(self, shape: StepShape) -> CapturedStep:
+    def _new_step(self, shape: StepShape) -> CapturedStep:
         inputs = torch.zeros(shape.size, dtype=torch.long, device=self._device)
-        return CapturedStep(shape, inputs, fields(inputs, shape.sizes))
+        return CapturedStep(shape, inputs, device_fields(inputs, shape.sizes))
 
     def context(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
@@ -150,7 +152,7 @@ class GraphRunner(Runner):
         if self._background is not None:
             self._background.close()
         self.sync()
-        _runners.pop(self._number, None)
+        _runners.pop(self._runner_id, None)
         self._drop_graphs()
 
     def _drop_graphs(self) -> None:
@@ -164,80 +166,80 @@ class GraphRunner(Runner):
     def is_compiling(self) -> bool:
         return self._background is not None and (self._background.is_compiling or self._background.is_ready)
 
-    def wants_switch(self, busy_seconds: float, swaps: int) -> bool:
+    def should_use_compiled(self, busy_seconds: float, swaps: int) -> bool:
         if self._background is None or self._compile:
             return False
         remaining = None if self._steps is None or not swaps else max(0, self._steps - swaps)
         self._background.consider(busy_seconds, max(1, swaps), remaining)
         return self._background.is_ready
 
-    def switch(self) -> None:
+    def use_compiled(self) -> None:
         """Capture every graph anew, from compiled layers. Requests, their KV and the page table stay as they are."""
         self.sync()
         self._drop_graphs()
         self._compile = True
-        self.warm()
+        self.warm_up()
 
     # -- capturing ----------------------------------------------------------------------------------------------------
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         """Compile once for all sizes, then capture each: the largest first, so that the others reuse its memory."""
         self._stream.wait_stream(torch.cuda.default_stream(self._device))
         if self._compile:
             compile_blocks(self._decoder)
         pool = torch.cuda.graph_pool_handle()
         for step in sorted((*self._mixed, *self._decoding), key=lambda s: -s.shape.size):
-            step.inputs.copy_(torch.from_numpy(self._idle(step.shape)))
-            self._body(step)
+            step.inputs.copy_(torch.from_numpy(self._padding_inputs(step.shape)))
+            self._compute_step(step)
             self._stream.synchronize()
             step.graph = torch.cuda.CUDAGraph()
             # Not `torch.cuda.graph`: it waits for the whole device and empties its cache, a trainer's included.
             step.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            self._body(step)
+            self._compute_step(step)
             step.graph.capture_end()
         self._stream.synchronize()
         if self._compile and self._background is not None:
-            self._background.remember()
-            self._background.switched()
+            self._background.write_marker()
+            self._background.mark_switched()
 
-    def _idle(self, shape: StepShape) -> np.ndarray:
+    def _padding_inputs(self, shape: StepShape) -> np.ndarray:
         """Inputs of a step without any sequence."""
         buffer = np.zeros(shape.size, np.int64)
         shape.fill(buffer, [], {}, self._cache.columns, self._cache.scratch)
         return buffer
 
-    def _body(self, step: CapturedStep) -> None:
+    def _compute_step(self, step: CapturedStep) -> None:
         """The work of one graph, from the step's integers to its sampled tokens."""
         f = step.fields
-        self._now = step
+        self._current_step = step
         self._table.view(-1).index_copy_(0, f.places, f.pages.int())
         if self._adapters is not None:
             self._adapters.route(f.adapters)
         ids = torch.where(f.ids >= 0, f.ids, self._last[f.slots])[None]
-        step.hidden = self._run(ids, f.positions[None])[0]
-        step.logits = self._head.native(step.hidden if not step.shape.extra else step.hidden[f.rows])
+        step.hidden = self._run_model(ids, f.positions[None])[0]
+        step.logits = self._head.native_logits(step.hidden if not step.shape.prefill_tokens else step.hidden[f.rows])
         tokens, logprobs = self._out[0], self._out[1].view(torch.float64)
-        draw(step.logits, f.temperatures, f.keys, f.indices, f.targets, tokens, logprobs, self._last)
+        sample_into(step.logits, f.temperatures, f.keys, f.indices, f.targets, tokens, logprobs, self._last)
 
-    def _run(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _run_model(self, ids: Tensor, positions: Tensor) -> Tensor:
         out = self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **{PLAN: self._plan})
         return out.last_hidden_state
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        shape, f = self._now.shape, self._now.fields
+        shape, f = self._current_step.shape, self._current_step.fields
         keys, values = self._cache.kv[layer, 0], self._cache.kv[layer, 1]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         attention.store(k, v, keys, values, self._table, f.slots, f.positions)
         n = shape.rows
-        splits = splits_for(n * self._shape.kv_heads)
+        splits = num_splits(n * self._shape.kv_heads)
         attention.decode(q[:n], keys, values, self._table, f.slots, f.lengths, out, scale, window, splits)
-        if shape.extra:
+        if shape.prefill_tokens:
             attention.prefill(q, keys, values, self._table, f.tiles, f.chunks, out, scale, window, TILE_ROWS)
         return out
 
     # -- launching ----------------------------------------------------------------------------------------------------
 
-    def launch(self, chunks: Sequence[Chunk]) -> GraphFlight:
+    def launch(self, chunks: Sequence[Chunk]) -> GraphStepInFlight:
         if not self._deterministic:
             return self._launch(chunks)
         # Each prompt alone and decoding at one size, so that a token's bits do not depend on its neighbours.
@@ -245,54 +247,59 @@ class GraphRunner(Runner):
             if chunk.length > 1:
                 self._launch([chunk]).land()
         singles = [c for c in chunks if c.length == 1]
-        return self._launch(singles, chunks) if singles else GraphFlight(chunks, [], self._back[0], _now_event())
+        if singles:
+            return self._launch(singles, chunks)
+        return GraphStepInFlight(chunks, [], self._output_buffers[0], _recorded_event())
 
-    def _launch(self, chunks: Sequence[Chunk], land: Sequence[Chunk] | None = None) -> GraphFlight:
-        order = chunks if decode_only(chunks) else sorted(chunks, key=lambda c: (c.length > 1, not c.samples))
-        step = self._pick(order)
-        self._turn = (self._turn + 1) % len(self._sent)  # the last step in these buffers has landed
-        sent, back = self._sent[self._turn], self._back[self._turn]
-        changed = self._changes(step.shape.updates)
-        drawn = step.shape.fill(sent.numpy(), order, changed, self._cache.columns, self._cache.scratch)
+    def _launch(self, chunks: Sequence[Chunk], land: Sequence[Chunk] | None = None) -> GraphStepInFlight:
+        order = chunks if is_decode_only(chunks) else sorted(chunks, key=lambda c: (c.length > 1, not c.samples))
+        step = self._pick_step(order)
+        # The last step in these buffers has landed.
+        self._buffer_index = (self._buffer_index + 1) % len(self._input_buffers)
+        sent, back = self._input_buffers[self._buffer_index], self._output_buffers[self._buffer_index]
+        changed = self._table_changes(step.shape.table_updates)
+        sampled_chunks = step.shape.fill(sent.numpy(), order, changed, self._cache.columns, self._cache.scratch)
         step.inputs.copy_(sent[: step.shape.size], non_blocking=True)
         assert step.graph is not None
         step.graph.replay()
         done = torch.cuda.Event()
-        flight = GraphFlight(chunks if land is None else land, drawn, back, done)
-        if not step.shape.same:
-            step.special = [row for row, chunk in enumerate(drawn) if is_special(chunk)]
+        flight = GraphStepInFlight(chunks if land is None else land, sampled_chunks, back, done)
+        if not step.shape.same_sequences:
+            step.special = [row for row, chunk in enumerate(sampled_chunks) if needs_full_sampler(chunk)]
             self._score(step, order, flight)
         if step.special:
-            self._draw_special(step, drawn, flight)
+            self._sample_special(step, sampled_chunks, flight)
         back.copy_(self._out, non_blocking=True)
         done.record(self._stream)
         return flight
 
-    def _pick(self, chunks: Sequence[Chunk]) -> CapturedStep:
+    def _pick_step(self, chunks: Sequence[Chunk]) -> CapturedStep:
         lengths = [c.length for c in chunks]
         if extra := sum(lengths) - lengths.count(1):
-            return next(step for step in self._mixed if step.shape.extra >= extra)
+            return next(step for step in self._mixed if step.shape.prefill_tokens >= extra)
         return next(step for step in self._decoding if step.shape.rows >= len(chunks))
 
-    def _changes(self, room: int) -> dict[tuple[int, int], int]:
+    def _table_changes(self, room: int) -> dict[tuple[int, int], int]:
         """Changes of the page table; when they are many, the whole table is sent at once instead."""
-        changed, self._cache.changed = self._cache.changed, {}
+        changed, self._cache.table_changes = self._cache.table_changes, {}
         if len(changed) <= room:
             return changed
         self._table.copy_(torch.from_numpy(self._cache.table).pin_memory(), non_blocking=True)
         return {}
 
-    def _draw_special(self, step: CapturedStep, drawn: Sequence[Chunk], flight: GraphFlight) -> None:
+    def _sample_special(self, step: CapturedStep, sampled_chunks: Sequence[Chunk], flight: GraphStepInFlight) -> None:
         """Rows that want more than a plain draw are drawn again, over the graph's token."""
         assert step.logits is not None
-        chunks = [drawn[row] for row in step.special]
+        chunks = [sampled_chunks[row] for row in step.special]
         logits = step.logits[torch.tensor(step.special, device=self._device)].float()
-        column = columns(self._device)
-        sampled = sample(logits, SamplingMetadata.of(chunks, column).at(chunks, logits.shape[-1], column))
+        column = tensor_factory(self._device)
+        sampled = sample(
+            logits, SamplingMetadata.from_chunks(chunks, column).for_step(chunks, logits.shape[-1], column)
+        )
         self._last[torch.tensor([c.sequence.slot for c in chunks], device=self._device)] = sampled.tokens
         flight.special.append((chunks, sampled))
 
-    def _score(self, step: CapturedStep, chunks: Sequence[Chunk], flight: GraphFlight) -> None:
+    def _score(self, step: CapturedStep, chunks: Sequence[Chunk], flight: GraphStepInFlight) -> None:
         row, at = 0, step.shape.rows
         for chunk in chunks:
             begin = row if chunk.length == 1 else at
@@ -306,7 +313,7 @@ class GraphRunner(Runner):
             flight.scored.append((chunk, token_logprobs(self._head, hidden, targets, temperatures)[0]))
 
 
-def is_special(chunk: Chunk) -> bool:
+def needs_full_sampler(chunk: Chunk) -> bool:
     request = chunk.sequence.request
     return bool(request.top_p < 1 or request.top_k or request.top_logprobs or chunk.sequence.guide is not None)
 
@@ -318,15 +325,15 @@ def decode_sizes(most: int) -> list[int]:
     return [*sizes, most]
 
 
-def extra_sizes(most: int) -> list[int]:
+def prefill_sizes(most: int) -> list[int]:
     """Amounts of prompt tokens in a mixed step: doubling up to the prefill budget."""
-    sizes = [SMALLEST_EXTRA]
+    sizes = [SMALLEST_PREFILL]
     while sizes[-1] < most:
         sizes.append(sizes[-1] * 2)
     return sizes
 
 
-def splits_for(programs: int) -> int:
+def num_splits(programs: int) -> int:
     """Pieces a row's keys are cut into when there are too few rows to fill the device."""
     splits = 1
     while splits < MOST_SPLITS and programs * splits < PROGRAMS:
@@ -334,7 +341,7 @@ def splits_for(programs: int) -> int:
     return splits
 
 
-def _now_event() -> torch.cuda.Event:
+def _recorded_event() -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record()
     return event

@@ -9,16 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.weights.cuda_bits import mix_triton
+
 BLOCK = 2048
-
-
-@triton.jit
-def _mix(x):
-    """splitmix64's finaliser, as in `weights.update.mix_tensor`."""
-    x = x + 0x9E3779B97F4A7C15
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
 
 
 @triton.jit
@@ -55,7 +48,7 @@ def _draw(
     total = tl.sum(weights, 0)
     key = tl.load(keys + row).to(tl.uint64, bitcast=True)
     index = tl.load(indices + row).to(tl.uint64, bitcast=True)
-    u = (_mix(key ^ _mix(index)) >> 11).to(tl.float64) * 1.1102230246251565e-16
+    u = (mix_triton(key ^ mix_triton(index)) >> 11).to(tl.float64) * 1.1102230246251565e-16
     # Just under the total, so that rounding never picks a weightless last entry.
     target = tl.minimum(u * total, total * (1 - 1e-12))
     sums = tl.cumsum(weights, 0)
@@ -79,7 +72,7 @@ def _draw(
     tl.store(last + tl.load(slots + row), picked.to(tl.int64))
 
 
-def draw(
+def sample_into(
     logits: Tensor, temperatures: Tensor, keys: Tensor, indices: Tensor, slots: Tensor,
     tokens: Tensor, logprobs: Tensor, last: Tensor,
 ) -> None:  # fmt: skip

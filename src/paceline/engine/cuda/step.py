@@ -17,32 +17,32 @@ TILE_ROWS = 64
 """Queries one program of the prefill kernel works on."""
 
 
-def split(buffer: Buffer, sizes: dict[str, int]) -> dict[str, Buffer]:
+def split_fields(buffer: Buffer, sizes: dict[str, int]) -> dict[str, Buffer]:
     """Named stretches of one int64 buffer, so that a whole step's inputs cross in one copy."""
     ends = itertools.accumulate(sizes.values())
     return {name: buffer[end - size : end] for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
 
-def fields(buffer: Tensor, sizes: dict[str, int]) -> SimpleNamespace:
+def device_fields(buffer: Tensor, sizes: dict[str, int]) -> SimpleNamespace:
     """The stretches as the device's code reads them."""
-    out = SimpleNamespace(**split(buffer, sizes))
+    out = SimpleNamespace(**split_fields(buffer, sizes))
     out.temperatures = out.temperatures.view(torch.float64)
     out.tiles, out.chunks = out.tiles.view(-1, 2), out.chunks.view(-1, 4)
     return out
 
 
 class StepShape:
-    """`rows` single tokens that decode, then `extra` tokens of prompts; `draws` of them all are sampled from.
+    """`rows` single tokens that decode, then `prefill_tokens` tokens of prompts; `draws` of them all are sampled from.
 
     Most steps decode the sequences of the step before, each a token further. What says who they are is then still
     there, and only what changes with every token is written again.
     """
 
-    def __init__(self, rows: int, extra: int, draws: int) -> None:
-        self.rows, self.extra, self.draws = rows, extra, draws
-        prompts = min(extra, draws)
-        tokens = rows + extra
-        self.updates = rows + -(-extra // PAGE) + prompts
+    def __init__(self, rows: int, prefill_tokens: int, draws: int) -> None:
+        self.rows, self.prefill_tokens, self.draws = rows, prefill_tokens, draws
+        prompts = min(prefill_tokens, draws)
+        tokens = rows + prefill_tokens
+        self.table_updates = rows + -(-prefill_tokens // PAGE) + prompts
         self.sizes = {
             "ids": tokens,
             "positions": tokens,
@@ -54,16 +54,16 @@ class StepShape:
             "indices": draws,
             "temperatures": draws,
             "targets": draws,
-            "tiles": 2 * (-(-extra // TILE_ROWS) + prompts),
+            "tiles": 2 * (-(-prefill_tokens // TILE_ROWS) + prompts),
             "chunks": 4 * prompts,
-            "places": self.updates,
-            "pages": self.updates,
+            "places": self.table_updates,
+            "pages": self.table_updates,
         }
         self.size = sum(self.sizes.values())
-        self.same = False
+        self.same_sequences = False
         """Whether the last step decoded the sequences of the one before it in this size, and nothing else."""
         self._inputs = np.zeros(self.size, np.int64)
-        self._fields = split(self._inputs, self.sizes)
+        self._fields = split_fields(self._inputs, self.sizes)
         self._decoding: tuple[list[int], list[int]] = ([], [])
         """Arrivals and slots of the sequences that decoded in the last step, if that is all it did. Not the sequences:
         those that are done shall not be kept for the sake of a size that is seldom used."""
@@ -82,87 +82,89 @@ class StepShape:
         tokens is computed, row and draw are the same number. Padding belongs to the scratch slot, whose page is
         never read.
         """
-        a = self._fields
+        inputs = self._fields
         before, self._decoding = self._decoding, ([], [])
-        if decode_only(chunks):
+        if is_decode_only(chunks):
             self._decoding = ([c.sequence.arrival for c in chunks], [c.sequence.slot for c in chunks])
-        self.same = bool(self._decoding[0]) and self._decoding == before
-        if self.same:
-            drawn = chunks
-            self._move_on(a, chunks)
+        self.same_sequences = bool(self._decoding[0]) and self._decoding == before
+        if self.same_sequences:
+            sampled_chunks = chunks
+            self._fill_decode(inputs, chunks)
         else:
-            drawn = self._begin(a, chunks, scratch)
-        a["indices"][: len(drawn)] = [c.index for c in drawn]
-        a["places"].fill(scratch * columns)
-        a["pages"].fill(0)
+            sampled_chunks = self._fill_all(inputs, chunks, scratch)
+        inputs["indices"][: len(sampled_chunks)] = [c.index for c in sampled_chunks]
+        inputs["places"].fill(scratch * columns)
+        inputs["pages"].fill(0)
         if changed:
             slots, cells = np.array(list(changed)).T
-            a["places"][: len(changed)] = slots * columns + cells
-            a["pages"][: len(changed)] = list(changed.values())
+            inputs["places"][: len(changed)] = slots * columns + cells
+            inputs["pages"][: len(changed)] = list(changed.values())
         buffer[: self.size] = self._inputs
-        return drawn
+        return sampled_chunks
 
-    def _begin(self, a: dict[str, np.ndarray], chunks: Sequence[Chunk], scratch: int) -> list[Chunk]:
+    def _fill_all(self, inputs: dict[str, np.ndarray], chunks: Sequence[Chunk], scratch: int) -> list[Chunk]:
         """Write all inputs of a step, whatever the last one held."""
         singles = [c for c in chunks if c.length == 1]
         prompts = [c for c in chunks if c.length > 1]
         for name in ("ids", "positions", "adapters", "lengths", "keys", "indices"):
-            a[name].fill(0)
-        a["slots"].fill(scratch)
-        a["slots"][: len(singles)] = [c.sequence.slot for c in singles]
-        ends = self._fill_prompts(a, prompts) if self.extra else []
-        drawn = [c for c in singles if c.samples] + [c for c in prompts if c.samples]
+            inputs[name].fill(0)
+        inputs["slots"].fill(scratch)
+        inputs["slots"][: len(singles)] = [c.sequence.slot for c in singles]
+        ends = self._fill_prompts(inputs, prompts) if self.prefill_tokens else []
+        sampled_chunks = [c for c in singles if c.samples] + [c for c in prompts if c.samples]
         rows = [i for i, c in enumerate(singles) if c.samples] + ends
-        self._fill_draws(a, drawn, rows, scratch)
-        self._move_on(a, singles)
-        return drawn
+        self._fill_draws(inputs, sampled_chunks, rows, scratch)
+        self._fill_decode(inputs, singles)
+        return sampled_chunks
 
-    def _move_on(self, a: dict[str, np.ndarray], singles: Sequence[Chunk]) -> None:
+    def _fill_decode(self, inputs: dict[str, np.ndarray], singles: Sequence[Chunk]) -> None:
         """Write the inputs that change with every token of a sequence that decodes."""
         n = len(singles)
         if not n:
             return
         starts = np.array([c.start for c in singles])
-        a["positions"][:n] = starts
-        a["lengths"][:n] = starts + 1
-        a["adapters"][:n] = [c.adapter for c in singles]
+        inputs["positions"][:n] = starts
+        inputs["lengths"][:n] = starts + 1
+        inputs["adapters"][:n] = [c.adapter for c in singles]
         # -1: the device knows the token, the host has not seen it yet.
         tokens = [(c.sequence.tokens, c.start) for c in singles]
-        a["ids"][:n] = [t[at] if at < len(t) else -1 for t, at in tokens]
+        inputs["ids"][:n] = [t[at] if at < len(t) else -1 for t, at in tokens]
 
-    def _fill_prompts(self, a: dict[str, np.ndarray], prompts: Sequence[Chunk]) -> list[int]:
+    def _fill_prompts(self, inputs: dict[str, np.ndarray], prompts: Sequence[Chunk]) -> list[int]:
         """Answers with the rows of the last tokens of those that are sampled from."""
         at, ends, tiles = self.rows, [], []
         for number, chunk in enumerate(prompts):
             stop = at + chunk.length
-            a["ids"][at:stop] = chunk.sequence.tokens[chunk.start : chunk.start + chunk.length]
-            a["positions"][at:stop] = range(chunk.start, chunk.start + chunk.length)
-            a["slots"][at:stop] = chunk.sequence.slot
-            a["adapters"][at:stop] = chunk.adapter
-            a["chunks"][4 * number : 4 * number + 4] = (at, chunk.length, chunk.start, chunk.sequence.slot)
+            inputs["ids"][at:stop] = chunk.sequence.tokens[chunk.start : chunk.start + chunk.length]
+            inputs["positions"][at:stop] = range(chunk.start, chunk.start + chunk.length)
+            inputs["slots"][at:stop] = chunk.sequence.slot
+            inputs["adapters"][at:stop] = chunk.adapter
+            inputs["chunks"][4 * number : 4 * number + 4] = (at, chunk.length, chunk.start, chunk.sequence.slot)
             tiles += [(number, begin) for begin in range(0, chunk.length, TILE_ROWS)]
             if chunk.samples:
                 ends.append(stop - 1)
             at = stop
-        a["tiles"].fill(-1)
+        inputs["tiles"].fill(-1)
         if tiles:
-            a["tiles"][: 2 * len(tiles)] = np.array(tiles).ravel()
+            inputs["tiles"][: 2 * len(tiles)] = np.array(tiles).ravel()
         return ends
 
-    def _fill_draws(self, a: dict[str, np.ndarray], drawn: list[Chunk], rows: list[int], scratch: int) -> None:
-        n = len(drawn)
-        requests = [c.sequence.request for c in drawn]
-        a["rows"].fill(0)
-        a["rows"][:n] = rows
-        a["keys"][:n] = [r.noise for r in requests]
-        a["targets"].fill(scratch)
-        a["targets"][:n] = [c.sequence.slot for c in drawn]
-        temperatures = a["temperatures"].view(np.float64)
+    def _fill_draws(
+        self, inputs: dict[str, np.ndarray], sampled_chunks: list[Chunk], rows: list[int], scratch: int
+    ) -> None:
+        n = len(sampled_chunks)
+        requests = [c.sequence.request for c in sampled_chunks]
+        inputs["rows"].fill(0)
+        inputs["rows"][:n] = rows
+        inputs["keys"][:n] = [r.noise for r in requests]
+        inputs["targets"].fill(scratch)
+        inputs["targets"][:n] = [c.sequence.slot for c in sampled_chunks]
+        temperatures = inputs["temperatures"].view(np.float64)
         temperatures.fill(1.0)
         temperatures[:n] = [r.temperature for r in requests]
 
 
-def decode_only(chunks: Sequence[Chunk]) -> bool:
+def is_decode_only(chunks: Sequence[Chunk]) -> bool:
     """Whether every chunk is a sequence's last token, from which the next is sampled."""
     n = len(chunks)
     return [c.length for c in chunks].count(1) == n and [c.samples for c in chunks].count(True) == n

@@ -1,4 +1,4 @@
-"""LoRA adapters run unmerged from slots beside the layers, quantised or not: several at once, chosen per row.
+"""Runs LoRA adapters unmerged, from slots beside the layers: several at once, chosen per row.
 
     base(x) + ((x @ A.T) * mask) @ B.T        A [slots * rank, in], B [out, slots * rank], mask [rows, 1, slots * rank]
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from paceline.model.adapter_names import AdapterError, pair_halves
 from paceline.model.mlx.loading import MlxModel
-from paceline.model.mlx.lora import put, target_layers, widths
-from paceline.weights.mlx_arrays import as_array, settled
+from paceline.model.mlx.lora import replace_layer, target_layers, widths
+from paceline.weights.mlx_arrays import as_array, evaluate
 from paceline.weights.update import Array
 
 
@@ -26,7 +26,7 @@ class MlxAdapterRoutes:
     mask: mx.array | None = None
 
 
-class Side:
+class LayerSlots:
     """The matrices of all slots beside one layer. In float32 whatever the model computes in, as they are trained."""
 
     def __init__(self, inputs: int, outputs: int, routes: MlxAdapterRoutes, slots: int, rank: int) -> None:
@@ -47,16 +47,16 @@ class Side:
 class MlxSlotLinear(nn.Linear):
     """A linear layer with the adapters of all slots beside it. Its parameters keep their names in the model."""
 
-    side: Side
+    side: LayerSlots
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.side.add(x, super().__call__(x))
 
 
-class SlotQuantizedLinear(nn.QuantizedLinear):
+class MlxSlotQuantizedLinear(nn.QuantizedLinear):
     """The same over packed weights."""
 
-    side: Side
+    side: LayerSlots
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.side.add(x, super().__call__(x))
@@ -65,7 +65,7 @@ class SlotQuantizedLinear(nn.QuantizedLinear):
 class MlxAdapters:
     """The slots of one model. Slot 0 is the base itself; adapters live in 1 to `slots`."""
 
-    def __init__(self, sides: Mapping[str, Side], routes: MlxAdapterRoutes, slots: int, rank: int) -> None:
+    def __init__(self, sides: Mapping[str, LayerSlots], routes: MlxAdapterRoutes, slots: int, rank: int) -> None:
         self.slots, self.rank = slots, rank
         self._sides = dict(sides)
         self._routes = routes
@@ -82,7 +82,7 @@ class MlxAdapters:
         self._routes.mask = mx.array(self._table[slots])[:, None]
 
     def load(self, slot: int, tensors: Mapping[str, mx.array], scale: float) -> None:
-        """Replace what a slot holds, by tensors that `fitted` has made. A layer they do not name becomes zero."""
+        """Replace what a slot holds, by tensors that `fit_to_slot` has made. A layer they do not name becomes zero."""
         here = self._columns(slot)
         ranks = {name.removesuffix(_A): tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_A)}
         for name in {*self._ranks[slot], *ranks}:
@@ -107,14 +107,14 @@ class MlxAdapters:
         types = self._types[slot]
         return {name: tensor.astype(types.get(name, mx.float32)) for name, tensor in held.items()}
 
-    def fitted(self, tensors: Mapping[str, Array]) -> dict[str, mx.array]:
+    def fit_to_slot(self, tensors: Mapping[str, Array]) -> dict[str, mx.array]:
         """The tensors by canonical names, computed. From any thread; refuses what does not fit a slot."""
         widths = {name: (side.inputs, side.outputs) for name, side in self._sides.items()}
         pairs = pair_halves(tensors, widths, self.rank)
         out = {name + _A: as_array(a) for name, (a, _) in pairs.items()}
         out |= {name + _B: as_array(b) for name, (_, b) in pairs.items()}
         _check_finite(out)
-        return settled(out)
+        return evaluate(out)
 
     def _columns(self, slot: int) -> slice:
         return slice((slot - 1) * self.rank, slot * self.rank)
@@ -135,15 +135,15 @@ def install(model: MlxModel, targets: Sequence[str] | str, slots: int, rank: int
     """Put adapter slots beside the target layers, in place."""
     routes, sides = MlxAdapterRoutes(), {}
     for name, layer in target_layers(model, targets).items():
-        sides[name] = Side(*widths(layer), routes, slots, rank)
+        sides[name] = LayerSlots(*widths(layer), routes, slots, rank)
         parent, _, child = name.rpartition(".")
-        put(model.net, parent, child, _with_side(layer, sides[name]))
+        replace_layer(model.net, parent, child, _add_slots(layer, sides[name]))
     mx.eval([array for side in sides.values() for array in (side.a, side.b)])
     return MlxAdapters(sides, routes, slots, rank)
 
 
-def _with_side(layer: Any, side: Side) -> Any:
-    kind = SlotQuantizedLinear if isinstance(layer, nn.QuantizedLinear) else MlxSlotLinear
+def _add_slots(layer: Any, side: LayerSlots) -> Any:
+    kind = MlxSlotQuantizedLinear if isinstance(layer, nn.QuantizedLinear) else MlxSlotLinear
     made = kind.__new__(kind)
     dict.update(made, layer)
     made.__dict__.update(vars(layer))

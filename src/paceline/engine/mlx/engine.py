@@ -10,15 +10,15 @@ from paceline.config import inference
 from paceline.engine.base import Grammar
 from paceline.engine.engine import DecodingEngine
 from paceline.engine.mlx.adapters import MlxAdapters, install
-from paceline.engine.mlx.kv_cache import MlxSlots, key_shape
+from paceline.engine.mlx.kv_cache import MlxSlotCache, kv_shape
 from paceline.engine.mlx.runner import MlxRunner
 from paceline.engine.mlx.sampler import token_logprobs
 from paceline.engine.sequence import Guide
 from paceline.engine.weight_applier import StagedUpdate, WeightApplier
 from paceline.errors import DeltaBaseMismatch, EngineError
-from paceline.model.mlx.loading import MlxModel, twin
-from paceline.model.mlx.lora import put
-from paceline.weights.mlx_arrays import as_array, settled
+from paceline.model.mlx.loading import MlxModel, clone_model
+from paceline.model.mlx.lora import replace_layer
+from paceline.weights.mlx_arrays import as_array, evaluate
 from paceline.weights.update import Array, WeightUpdate, dtype_tolerance
 
 FIRST_CACHE_LENGTH = 256
@@ -31,7 +31,7 @@ class MlxWeights(WeightApplier):
     def __init__(self, model: MlxModel, adapters: MlxAdapters | None, version: int) -> None:
         super().__init__(adapters, model.vocabulary, version)
         self._model, self._adapters = model, adapters
-        self.bytes = sum(array.nbytes for array in self.parameters.values())
+        self.weight_bytes = sum(array.nbytes for array in self.parameters.values())
 
     @property
     def parameters(self) -> Mapping[str, mx.array]:
@@ -42,14 +42,14 @@ class MlxWeights(WeightApplier):
         return dtype_tolerance(self._model.dtype)
 
     def _stage(self, tensors: Mapping[str, Array]) -> dict[str, mx.array]:
-        return settled({name: as_array(tensor) for name, tensor in tensors.items()})
+        return evaluate({name: as_array(tensor) for name, tensor in tensors.items()})
 
-    def _copy(self, tensors: Mapping[str, mx.array]) -> None:
+    def _copy_base(self, tensors: Mapping[str, mx.array]) -> None:
         for name, array in tensors.items():
             replace_parameter(self._model, name, array)
 
     def _read_delta(self, update: WeightUpdate, check: bool) -> StagedUpdate:
-        self._check_whole()
+        self._check_complete()
         raise DeltaBaseMismatch("an engine on MLX takes no deltas: send all weights")
 
     def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None:
@@ -65,7 +65,7 @@ class MlxWeights(WeightApplier):
 def replace_parameter(model: MlxModel, name: str, array: mx.array) -> None:
     """From the next pass on the model computes with this array."""
     parent, _, child = name.rpartition(".")
-    put(model.net, parent, child, array)
+    replace_layer(model.net, parent, child, array)
 
 
 class MlxEngine(DecodingEngine):
@@ -86,13 +86,13 @@ class MlxEngine(DecodingEngine):
     ) -> None:
         if config.cache == "pages":
             raise EngineError('engine.cache = "pages" is not there with mlx: leave it out')
-        model = twin(model)
+        model = clone_model(model)
         mx.eval(model.net.parameters())
         max_context = min(config.max_context or model.max_context, model.max_context)
-        shape = key_shape(model)
+        shape = kv_shape(model)
         adapters = install(model, lora_targets, config.adapters, config.adapter_rank) if config.adapters else None
         first = max_context if deterministic else min(FIRST_CACHE_LENGTH, max_context)
-        cache = MlxSlots(shape, config.max_running, first, max_context, deterministic=deterministic)
+        cache = MlxSlotCache(shape, config.max_running, first, max_context, deterministic=deterministic)
         runner = MlxRunner(model, cache, deterministic, adapters, config.in_flight or 0)
         super().__init__(
             config, cache, runner, MlxWeights(model, adapters, version), max_context=max_context,

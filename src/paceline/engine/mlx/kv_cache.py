@@ -1,4 +1,4 @@
-"""The KV cache in MLX: a slot per running request, and what of it each row of a step's passes sees.
+"""The KV cache in MLX: a slot per running request, and the part each row of a pass attends to.
 
 A pass is one call of the model. mlx-lm's models ask a cache object, one a layer, for three things: the rows' offsets,
 the mask, and all keys and values after adding the new ones. A pass answers for all layers.
@@ -11,14 +11,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from paceline.engine.kv_cache import Slots
+from paceline.engine.kv_cache import BaseSlotCache
 from paceline.engine.sequence import Chunk
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.source import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class KeyShape:
+class KVShape:
     """Shape of the keys and values that every layer keeps of a token."""
 
     layers: int
@@ -28,7 +28,7 @@ class KeyShape:
     dtype: mx.Dtype
 
 
-class MlxSlots(Slots):
+class MlxSlotCache(BaseSlotCache):
     """Keys and values as [slot, kv head, position, dim] per layer: of the first slots and positions a view is all that
     attention needs. One slot more than asked for takes the writes of padding.
 
@@ -36,7 +36,7 @@ class MlxSlots(Slots):
     beyond a step, or every write would copy the whole cache.
     """
 
-    def __init__(self, shape: KeyShape, slots: int, length: int, max_length: int, deterministic: bool = False) -> None:
+    def __init__(self, shape: KVShape, slots: int, length: int, max_length: int, deterministic: bool = False) -> None:
         self._shape = shape
         self.keys: list[mx.array] = []
         self.values: list[mx.array] = []
@@ -54,22 +54,22 @@ class MlxSlots(Slots):
         )
         mx.eval(self.arrays)
 
-    def _drop(self) -> None:
+    def _free_memory(self) -> None:
         self.keys, self.values = [], []
         mx.clear_cache()
 
-    def _copy(self, source: int, length: int, targets: Sequence[int]) -> None:
+    def _copy_slot(self, source: int, length: int, targets: Sequence[int]) -> None:
         slots = mx.array(targets)
         rows = [mx.contiguous(layer[source, :, :length]) for layer in self.arrays]
         mx.eval(rows)
         for layer, row in zip(self.arrays, rows, strict=True):
             layer[slots, :, :length] = row[None]
 
-    def _blank(self, slot: int) -> None:
+    def _zero_slot(self, slot: int) -> None:
         for layer in self.arrays:
             layer[slot] = 0
 
-    def _widen(self, length: int) -> None:
+    def _resize(self, length: int) -> None:
         for store in (self.keys, self.values):
             for layer, old in enumerate(store):
                 store[layer] = mx.pad(old, [(0, 0), (0, 0), (0, length - old.shape[2]), (0, 0)])
@@ -85,7 +85,7 @@ WIDTH_STEP = 64
 """Attention looks at a multiple of so many positions: fewer shapes, whose memory is used again."""
 
 
-class Pass:
+class MlxDecodePass:
     """Rows of tokens, padded on the right. What padding writes goes to the scratch slot; what it computes is thrown
     away.
 
@@ -94,7 +94,7 @@ class Pass:
     """
 
     def __init__(
-        self, cache: MlxSlots, rows: Sequence[Chunk | None], width: int | None = None,
+        self, cache: MlxSlotCache, rows: Sequence[Chunk | None], width: int | None = None,
         gathered: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.chunks = [(row, chunk) for row, chunk in enumerate(rows) if chunk is not None]
@@ -118,12 +118,12 @@ class Pass:
     def caches(self) -> list["LayerCache"]:
         return [LayerCache(self, layer) for layer in range(len(self._cache.keys))]
 
-    def keep(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Put new keys and values into the cache; answers with all that the rows look at."""
         self._cache.write(layer, self._slots, self._positions, keys, values)
-        return self._seen(self._cache.keys[layer], keys), self._seen(self._cache.values[layer], values)
+        return self._visible(self._cache.keys[layer], keys), self._visible(self._cache.values[layer], values)
 
-    def _seen(self, kept: mx.array, new: mx.array) -> mx.array:
+    def _visible(self, kept: mx.array, new: mx.array) -> mx.array:
         if self._width is None:
             return new
         if self._gathered is None:
@@ -134,31 +134,31 @@ class Pass:
 class LayerCache:
     """The cache object of one layer, as mlx-lm's models use it."""
 
-    def __init__(self, step: Pass, layer: int) -> None:
+    def __init__(self, step: MlxDecodePass, layer: int) -> None:
         self._step, self._layer = step, layer
         self.offset = step.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        return self._step.keep(self._layer, keys, values)
+        return self._step.update_and_fetch(self._layer, keys, values)
 
     def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str:
         assert window_size is None  # such layers are refused when a model is loaded
         return self._step.mask
 
 
-def decoding(cache: MlxSlots, chunks: Sequence[Chunk], deterministic: bool) -> Pass:
+def decode_pass(cache: MlxSlotCache, chunks: Sequence[Chunk], deterministic: bool) -> MlxDecodePass:
     """One token a row, with all that came before it. Slots in use lie mostly side by side: a few idle rows between cost
     less than to bring the others together. With `deterministic` all slots always take part, at full width."""
     slots = [chunk.sequence.slot for chunk in chunks]
     rows = cache.slots if deterministic else max(slots) + 1
     width = cache.length if deterministic else _width(cache, chunks)
     if not deterministic and 4 * len(chunks) < 3 * rows:
-        return Pass(cache, chunks, width, slots)
+        return MlxDecodePass(cache, chunks, width, slots)
     by_slot = {chunk.sequence.slot: chunk for chunk in chunks}
-    return Pass(cache, [by_slot.get(row) for row in range(rows)], width)
+    return MlxDecodePass(cache, [by_slot.get(row) for row in range(rows)], width)
 
 
-def prompting(cache: MlxSlots, chunks: Sequence[Chunk], deterministic: bool) -> list[Pass]:
+def prompt_passes(cache: MlxSlotCache, chunks: Sequence[Chunk], deterministic: bool) -> list[MlxDecodePass]:
     """Pieces of prompts, those of like length together: padding never doubles the work. With `deterministic` each
     alone, so that no neighbour can change its bits."""
     alike: dict[Any, list[Chunk]] = {}
@@ -168,27 +168,27 @@ def prompting(cache: MlxSlots, chunks: Sequence[Chunk], deterministic: bool) -> 
     return [_prompt_pass(cache, group, deterministic) for group in alike.values()]
 
 
-def _prompt_pass(cache: MlxSlots, chunks: Sequence[Chunk], deterministic: bool) -> Pass:
+def _prompt_pass(cache: MlxSlotCache, chunks: Sequence[Chunk], deterministic: bool) -> MlxDecodePass:
     if chunks[0].start == 0:
-        return Pass(cache, chunks)
+        return MlxDecodePass(cache, chunks)
     width = chunks[0].start + chunks[0].length if deterministic else _width(cache, chunks)
-    return Pass(cache, chunks, width, [chunk.sequence.slot for chunk in chunks])
+    return MlxDecodePass(cache, chunks, width, [chunk.sequence.slot for chunk in chunks])
 
 
-def _width(cache: MlxSlots, chunks: Sequence[Chunk]) -> int:
+def _width(cache: MlxSlotCache, chunks: Sequence[Chunk]) -> int:
     needed = max(chunk.start + chunk.length for chunk in chunks)
     return min(cache.length, -(-needed // WIDTH_STEP) * WIDTH_STEP)
 
 
-def key_shape(model: MlxModel) -> KeyShape:
+def kv_shape(model: MlxModel) -> KVShape:
     """Found by asking: one token goes through the model, and every layer says what it would keep."""
     probes = [_CacheProbe() for _ in model.layers]
     mx.eval(model.hidden(mx.zeros((1, 1), mx.int32), probes))
-    asked = {probe.asked for probe in probes}
-    if len(asked) != 1 or None in asked:
+    specs = {probe.kv_spec for probe in probes}
+    if len(specs) != 1 or None in specs:
         raise ModelError(f"{model.config.model_type}: layers keep keys and values of different shapes; not supported")
-    kv_heads, key_dim, value_dim, dtype = asked.pop()
-    return KeyShape(len(probes), kv_heads, key_dim, value_dim, dtype)
+    kv_heads, key_dim, value_dim, dtype = specs.pop()
+    return KVShape(len(probes), kv_heads, key_dim, value_dim, dtype)
 
 
 class _CacheProbe:
@@ -197,10 +197,10 @@ class _CacheProbe:
     offset = 0
 
     def __init__(self) -> None:
-        self.asked: Any = None
+        self.kv_spec: Any = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.asked = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        self.kv_spec = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
         return keys, values
 
     def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> None:

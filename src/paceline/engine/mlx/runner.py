@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from paceline.engine.mlx.adapters import MlxAdapters
-from paceline.engine.mlx.kv_cache import MlxSlots, Pass, decoding, prompting
+from paceline.engine.mlx.kv_cache import MlxDecodePass, MlxSlotCache, decode_pass, prompt_passes
 from paceline.engine.mlx.sampler import sample, token_logprobs
 from paceline.engine.runner import Runner, StepInFlight
 from paceline.engine.sampling import SamplerOutput, SamplingMetadata
@@ -18,16 +18,16 @@ SCORED_ROWS = 256
 """Positions whose logits are held at once when a text is scored."""
 
 
-class MlxFlight(StepInFlight):
+class MlxStepInFlight(StepInFlight):
     """A step that is being computed."""
 
-    def __init__(self, chunks: Sequence[Chunk], drawn: list[Chunk], sampled: SamplerOutput | None) -> None:
+    def __init__(self, chunks: Sequence[Chunk], sampled_chunks: list[Chunk], sampled: SamplerOutput | None) -> None:
         super().__init__(chunks)
-        self._drawn, self._sampled = drawn, sampled
+        self._sampled_chunks, self._sampled = sampled_chunks, sampled
 
     def land(self) -> None:
         if self._sampled is not None:
-            self._sampled.hand_out(self._drawn)
+            self._sampled.assign_to(self._sampled_chunks)
 
 
 class MlxRunner(Runner):
@@ -40,7 +40,7 @@ class MlxRunner(Runner):
     """
 
     def __init__(
-        self, model: MlxModel, cache: MlxSlots, deterministic: bool, adapters: MlxAdapters | None, depth: int
+        self, model: MlxModel, cache: MlxSlotCache, deterministic: bool, adapters: MlxAdapters | None, depth: int
     ) -> None:
         self.depth = depth
         self._model, self._cache, self._deterministic, self._adapters = model, cache, deterministic, adapters
@@ -58,33 +58,33 @@ class MlxRunner(Runner):
     def close(self) -> None:
         self._last = mx.zeros(0, mx.int32)
 
-    def launch(self, chunks: Sequence[Chunk]) -> MlxFlight:
+    def launch(self, chunks: Sequence[Chunk]) -> MlxStepInFlight:
         singles = sorted((c for c in chunks if c.length == 1), key=lambda c: c.sequence.slot)
-        passes = prompting(self._cache, [c for c in chunks if c.length > 1], self._deterministic)
+        passes = prompt_passes(self._cache, [c for c in chunks if c.length > 1], self._deterministic)
         if singles:
-            passes.append(decoding(self._cache, singles, self._deterministic))
-        drawn: list[Chunk] = []
+            passes.append(decode_pass(self._cache, singles, self._deterministic))
+        sampled_chunks: list[Chunk] = []
         logits: list[mx.array] = []
         for step in passes:
-            hidden = self._hidden(step)
+            hidden = self._hidden_states(step)
             self._score(step, hidden)
             if ends := [(row, chunk) for row, chunk in step.chunks if chunk.samples]:
-                drawn += [chunk for _, chunk in ends]
-                logits.append(self._ends(hidden, ends))
-        sampled = self._sample(drawn, mx.concatenate(logits)) if drawn else None
+                sampled_chunks += [chunk for _, chunk in ends]
+                logits.append(self._last_logits(hidden, ends))
+        sampled = self._sample(sampled_chunks, mx.concatenate(logits)) if sampled_chunks else None
         out = (*sampled[:3], *(sampled.top or ())) if sampled else ()
         mx.async_eval(self._cache.arrays, self._last, [array for array in out if array is not None])
-        return MlxFlight(chunks, drawn, sampled)
+        return MlxStepInFlight(chunks, sampled_chunks, sampled)
 
-    def _hidden(self, step: Pass) -> mx.array:
+    def _hidden_states(self, step: MlxDecodePass) -> mx.array:
         if self._adapters is not None:
             slots = [0] * step.rows
             for row, chunk in step.chunks:
                 slots[row] = chunk.adapter
             self._adapters.route(slots)
-        return self._model.hidden(self._tokens(step), step.caches)
+        return self._model.hidden(self._input_ids(step), step.caches)
 
-    def _tokens(self, step: Pass) -> mx.array:
+    def _input_ids(self, step: MlxDecodePass) -> mx.array:
         rows = [[0] * step.tokens_per_row for _ in range(step.rows)]
         unseen = []
         for row, chunk in step.chunks:
@@ -98,19 +98,22 @@ class MlxRunner(Runner):
             tokens[mx.array(at), 0] = self._last[mx.array(slots)]
         return tokens
 
-    def _ends(self, hidden: mx.array, ends: list[tuple[int, Chunk]]) -> mx.array:
+    def _last_logits(self, hidden: mx.array, ends: list[tuple[int, Chunk]]) -> mx.array:
         """Logits after the last token of each of these rows."""
         rows = mx.array([row for row, _ in ends])
         if self._deterministic:
             return self._model.logits(hidden[:, -1])[rows]
         return self._model.logits(hidden[rows, mx.array([chunk.length - 1 for _, chunk in ends])])
 
-    def _sample(self, drawn: list[Chunk], logits: mx.array) -> SamplerOutput:
-        sampled = sample(logits, SamplingMetadata.of(drawn, np.array).at(drawn, logits.shape[-1], np.array))
-        self._last[mx.array([chunk.sequence.slot for chunk in drawn])] = sampled.tokens
+    def _sample(self, sampled_chunks: list[Chunk], logits: mx.array) -> SamplerOutput:
+        sampled = sample(
+            logits,
+            SamplingMetadata.from_chunks(sampled_chunks, np.array).for_step(sampled_chunks, logits.shape[-1], np.array),
+        )
+        self._last[mx.array([chunk.sequence.slot for chunk in sampled_chunks])] = sampled.tokens
         return sampled
 
-    def _score(self, step: Pass, hidden: mx.array) -> None:
+    def _score(self, step: MlxDecodePass, hidden: mx.array) -> None:
         for row, chunk in step.chunks:
             if chunk.sequence.scores is None:
                 continue

@@ -1,4 +1,6 @@
-"""From logits to tokens: one uniform number and one inverse CDF per token, the same as on every other device.
+"""Samples tokens from logits: one uniform number and one inverse CDF per token.
+
+The draws are the same as on every other device.
 
 MLX has float64 on the CPU only, where the cumulative sums are made; memory is unified, so nothing is moved for it.
 """
@@ -13,33 +15,33 @@ from paceline.engine.sampling import SamplerOutput, SamplingMetadata
 from paceline.weights.update import uniform_array
 
 BLOCK = 256
-SMALL = 1024
+ONE_LEVEL_SIZE = 1024
 """Vocabularies up to this size are searched in one level."""
 
 
-def sample(logits: mx.array, draw: SamplingMetadata) -> SamplerOutput:
+def sample(logits: mx.array, metadata: SamplingMetadata) -> SamplerOutput:
     """Tokens with log-softmax(logits / T) over the full vocabulary. Temperature 0 is greedy, with logprobs at T = 1."""
-    asked = mx.array(draw.temperatures)
+    asked = mx.array(metadata.temperatures)
     scaled = logits / mx.where(asked == 0, 1.0, asked)[:, None]
     logprobs = scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
     log_z = None
-    if draw.allowed is None:
+    if metadata.allowed_mask is None:
         probs = mx.softmax(scaled, axis=-1)
     else:
         # Scaled up before the exponential: all that a grammar allows may be too improbable for float32.
-        allowed = mx.array(draw.allowed)
+        allowed = mx.array(metadata.allowed_mask)
         kept = mx.where(allowed, logprobs, -mx.inf)
         log_z = mx.where(allowed.all(axis=-1), 0.0, mx.logsumexp(kept, axis=-1))
         probs = mx.exp(kept - log_z[:, None])
-    if draw.truncates:
-        probs = keep_top(probs, mx.array(draw.top_p), _ranks(draw.top_k, logits.shape[-1]))
+    if metadata.truncates:
+        probs = apply_top_k_top_p(probs, mx.array(metadata.top_p), _top_k_limits(metadata.top_k, logits.shape[-1]))
         cut = mx.log(probs.sum(axis=-1))
         log_z = cut if log_z is None else log_z + cut
-    tokens = inverse_cdf(probs, uniform_array(draw.keys, draw.indices))
-    if draw.greedy:
+    tokens = inverse_cdf(probs, uniform_array(metadata.keys, metadata.indices))
+    if metadata.greedy:
         tokens = mx.where(asked == 0, mx.argmax(probs, axis=-1).astype(tokens.dtype), tokens)
     drawn = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-    return SamplerOutput(tokens, drawn, log_z, _best(logprobs, draw.top) if draw.top else None)
+    return SamplerOutput(tokens, drawn, log_z, _top_logprobs(logprobs, metadata.top) if metadata.top else None)
 
 
 def token_logprobs(logits: mx.array, targets: Sequence[int], temperature: float) -> mx.array:
@@ -49,7 +51,7 @@ def token_logprobs(logits: mx.array, targets: Sequence[int], temperature: float)
     return chosen - mx.logsumexp(scaled, axis=-1)
 
 
-def keep_top(probs: mx.array, top_p: mx.array, top_k: mx.array) -> mx.array:
+def apply_top_k_top_p(probs: mx.array, top_p: mx.array, top_k: mx.array) -> mx.array:
     """Zero what top-k and then top-p cut; `top_k` counts all where nothing is cut. The most probable token always
     stays."""
     order = mx.argsort(-probs, axis=-1)
@@ -69,7 +71,7 @@ def inverse_cdf(probs: mx.array, u: NDArray[np.float64]) -> mx.array:
     """
     rows, size = probs.shape
     target = mx.array(u, dtype=mx.float64)
-    if size <= SMALL:
+    if size <= ONE_LEVEL_SIZE:
         return _search(probs, target, relative=True)[0]
     blocks = mx.pad(probs, [(0, 0), (0, -size % BLOCK)]).reshape(rows, -1, BLOCK)
     block, rest = _search(blocks.sum(axis=-1), target, relative=True)
@@ -90,7 +92,7 @@ def _search(weights: mx.array, target: mx.array, relative: bool) -> tuple[mx.arr
         return index, target - mx.where(index > 0, at, mx.zeros_like(at))
 
 
-def _best(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
+def _top_logprobs(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """The most probable tokens of each row and their log probabilities, best first."""
     count = min(count, logprobs.shape[-1])
     some = mx.argpartition(-logprobs, count - 1, axis=-1)[:, :count]
@@ -99,5 +101,5 @@ def _best(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
     return mx.take_along_axis(some, order, axis=-1), mx.take_along_axis(values, order, axis=-1)
 
 
-def _ranks(top_k: NDArray[np.int64], vocabulary: int) -> mx.array:
+def _top_k_limits(top_k: NDArray[np.int64], vocabulary: int) -> mx.array:
     return mx.array(np.where(top_k > 0, np.minimum(top_k, vocabulary), vocabulary).astype(np.int32))

@@ -17,7 +17,7 @@ import types
 from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-MESSAGE = 500
+MAX_MESSAGE_CHARS = 500
 
 
 def main() -> None:
@@ -29,10 +29,10 @@ def main() -> None:
     work = os.getcwd()
     try:
         if settings["jailed"]:
-            jail["enter"](work, 4 * settings["limits"]["file_mb"])
+            jail["enter_namespaces"](work, 4 * settings["limits"]["file_mb"])
     except OSError as error:
-        return say(answers, ["no jail", str(error)])
-    say(answers, ["ready"])
+        return send(answers, ["no jail", str(error)])
+    send(answers, ["ready"])
     child = os.fork()
     if child:
         os.close(requests)
@@ -40,12 +40,12 @@ def main() -> None:
         watch(child, settings["parent"], None if settings["jailed"] else work, jail["die_with_parent"])
     os.environ.clear()
     if settings["jailed"]:
-        jail["renounce"]()
+        jail["drop_privileges"]()
         jail["die_with_parent"](signal.SIGKILL)
-    jail["limit"](**settings["limits"])
+    jail["set_limits"](**settings["limits"])
     if not settings["jailed"]:
         os.environ["TMPDIR"] = work
-        jail["guard"](work)
+        jail["install_guard"](work)
     serve(Solution(settings["source"], wire["encode"], wire["decode"]), lines, answers)
 
 
@@ -72,36 +72,36 @@ class Solution:
     def __init__(self, source: str, encode: Any, decode: Any) -> None:
         self._source, self._encode, self._decode = source, encode, decode
         self._module = types.ModuleType("solution")  # not `__main__`: what a program does when started is not asked for
-        self._kept: list[Any] = []
+        self._objects: list[Any] = []
 
     def load(self) -> None:
         sys.modules["solution"] = self._module  # dataclasses look themselves up
         exec(compile(self._source, "solution.py", "exec"), self._module.__dict__)
 
     def get(self, ref: int | None, name: str) -> Any:
-        return self._out(getattr(self._module if ref is None else self._kept[ref], name))
+        return self._encode_result(getattr(self._module if ref is None else self._objects[ref], name))
 
     def call(self, ref: int, args: Any, kwargs: Any) -> Any:
-        args, kwargs = (self._decode(data, self._kept.__getitem__) for data in (args, kwargs))
-        return self._out(self._kept[ref](*args, **kwargs))
+        args, kwargs = (self._decode(data, self._objects.__getitem__) for data in (args, kwargs))
+        return self._encode_result(self._objects[ref](*args, **kwargs))
 
-    def _out(self, value: Any) -> Any:
-        return self._encode(value, self._keep)
+    def _encode_result(self, value: Any) -> Any:
+        return self._encode(value, self._store)
 
-    def _keep(self, value: Any) -> int:
-        self._kept.append(value)
-        return len(self._kept) - 1
+    def _store(self, value: Any) -> int:
+        self._objects.append(value)
+        return len(self._objects) - 1
 
 
 def serve(solution: Solution, lines: Any, answers: int) -> None:
     """Answer requests until there are no more. A solution may write here what it likes: it only answers for itself."""
-    say(answers, attempt(solution.load))
+    send(answers, attempt(solution.load))
     for line in lines:
         what, *rest = json.loads(line)
-        say(answers, attempt(solution.get if what == "get" else solution.call, *rest))
+        send(answers, attempt(solution.get if what == "get" else solution.call, *rest))
 
 
-def say(answers: int, answer: list[Any]) -> None:
+def send(answers: int, answer: list[Any]) -> None:
     data = json.dumps(answer).encode() + b"\n"
     while data:
         data = data[os.write(answers, data) :]
@@ -113,7 +113,7 @@ def attempt(action: Any, *args: Any) -> list[Any]:
         return ["value", action(*args)]
     except BaseException as error:
         known = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
-        return ["raised", known.__name__, str(error)[:MESSAGE]]
+        return ["raised", known.__name__, str(error)[:MAX_MESSAGE_CHARS]]
 
 
 if __name__ == "__main__":

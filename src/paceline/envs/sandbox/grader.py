@@ -28,11 +28,11 @@ decode: Callable = import_object(f"{HERE / 'wire.py'}:decode")
 ANSWER_BYTES = 1 << 20
 NO_JAIL = "no jail"
 # Raised inside `map` or a generator these end it early and quietly, and `all` of nothing is true.
-QUIET = (StopIteration, StopAsyncIteration)
+SILENT_ERRORS = (StopIteration, StopAsyncIteration)
 
 
 class CellError(Exception):
-    """A cell that gives no answer: it is dead, late, or makes no sense."""
+    """A cell that gave no valid answer: it is dead, late, or sent invalid data."""
 
 
 class NoJail(Exception):
@@ -44,23 +44,26 @@ _without_namespaces = False
 
 
 def grade(
-    source: str, tests: list[str], entry_point: str | None, whole: bool, sandbox: str, limits: dict[str, Any]
+    source: str, tests: list[str], entry_point: str | None, stop_at_failure: bool, sandbox: str, limits: dict[str, Any]
 ) -> dict[str, Any]:
-    """How many tests a solution passes; with `whole` it is over at the first that fails. `jailed` says whether the
-    kernel's walls stood around it, or only the interpreter's guard. `no_jail`, instead, says why it was not run."""
+    """How many tests a solution passes; with `stop_at_failure` it ends at the first that fails. `jailed` says whether
+    it ran in kernel namespaces or only under the interpreter's guard. `no_jail`, instead, says why it was not run."""
     global _without_namespaces
     if sandbox == "kernel" or (sandbox == "auto" and not _without_namespaces):
         try:
-            return {"passed": _passed(source, tests, entry_point, whole, limits, jailed=True), "jailed": True}
+            return {
+                "passed": _count_passed(source, tests, entry_point, stop_at_failure, limits, jailed=True),
+                "jailed": True,
+            }
         except NoJail as error:
             _without_namespaces = True
             if sandbox == "kernel":
                 return {"no_jail": str(error)}
-    return {"passed": _passed(source, tests, entry_point, whole, limits, jailed=False), "jailed": False}
+    return {"passed": _count_passed(source, tests, entry_point, stop_at_failure, limits, jailed=False), "jailed": False}
 
 
-def _passed(
-    source: str, tests: list[str], entry_point: str | None, whole: bool, limits: dict[str, Any], jailed: bool
+def _count_passed(
+    source: str, tests: list[str], entry_point: str | None, stop_at_failure: bool, limits: dict[str, Any], jailed: bool
 ) -> int:
     deadline = time.monotonic() + limits["seconds"]
     passed, rest = 0, list(tests)
@@ -71,37 +74,37 @@ def _passed(
             while rest and cell.alive:
                 good = passes(rest.pop(0), entry_point, cell)
                 passed += good
-                if whole and not good:
+                if stop_at_failure and not good:
                     return passed
     return passed
 
 
 def passes(test: str, entry_point: str | None, cell: "Cell") -> bool:
     """Whether a test runs to its end. One that never calls the solution says nothing about it."""
-    asked = cell.asked
+    requests_before = cell.request_count
     try:
         tree = ast.parse(test)
-        names: dict[str, Any] = {"__name__": "tests"} | given(tree, entry_point, cell)
+        names: dict[str, Any] = {"__name__": "tests"} | test_namespace(tree, entry_point, cell)
         exec(compile(tree, "tests", "exec"), names)
         if entry_point is not None and callable(names.get("check")) and not calls(tree, "check"):
             names["check"](names[entry_point])
     except (Exception, SystemExit):  # a failing assertion, or whatever a wrong answer leads to
         return False
-    return cell.alive and cell.asked > asked
+    return cell.alive and cell.request_count > requests_before
 
 
-def given(tree: ast.AST, entry_point: str | None, cell: "Cell") -> dict[str, Any]:
+def test_namespace(tree: ast.AST, entry_point: str | None, cell: "Cell") -> dict[str, Any]:
     """The names a test finds in place: the entry point, and nothing else of the solution's, or it would shadow what
     the test compares with. Without an entry point, the names that only the solution can have."""
-    missing = unbound(tree)
+    missing = unbound_names(tree)
     modules = {name for name in missing & sys.stdlib_module_names if not calls(tree, name)}
     found: dict[str, Any] = {name: importlib.import_module(name) for name in modules}
     for name in {entry_point} if entry_point is not None else missing - modules:
-        found[name] = SandboxObject(cell, ("get", None, name), holds=name[:1].isupper())
+        found[name] = SandboxObject(cell, ("get", None, name), has_attributes=name[:1].isupper())
     return found
 
 
-def unbound(tree: ast.AST) -> set[str]:
+def unbound_names(tree: ast.AST) -> set[str]:
     """Names a program uses but nowhere binds, Python's own left out."""
     used: set[str] = set()
     bound = set(dir(builtins))
@@ -129,17 +132,17 @@ class SandboxObject:
     the tests: `Stack`, not `stack`) or was made by one: else an object with a method `startswith` that says yes to
     everything would pass for text."""
 
-    __slots__ = ("__cell", "__found", "__holds")
+    __slots__ = ("__cell", "__found", "__has_attributes")
 
-    def __init__(self, cell: "Cell", found: int | tuple, holds: bool) -> None:
-        self.__cell, self.__found, self.__holds = cell, found, holds
+    def __init__(self, cell: "Cell", found: int | tuple, has_attributes: bool) -> None:
+        self.__cell, self.__found, self.__has_attributes = cell, found, has_attributes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sent = [encode(value, self.__held) for value in (list(args), kwargs)]
+        sent = [encode(value, self.__reference) for value in (list(args), kwargs)]
         return self.__ask("call", self.__ref(), *sent)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not self.__holds:
+        if name.startswith("__") or not self.__has_attributes:
             raise AttributeError(f"a solution's result is plain data or a function, it has no `{name}`")
         return self.__ask("get", self.__ref(), name)
 
@@ -155,10 +158,10 @@ class SandboxObject:
 
     def __ask(self, *request: Any) -> Any:
         data = self.__cell.ask(*request)
-        return decode(data, lambda ref: SandboxObject(self.__cell, ref, self.__holds))
+        return decode(data, lambda ref: SandboxObject(self.__cell, ref, self.__has_attributes))
 
     @staticmethod
-    def __held(value: Any) -> int:
+    def __reference(value: Any) -> int:
         if not isinstance(value, SandboxObject):
             raise TypeError(f"a test can pass plain data to a solution, not {type(value).__name__}")
         return value.__ref()
@@ -167,7 +170,7 @@ class SandboxObject:
 @contextlib.contextmanager
 def open_cell(source: str, limits: dict[str, Any], jailed: bool, deadline: float) -> Generator["Cell"]:
     """A cell with the solution loaded, if it can be; gone with all its processes and files at the end."""
-    with _folder(jailed) as work:
+    with _work_folder(jailed) as work:
         theirs, requests = os.pipe()
         answers, theirs_too = os.pipe()
         keep = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons do not start without; the cell clears them
@@ -190,11 +193,11 @@ def open_cell(source: str, limits: dict[str, Any], jailed: bool, deadline: float
         finally:
             os.close(requests)
             os.close(answers)
-            end(process)
+            stop_process(process)
 
 
 @contextlib.contextmanager
-def _folder(jailed: bool) -> Generator[str]:
+def _work_folder(jailed: bool) -> Generator[str]:
     """The folder a solution works in. A jail hides whatever folder it is mounted on, so that any will do."""
     if jailed:
         yield str(HERE)
@@ -205,7 +208,7 @@ def _folder(jailed: bool) -> Generator[str]:
         yield str(work)
 
 
-def end(process: subprocess.Popen) -> None:
+def stop_process(process: subprocess.Popen) -> None:
     """The cell's outer half ends the solution; if it does not, the group is killed."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -222,63 +225,63 @@ class Cell:
     def __init__(self, requests: int, answers: int, deadline: float) -> None:
         self._requests, self._answers, self._deadline = requests, answers, deadline
         self._rest = b""
-        self.alive, self.loaded, self.asked = True, False, 0
+        self.alive, self.loaded, self.request_count = True, False, 0
 
     def load(self, settings: dict[str, Any]) -> None:
         try:
-            self._say(settings)
-            entered = self._hear()  # said before the solution runs, so it cannot talk itself out of the jail
+            self._send(settings)
+            entered = self._receive()  # said before the solution runs, so it cannot talk itself out of the jail
             if entered[0] == NO_JAIL:
                 raise NoJail(entered[1])
-            self.loaded = self._hear()[0] == "value"
+            self.loaded = self._receive()[0] == "value"
         except CellError:
             return
 
     def ask(self, *request: Any) -> Any:
         """The solution's answer; what it raises is raised here."""
-        self.asked += 1
-        self._say(request)
-        match self._hear():
+        self.request_count += 1
+        self._send(request)
+        match self._receive():
             case ["value", data]:
                 return data
             case ["raised", str(name), str(message)]:
                 kind = getattr(builtins, name, None)
-                known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, QUIET)
+                known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, SILENT_ERRORS)
                 raise (kind if known else RuntimeError)(message)
-        raise self._dead("it sent no answer")
+        raise self._fail("it sent no answer")
 
-    def _say(self, request: Any) -> None:
+    def _send(self, request: Any) -> None:
         data = json.dumps(request).encode() + b"\n"
         while data:
             self._wait([], [self._requests])
             try:
                 data = data[os.write(self._requests, data[: select.PIPE_BUF]) :]
             except OSError as error:
-                raise self._dead("it is gone") from error
+                raise self._fail("it is gone") from error
 
-    def _hear(self) -> list[Any]:
+    def _receive(self) -> list[Any]:
         while b"\n" not in self._rest:
             if len(self._rest) > ANSWER_BYTES:
-                raise self._dead("its answer is too large")
+                raise self._fail("its answer is too large")
             self._wait([self._answers], [])
             more = os.read(self._answers, 1 << 16)
             if not more:
-                raise self._dead("it is gone")
+                raise self._fail("it is gone")
             self._rest += more
         line, _, self._rest = self._rest.partition(b"\n")
         try:
             answer = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise self._dead("its answer makes no sense") from error
+            raise self._fail("its answer makes no sense") from error
         if not isinstance(answer, list) or not answer:
-            raise self._dead("its answer makes no sense")
+            raise self._fail("its answer makes no sense")
         return answer
 
     def _wait(self, readable: list[int], writable: list[int]) -> None:
         left = self._deadline - time.monotonic()
         if left <= 0 or not any(select.select(readable, writable, [], left)):
-            raise self._dead("it is late")
+            raise self._fail("it is late")
 
-    def _dead(self, why: str) -> CellError:
+    def _fail(self, why: str) -> CellError:
         self.alive = False
         return CellError(f"the solution gives no answer: {why}")

@@ -15,25 +15,25 @@ from typing import Any
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-SPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
+NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 1, 2, 4, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
-MS_KEPT = 2 | 4 | 8 | 1024 | 2048
+MS_LOCKED = 2 | 4 | 8 | 1024 | 2048
 """nosuid, nodev, noexec, noatime, nodiratime: an unprivileged process may not remove these. `statvfs` has the same."""
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CAPABILITY_VERSION_3 = 0x20080522
 NOBODY = 65534
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 HERE = os.path.dirname(os.path.realpath(__file__))
-STANDARD = os.path.dirname(os.path.realpath(os.__file__))
+STDLIB = os.path.dirname(os.path.realpath(os.__file__))
 """Python's own library."""
 PACKAGES = ("site-packages", "dist-packages")
 
 
-# --- the kernel's walls
+# --- kernel namespaces
 
 
-def enter(root: str, megabytes: int) -> None:
+def enter_namespaces(root: str, megabytes: int) -> None:
     """Enter new namespaces, with an empty file system over the folder `root` that holds Python's library and
     `/work`. The network is gone at once, other processes for the next forked child. OSError where it is forbidden."""
     if sys.platform != "linux":
@@ -44,8 +44,8 @@ def enter(root: str, megabytes: int) -> None:
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={megabytes}m,mode=755")
     for folder in _library():
         _bind(folder, root + folder)
-    if not os.path.isdir(root + STANDARD):
-        raise OSError(f"{STANDARD} is out of reach")
+    if not os.path.isdir(root + STDLIB):
+        raise OSError(f"{STDLIB} is out of reach")
     for folder in LIBRARIES:
         if os.path.islink(folder):
             os.symlink(os.path.realpath(folder), root + folder)
@@ -62,16 +62,16 @@ def _unshare() -> None:
     uid, gid = os.geteuid(), os.getegid()
     if uid == 0:
         try:
-            return _call("unshare", SPACES)
+            return _call("unshare", NAMESPACES)
         except OSError:
             pass  # root of a container, with no more rights than any user
-    _call("unshare", SPACES | CLONE_NEWUSER)
+    _call("unshare", NAMESPACES | CLONE_NEWUSER)
     _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{NOBODY} {uid} 1")
     _write("/proc/self/gid_map", f"{NOBODY} {gid} 1")
 
 
-def renounce() -> None:
+def drop_privileges() -> None:
     """Give up every privilege and take a user id of its own, which keeps its process count apart from other cells'."""
     if os.geteuid() == 0:
         os.setgroups([])
@@ -97,21 +97,21 @@ def die_with_parent(by: signal.Signals) -> None:
 
 def _library() -> list[str]:
     """Folders without which modules of the standard library cannot be imported. No programs: nothing to run."""
-    folders = {os.path.realpath(folder) for folder in (*LIBRARIES, f"{sys.base_prefix}/lib", STANDARD)}
+    folders = {os.path.realpath(folder) for folder in (*LIBRARIES, f"{sys.base_prefix}/lib", STDLIB)}
     folders = {folder for folder in folders if os.path.isdir(folder)}
     return sorted(f for f in folders if not any(f.startswith(other + "/") for other in folders))
 
 
 def _packages() -> list[str]:
     """Folders among those that are no part of the standard library; Paceline's own has data with answers."""
-    return [*(f"{STANDARD}/{name}" for name in PACKAGES), os.path.dirname(os.path.dirname(HERE))]
+    return [*(f"{STDLIB}/{name}" for name in PACKAGES), os.path.dirname(os.path.dirname(HERE))]
 
 
 def _bind(source: str, target: str) -> None:
     os.makedirs(target)
     _mount(source, target, None, MS_BIND | MS_REC)
-    kept = os.statvfs(target).f_flag & MS_KEPT
-    _mount(None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
+    locked = os.statvfs(target).f_flag & MS_LOCKED
+    _mount(None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | locked)
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
@@ -136,9 +136,9 @@ def _call(function: str, *args: Any) -> None:
 # --- limits
 
 
-def limit(seconds: float, memory_mb: int, file_mb: int, processes: int) -> None:
+def set_limits(seconds: float, memory_mb: int, file_mb: int, processes: int) -> None:
     """Of the processor, of memory, of a file's size and of processes; the kernel ends or refuses what goes beyond."""
-    wanted = {
+    limits = {
         resource.RLIMIT_CPU: int(seconds) + 1,
         resource.RLIMIT_AS: memory_mb << 20,
         resource.RLIMIT_FSIZE: file_mb << 20,
@@ -146,7 +146,7 @@ def limit(seconds: float, memory_mb: int, file_mb: int, processes: int) -> None:
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
-    for kind, most in wanted.items():
+    for kind, most in limits.items():
         hard = resource.getrlimit(kind)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         try:
@@ -156,29 +156,29 @@ def limit(seconds: float, memory_mb: int, file_mb: int, processes: int) -> None:
                 raise  # macOS has no limit on address space
 
 
-# --- the guard, where the kernel's walls are not to be had
+# --- the guard, where the kernel allows no namespaces
 
-FORBIDDEN = (
+FORBIDDEN_EVENTS = (
     *("socket.", "subprocess.", "ctypes.", "gc.", "pty.", "code.", "signal.", "sqlite3."),
     *("fcntl.", "sys.settrace", "sys.setprofile", "sys._current", "sys.addaudithook", "cpython._PySys_ClearAuditHooks"),
     *("os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill", "os.link", "os.symlink", "resource."),
 )
-MODULES = frozenset({"ctypes", "_ctypes", "_posixsubprocess", "readline", "_testcapi", "_testinternalcapi"})
-ZONES = "/usr/share/zoneinfo"
+FORBIDDEN_MODULES = frozenset({"ctypes", "_ctypes", "_posixsubprocess", "readline", "_testcapi", "_testinternalcapi"})
+ZONEINFO = "/usr/share/zoneinfo"
 
 
-def guard(work: str) -> None:
+def install_guard(work: str) -> None:
     """End the process when it does what leads out of it and out of the folder `work`.
 
     An audit hook cannot be removed, and all this one uses is its own, so patching `os` or `builtins` does not reach it.
     It exits instead of raising, and handles exact types only, because with one of its frames in hand, from a traceback
     or a method of a subclass, a program could rewrite its variables.
     """
-    sys.addaudithook(_hook(os.path.realpath(work), (*filter(None, sys.path), ZONES)))
+    sys.addaudithook(_hook(os.path.realpath(work), (*filter(None, sys.path), ZONEINFO)))
 
 
 def _hook(work: str, library: tuple[str, ...]) -> Callable[[str, tuple], None]:
-    forbidden, modules, packages, leave = FORBIDDEN, MODULES, PACKAGES, os._exit
+    forbidden, modules, packages, leave = FORBIDDEN_EVENTS, FORBIDDEN_MODULES, PACKAGES, os._exit
     kind, text, raw, number, nothing = type, str, bytes, int, type(None)
 
     def inside(path: Any, folders: tuple[str, ...]) -> bool:

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, ItemsView, KeysView, ValuesView
 from typing import Any
 
-SAFE = 1 << 53
+MAX_SAFE_INT = 1 << 53
 """Larger integers travel as text: Python refuses to read very long ones from JSON."""
-LISTED = (list, range, deque, KeysView, ValuesView, ItemsView)
-GROUPS = {"tuple": tuple, "set": set, "frozenset": frozenset}
+LIST_TYPES = (list, range, deque, KeysView, ValuesView, ItemsView)
+COLLECTION_TYPES = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def encode(value: Any, refer: Callable[[Any], int]) -> Any:
@@ -19,10 +19,10 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
     if value is None or isinstance(value, bool | float | str):
         return value
     if isinstance(value, int):
-        return int(value) if -SAFE < value < SAFE else {"int": hex(value)}
-    if isinstance(value, LISTED) or hasattr(value, "__next__"):
+        return int(value) if -MAX_SAFE_INT < value < MAX_SAFE_INT else {"int": hex(value)}
+    if isinstance(value, LIST_TYPES) or hasattr(value, "__next__"):
         return [encode(item, refer) for item in value]
-    for name, kind in GROUPS.items():
+    for name, kind in COLLECTION_TYPES.items():
         if isinstance(value, kind):
             return {name: [encode(item, refer) for item in value]}
     if isinstance(value, dict):
@@ -43,7 +43,7 @@ def decode(data: Any, deref: Callable[[int], Any]) -> Any:
     ((name, inside),) = data.items()
     match name:
         case "tuple" | "set" | "frozenset":
-            return GROUPS[name](decode(item, deref) for item in inside)
+            return COLLECTION_TYPES[name](decode(item, deref) for item in inside)
         case "dict":
             return {decode(key, deref): decode(item, deref) for key, item in inside}
         case "int":

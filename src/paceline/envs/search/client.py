@@ -7,16 +7,16 @@ from typing import Any
 import httpx
 
 from paceline.config.env import SEARCH_KEY_VARIABLE
-from paceline.config.secret import hidden
+from paceline.config.secret import redact
 from paceline.envs.base import EnvError
 from paceline.envs.search.index import DEFAULT_TOP_K, Index
 
-MOST_QUERY = 4096
+MAX_QUERY_CHARS = 4096
 """Longest query in characters; a model may write any nonsense."""
 CONNECT_SECONDS = 5.0
-_PATIENT_CONNECTIONS = 256
+_MAX_CONNECTIONS = 256
 
-Found = dict[str, Any]
+ResultDict = dict[str, Any]
 """`id`, `title`, `text` and `score` of a document."""
 
 
@@ -26,8 +26,8 @@ class LocalSearch:
     def __init__(self, index: Index, top_k: int | None) -> None:
         self._index, self._top_k = index, top_k or DEFAULT_TOP_K
 
-    async def search(self, query: str) -> list[Found]:
-        hits = await asyncio.to_thread(self._index.search, query[:MOST_QUERY], self._top_k)
+    async def search(self, query: str) -> list[ResultDict]:
+        hits = await asyncio.to_thread(self._index.search, query[:MAX_QUERY_CHARS], self._top_k)
         return [hit.as_dict() for hit in hits]
 
 
@@ -52,8 +52,8 @@ class SearchClient:
         self._top_k, self._timeout, self._advice = top_k, timeout, advice
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
 
-    async def search(self, query: str) -> list[Found]:
-        body = {"query": query[:MOST_QUERY]} | ({"top_k": self._top_k} if self._top_k else {})
+    async def search(self, query: str) -> list[ResultDict]:
+        body = {"query": query[:MAX_QUERY_CHARS]} | ({"top_k": self._top_k} if self._top_k else {})
         try:
             response = await self._client().post(self.url, json=body)
         except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
@@ -66,9 +66,9 @@ class SearchClient:
                 "with `paceline search-server`, or leave `url` out to search in this process"
             ) from error
         if response.status_code != 200:
-            told = " ".join(hidden(response.text, self._key)[:300].split())
+            detail = " ".join(redact(response.text, self._key)[:300].split())
             hint = f"; its API key is read from {self._key_variable}" if response.status_code == 401 else ""
-            raise EnvError(f"the search service at {self.url} answered {response.status_code}: {told}{hint}")
+            raise EnvError(f"the search service at {self.url} answered {response.status_code}: {detail}{hint}")
         return self._results(response)
 
     async def aclose(self) -> None:
@@ -76,7 +76,7 @@ class SearchClient:
         if opened is not None:
             await opened[1].aclose()
 
-    def _results(self, response: httpx.Response) -> list[Found]:
+    def _results(self, response: httpx.Response) -> list[ResultDict]:
         try:
             results = response.json()["results"]
             if all(isinstance(result["text"], str) for result in results):
@@ -93,7 +93,7 @@ class SearchClient:
         loop = asyncio.get_running_loop()
         if self._open is None or self._open[0] is not loop:
             # Episodes beyond this many wait for a connection, and that wait is no sign of a dead service.
-            limits = httpx.Limits(max_connections=_PATIENT_CONNECTIONS, max_keepalive_connections=_PATIENT_CONNECTIONS)
+            limits = httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS)
             patience = httpx.Timeout(self._timeout, connect=CONNECT_SECONDS, pool=None)
             self._open = (loop, httpx.AsyncClient(timeout=patience, limits=limits, headers=self._headers))
         return self._open[1]

@@ -20,11 +20,11 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from paceline.config.secret import hidden
+from paceline.config.secret import redact
 from paceline.data import DataError
 from paceline.envs.base import EnvError
 
-BUILT_IN = Path(__file__).with_name("corpus.jsonl")
+BUILT_IN_CORPUS = Path(__file__).with_name("corpus.jsonl")
 """Two hundred short documents about an invented country, made by `scripts/make_corpus.py`."""
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
 """Questions about them: no document that answers an eval question answers a training question."""
@@ -176,17 +176,17 @@ class BM25:
 
     def search(self, query: str, top_k: int = DEFAULT_TOP_K) -> list[Hit]:
         scores = np.zeros(len(self.documents), np.float32)
-        for number, times in self._asked(tokenise(query)):
+        for number, times in self._query_terms(tokenise(query)):
             span = slice(self.starts[number], self.starts[number + 1])
             scores[self.places[span]] += times * self.weights[span]  # a document stands only once among these
-        return best(self.documents, scores, top_k, above=0.0)
+        return top_hits(self.documents, scores, top_k, above=0.0)
 
-    def _asked(self, words: Iterable[str]) -> list[tuple[int, int]]:
+    def _query_terms(self, words: Iterable[str]) -> list[tuple[int, int]]:
         """Known words by number, in one order whatever theirs was: the same sums for the same words, to the bit."""
         return sorted(Counter(self._number[word] for word in words if word in self._number).items())
 
 
-def best(documents: Sequence[Document], scores: NDArray, top_k: int, above: float = -np.inf) -> list[Hit]:
+def top_hits(documents: Sequence[Document], scores: NDArray, top_k: int, above: float = -np.inf) -> list[Hit]:
     """The highest scores, best first; of equals the one that comes first in the corpus."""
     candidates = np.flatnonzero(scores > above)
     if len(candidates) > top_k:
@@ -205,7 +205,7 @@ def _weights(counts: NDArray, lengths: NDArray, places: NDArray, documents_with:
     return (idf * counts * (K1 + 1) / (counts + damping)).astype(np.float32)
 
 
-EMBEDDED_AT_ONCE = 64
+EMBEDDING_BATCH_SIZE = 64
 """Texts embedded by one request."""
 EMBEDDING_SECONDS = 60.0
 
@@ -222,7 +222,7 @@ class Embedder:
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """One row of length 1 per text."""
         vectors = np.concatenate(
-            [self._some(texts[i : i + EMBEDDED_AT_ONCE]) for i in range(0, len(texts), EMBEDDED_AT_ONCE)]
+            [self._embed_batch(texts[i : i + EMBEDDING_BATCH_SIZE]) for i in range(0, len(texts), EMBEDDING_BATCH_SIZE)]
         )
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         return (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
@@ -230,7 +230,7 @@ class Embedder:
     def close(self) -> None:
         self._client.close()
 
-    def _some(self, texts: Sequence[str]) -> NDArray[np.float64]:
+    def _embed_batch(self, texts: Sequence[str]) -> NDArray[np.float64]:
         body = {"model": self.model, "input": list(texts), "encoding_format": "float"}
         try:
             response = self._client.post(self.url, json=body)
@@ -238,8 +238,8 @@ class Embedder:
             cause = str(error) or type(error).__name__
             raise EnvError(f"the embeddings service at {self.url} does not answer: {cause}") from error
         if response.status_code != 200:
-            told = " ".join(hidden(response.text, self._key)[:200].split())
-            raise EnvError(f"the embeddings service at {self.url} answered {response.status_code}: {told}")
+            detail = " ".join(redact(response.text, self._key)[:200].split())
+            raise EnvError(f"the embeddings service at {self.url} answered {response.status_code}: {detail}")
         try:
             rows = sorted(response.json()["data"], key=lambda row: row["index"])
             vectors = np.array([row["embedding"] for row in rows], np.float64)
@@ -268,7 +268,7 @@ class Dense:
                 f"{self._embedder.url} gives vectors of {len(vector)} numbers, the index holds such of "
                 f"{self.vectors.shape[1]}: it was made by another model, delete it"
             )
-        return best(self.documents, self.vectors @ vector, top_k)
+        return top_hits(self.documents, self.vectors @ vector, top_k)
 
 
 Index = BM25 | Dense
@@ -283,49 +283,49 @@ Arrays = dict[str, NDArray]
 
 def open_index(corpus: str | None = None, folder: str | None = None, embedder: Embedder | None = None) -> Index:
     """The index of a corpus: out of the folder if it is there and fits, else made and, given a folder, kept in it."""
-    kept = Path(folder) if folder is not None else None
-    source = _source(corpus, kept)
+    path = Path(folder) if folder is not None else None
+    source = _source(corpus, path)
     documents = load_corpus(source)
     mark = f"{FORMAT} {digest(documents)}"
-    if kept is None:
+    if path is None:
         return BM25.build(documents) if embedder is None else Dense.build(documents, embedder)
     try:
-        kept.mkdir(parents=True, exist_ok=True)
-        if Path(source).resolve() != (kept / DOCUMENTS).resolve():
-            save_corpus(documents, kept / DOCUMENTS)
+        path.mkdir(parents=True, exist_ok=True)
+        if Path(source).resolve() != (path / DOCUMENTS).resolve():
+            save_corpus(documents, path / DOCUMENTS)
         if embedder is None:
-            return _bm25(documents, kept / "bm25.npz", mark)
-        return _dense(documents, kept / "dense.npz", f"{mark} {embedder.model}", embedder)
+            return _open_bm25(documents, path / "bm25.npz", mark)
+        return _open_dense(documents, path / "dense.npz", f"{mark} {embedder.model}", embedder)
     except OSError as error:
-        raise DataError(f"the index folder {kept} cannot be used: {error.strerror or error}") from error
+        raise DataError(f"the index folder {path} cannot be used: {error.strerror or error}") from error
 
 
-def _source(corpus: str | None, kept: Path | None) -> str | Path:
+def _source(corpus: str | None, folder: Path | None) -> str | Path:
     if corpus is not None:
         return corpus
-    if kept is None:
-        return BUILT_IN
-    if not (kept / DOCUMENTS).exists():
-        raise DataError(f"the index folder {kept} holds no documents yet: name them with --corpus")
-    return kept / DOCUMENTS
+    if folder is None:
+        return BUILT_IN_CORPUS
+    if not (folder / DOCUMENTS).exists():
+        raise DataError(f"the index folder {folder} holds no documents yet: name them with --corpus")
+    return folder / DOCUMENTS
 
 
-def _bm25(documents: Sequence[Document], file: Path, mark: str) -> BM25:
-    if (held := _read(file, mark, ("words", "starts", "places", "weights"))) is not None:
-        words = held["words"].tobytes().decode().split("\n") if held["words"].size else []
-        return BM25(documents, words, held["starts"], held["places"], held["weights"])
-    made = BM25.build(documents)
-    words = np.frombuffer("\n".join(made.words).encode(), np.uint8)  # a word holds no line break
-    _write(file, mark, {"words": words, "starts": made.starts, "places": made.places, "weights": made.weights})
-    return made
+def _open_bm25(documents: Sequence[Document], file: Path, mark: str) -> BM25:
+    if (saved := _read(file, mark, ("words", "starts", "places", "weights"))) is not None:
+        words = saved["words"].tobytes().decode().split("\n") if saved["words"].size else []
+        return BM25(documents, words, saved["starts"], saved["places"], saved["weights"])
+    index = BM25.build(documents)
+    words = np.frombuffer("\n".join(index.words).encode(), np.uint8)  # a word holds no line break
+    _write(file, mark, {"words": words, "starts": index.starts, "places": index.places, "weights": index.weights})
+    return index
 
 
-def _dense(documents: Sequence[Document], file: Path, mark: str, embedder: Embedder) -> Dense:
-    if (held := _read(file, mark, ("vectors",))) is not None:
-        return Dense(documents, held["vectors"], embedder)
-    made = Dense.build(documents, embedder)
-    _write(file, mark, {"vectors": made.vectors})
-    return made
+def _open_dense(documents: Sequence[Document], file: Path, mark: str, embedder: Embedder) -> Dense:
+    if (saved := _read(file, mark, ("vectors",))) is not None:
+        return Dense(documents, saved["vectors"], embedder)
+    index = Dense.build(documents, embedder)
+    _write(file, mark, {"vectors": index.vectors})
+    return index
 
 
 def _read(file: Path, mark: str, names: Sequence[str]) -> Arrays | None:
@@ -333,10 +333,10 @@ def _read(file: Path, mark: str, names: Sequence[str]) -> Arrays | None:
     if not file.exists():
         return None
     try:
-        with np.load(file, allow_pickle=False) as held:
-            if held["mark"].item() != mark:
+        with np.load(file, allow_pickle=False) as saved:
+            if saved["mark"].item() != mark:
                 return None
-            return {name: held[name] for name in names}
+            return {name: saved[name] for name in names}
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
 

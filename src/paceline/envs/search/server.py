@@ -15,19 +15,19 @@ from pydantic import BaseModel, Field, model_validator
 
 from paceline.config.base import Section
 from paceline.config.env import SEARCH_KEY_VARIABLE
-from paceline.config.errors import from_flags
-from paceline.config.secret import in_address
+from paceline.config.errors import options_from_flags
+from paceline.config.secret import address_secret
 from paceline.envs.base import EnvError
-from paceline.envs.search.client import MOST_QUERY
+from paceline.envs.search.client import MAX_QUERY_CHARS
 from paceline.envs.search.index import DEFAULT_TOP_K, Dense, Embedder, Index, open_index
-from paceline.server.app import quick_loop, serve
+from paceline.server.app import event_loop_factory, serve
 from paceline.server.bodies import RequestBody
-from paceline.server.errors import ErrorAnswer, Refusal, bad, install_error_handlers
+from paceline.server.errors import ErrorAnswer, Refusal, bad_request, install_error_handlers
 from paceline.server.guard import Meter, ServerGuard
 from paceline.server.http import FastJsonResponse, read_body
 from paceline.util.connections import is_loopback, listen
 
-MOST_RESULTS = 100
+MAX_RESULTS = 100
 
 
 class SearchOptions(Section):
@@ -37,7 +37,7 @@ class SearchOptions(Section):
     """Documents, one JSON object with `id`, `text` and perhaps `title` per line; those of the package when left out."""
     index: str | None = None
     """Folder to keep the index in. What is in it is used if it was made from the same documents."""
-    top_k: int = Field(default=DEFAULT_TOP_K, ge=1, le=MOST_RESULTS)
+    top_k: int = Field(default=DEFAULT_TOP_K, ge=1, le=MAX_RESULTS)
     """Results for a query that does not say how many it wants."""
     host: str = "127.0.0.1"
     """Address to listen on; anything but loopback needs an API key."""
@@ -53,7 +53,7 @@ class SearchOptions(Section):
     """Its API key, sent as `Authorization: Bearer KEY`."""
 
     @model_validator(mode="after")
-    def _guarded(self) -> "SearchOptions":
+    def _check_exposure(self) -> "SearchOptions":
         if not self.api_key and not is_loopback(self.host):
             raise ValueError(
                 f"{self.host} can be reached from other machines: give an API key (--api-key or "
@@ -61,16 +61,16 @@ class SearchOptions(Section):
             )
         if (self.embeddings_url is None) != (self.embeddings_model is None):
             raise ValueError("search by meaning needs both --embeddings-endpoint and --embeddings-model")
-        if told := in_address(self.embeddings_url or ""):
+        if secret := address_secret(self.embeddings_url or ""):
             raise ValueError(
-                f"--embeddings-endpoint has {told}, where others may read it: give --embeddings-api-key instead"
+                f"--embeddings-endpoint has {secret}, where others may read it: give --embeddings-api-key instead"
             )
         return self
 
 
 def load_options(**flags: object) -> SearchOptions:
     """The options from the command line's flags; those that are None have their defaults."""
-    return from_flags(SearchOptions, flags)
+    return options_from_flags(SearchOptions, flags)
 
 
 MAX_BODY_BYTES = 1 << 20
@@ -80,8 +80,8 @@ GRACE_SECONDS = 5.0
 class SearchBody(RequestBody):
     """A search request."""
 
-    query: Annotated[str, Field(max_length=MOST_QUERY)]
-    top_k: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None
+    query: Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
+    top_k: Annotated[int, Field(ge=1, le=MAX_RESULTS)] | None = None
     """How many results at most; the server's --top-k when left out."""
 
 
@@ -120,14 +120,14 @@ def serve_search(options: SearchOptions) -> None:
         address = f"http://{host}:{listener.getsockname()[1]}"
         ready = f"paceline: searching {len(index.documents)} documents at {address}/search"
         app = build_app(index, options.top_k, options.api_key)
-        with asyncio.Runner(loop_factory=quick_loop()) as runner:
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             runner.run(serve(app, listener, GRACE_SECONDS, lambda: print(ready, flush=True)))
     print("paceline: stopped", file=sys.stderr)
 
 
 def build_app(index: Index, top_k: int = DEFAULT_TOP_K, api_key: str | None = None) -> FastAPI:
     """The service's application around an index."""
-    told = Health(
+    answer = Health(
         status="ok", documents=len(index.documents), retrieval="dense" if isinstance(index, Dense) else "bm25"
     )
 
@@ -135,7 +135,7 @@ def build_app(index: Index, top_k: int = DEFAULT_TOP_K, api_key: str | None = No
         """The documents that fit a query."""
         body = await read_body(request, SearchBody)
         if not body.query.strip():
-            raise bad("`query`: there is nothing to look for", "query", "invalid_value")
+            raise bad_request("`query`: there is nothing to look for", "query", "invalid_value")
         try:
             hits = await asyncio.to_thread(index.search, body.query, body.top_k or top_k)
         except EnvError as error:  # the service that embeds the query
@@ -144,7 +144,7 @@ def build_app(index: Index, top_k: int = DEFAULT_TOP_K, api_key: str | None = No
 
     async def health(request: Request) -> Response:
         """Whether the service answers."""
-        return FastJsonResponse(told.model_dump())
+        return FastJsonResponse(answer.model_dump())
 
     app = FastAPI(title="Paceline search", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.max_body_bytes = MAX_BODY_BYTES

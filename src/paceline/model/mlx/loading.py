@@ -18,7 +18,7 @@ from mlx_lm.utils import load_model as load_mlx
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from paceline.config.model import ModelConfig
-from paceline.model.dtypes import compute_dtype
+from paceline.model.dtypes import resolve_dtype
 from paceline.model.source import ROPE_OF_WHOLE_BATCH, ModelError, base_name, check_source, first_line, resolve
 
 
@@ -97,7 +97,7 @@ def load_model(config: ModelConfig) -> MlxModel:
     except (OSError, ValueError, TypeError, RuntimeError) as error:  # mlx has the last for a damaged file
         raise ModelError(f"model `{config.name}` cannot be loaded with mlx: {first_line(error)}") from error
     _check_rope(net, asked, config.name)
-    dtype = getattr(mx, compute_dtype(config, mlx_device()))
+    dtype = getattr(mx, resolve_dtype(config, mlx_device()))
     net.set_dtype(dtype)
     net.eval()
     generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
@@ -175,19 +175,19 @@ def _check(model: MlxModel, name: str) -> None:
         raise ModelError(f"model `{name}`: its output is more than a product with its last layer; not supported")
 
 
-def twin(model: MlxModel) -> MlxModel:
+def clone_model(model: MlxModel) -> MlxModel:
     """A second module tree over the same arrays, which cost nothing to share: they never change, modules do."""
-    return replace(model, net=_cloned(model.net))
+    return replace(model, net=_clone_part(model.net))
 
 
-def _cloned(part: Any) -> Any:
+def _clone_part(part: Any) -> Any:
     if isinstance(part, nn.Module):
         clone = type(part).__new__(type(part))
-        dict.update(clone, {name: _cloned(value) for name, value in part.items()})
-        clone.__dict__.update({name: _cloned(value) for name, value in vars(part).items()})
+        dict.update(clone, {name: _clone_part(value) for name, value in part.items()})
+        clone.__dict__.update({name: _clone_part(value) for name, value in vars(part).items()})
         return clone
     if isinstance(part, list):
-        return [_cloned(value) for value in part]
+        return [_clone_part(value) for value in part]
     if isinstance(part, dict):
-        return {name: _cloned(value) for name, value in part.items()}
+        return {name: _clone_part(value) for name, value in part.items()}
     return set(part) if isinstance(part, set) else part

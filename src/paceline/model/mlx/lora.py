@@ -69,12 +69,12 @@ def attach_lora(model: MlxModel, config: LoRAConfig | None, seed: int) -> MlxMod
         adapted = LoraLinear(layer, mx.array(noise.astype(np.float32)), config.alpha / config.rank, config.dropout)
         adapted.base.freeze()
         parent, _, child = name.rpartition(".")
-        put(model.net, parent, child, adapted)
+        replace_layer(model.net, parent, child, adapted)
     mx.eval(model.net.parameters())
     return model
 
 
-def put(net: Any, parent: str, child: str, layer: Any) -> None:
+def replace_layer(net: Any, parent: str, child: str, layer: Any) -> None:
     """Replace one layer of a module tree."""
     here = net
     for part in parent.split(".") if parent else []:

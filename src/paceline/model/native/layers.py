@@ -1,4 +1,4 @@
-"""Puts our own kernels under a model's layers, in place; its names, parameters and results stay as they were."""
+"""Installs our own kernels in a model's layers, in place; names, parameters and results stay."""
 
 import ctypes
 import threading
@@ -19,7 +19,7 @@ MOST_HEADS = 256
 """Query heads that the kernel has room for."""
 
 
-def serves(keys: Tensor, heads: int) -> bool:
+def has_kernel(keys: Tensor, heads: int) -> bool:
     """Whether there is a kernel for a cache like this, [slots, length, kv heads, dim], under so many query heads."""
     if kernels() is None or not keys.is_cpu or keys.dtype != torch.float32:
         return False
@@ -40,7 +40,7 @@ def attend(
     return out
 
 
-def keep(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor) -> None:
+def write_cache(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor) -> None:
     """Put new keys and values, [rows, kv heads, dim], into their places."""
     library = kernels()
     assert library is not None
@@ -77,7 +77,7 @@ def install(model: PreTrainedModel, products: Products = "exact") -> "list[Produ
             # A plain layer is its product; one with adapters beside it asks for the product of its base.
             setattr(module, "base_product" if isinstance(module, SlotLinear) else "forward", made[-1])
     for module in model.modules():
-        for candidate in (*norms(library, module), *gates(library, module)):
+        for candidate in (*norm_candidates(library, module), *gate_candidates(library, module)):
             if candidate.agrees(module):
                 module.forward = candidate.forward
                 break
@@ -166,7 +166,7 @@ class Candidate(NamedTuple):
         return torch.allclose(theirs, ours, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
 
 
-def norms(library: ctypes.CDLL, module: nn.Module) -> list[Candidate]:
+def norm_candidates(library: ctypes.CDLL, module: nn.Module) -> list[Candidate]:
     """Root mean square norms, times the weight or, as in Gemma, times one plus the weight."""
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -184,7 +184,7 @@ def norms(library: ctypes.CDLL, module: nn.Module) -> list[Candidate]:
     return [Candidate(dim, partial(norm, offset)) for offset in (0.0, 1.0)]
 
 
-def gates(library: ctypes.CDLL, module: nn.Module) -> list[Candidate]:
+def gate_candidates(library: ctypes.CDLL, module: nn.Module) -> list[Candidate]:
     """down(silu(gate(x)) * up(x))"""
     parts = dict(module.named_children())
     if parts.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"}:

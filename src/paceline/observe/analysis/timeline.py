@@ -35,13 +35,13 @@ class LaneSpan:
 
 def lanes(run: RunFolder, start: float | None, end: float | None, bins: int) -> dict[str, Any]:
     """The lanes between two times, each with at most a few spans a bin."""
-    spans = from_record(run.lanes(start, end))
+    spans = spans_from_record(run.lanes(start, end))
     source = "record"
     if not spans:
         source = "metrics"
         spans = [
             span
-            for span in from_metrics(run.metrics())
+            for span in spans_from_metrics(run.metrics())
             if (start is None or span.end >= start) and (end is None or span.start <= end)
         ]
     if not spans:
@@ -51,7 +51,7 @@ def lanes(run: RunFolder, start: float | None, end: float | None, bins: int) -> 
         max(span.end for span in spans) if end is None else end,
     )
     found = []
-    for lane, mine in sorted(_by_lane(spans).items(), key=lambda item: _place(item[0], PAGE_ORDER)):
+    for lane, mine in sorted(_by_lane(spans).items(), key=lambda item: _lane_rank(item[0], PAGE_ORDER)):
         crowded = len(mine) > 2 * bins
         shown = bin_spans(mine, extent, bins) if crowded else mine
         rows = [[span.start, span.end, span.kind, round(span.share, 4), span.step, span.detail] for span in shown]
@@ -59,7 +59,7 @@ def lanes(run: RunFolder, start: float | None, end: float | None, bins: int) -> 
     return {"source": source, "extent": extent, "lanes": found}
 
 
-def from_record(spans: Sequence[TimelineSpan]) -> list[LaneSpan]:
+def spans_from_record(spans: Sequence[TimelineSpan]) -> list[LaneSpan]:
     """Spans as they were recorded. Environments have a number of episodes, shown as a share of their highest number."""
     most: dict[str, float] = defaultdict(float)
     for span in spans:
@@ -78,7 +78,7 @@ def from_record(spans: Sequence[TimelineSpan]) -> list[LaneSpan]:
     return found
 
 
-def from_metrics(columns: Columns) -> list[LaneSpan]:
+def spans_from_metrics(columns: Columns) -> list[LaneSpan]:
     """The phases of a run without recorded lanes, from their durations: one after the other, up to the line's time."""
     found = []
 
@@ -123,7 +123,7 @@ def bin_spans(spans: Sequence[LaneSpan], extent: tuple[float, float], bins: int)
     ]
 
 
-MINUTE = 60.0
+LOAD_SECONDS = 60.0
 MOST_LINES = 400
 """Steps of a minute whose times are looked at, where nothing else was recorded."""
 
@@ -147,7 +147,7 @@ class RecentLoad:
 
 def recent_load(run: RunFolder, columns: Columns, pace: float | None) -> RecentLoad:
     """The load of a minute, or of a whole step where one takes longer."""
-    length = max(MINUTE, pace or 0.0)
+    length = max(LOAD_SECONDS, pace or 0.0)
     stamps = (stamp for stamp in reversed(columns.get("time", ())) if stamp is not None and math.isfinite(stamp))
     end = next(stamps, None)
     if end is None:
@@ -155,7 +155,7 @@ def recent_load(run: RunFolder, columns: Columns, pace: float | None) -> RecentL
     start = end - length
     recorded = run.lanes(start, end)
     tail = {name: column[-MOST_LINES:] for name, column in columns.items()}
-    spans = from_record(recorded) or [span for span in from_metrics(tail) if start <= span.end <= end]
+    spans = spans_from_record(recorded) or [span for span in spans_from_metrics(tail) if start <= span.end <= end]
     start = max(start, min((span.start for span in spans), default=start))
     working = [replace(span, share=1.0) if span.kind == "playing" else span for span in spans if span.kind != "wait"]
     loads = [
@@ -166,7 +166,7 @@ def recent_load(run: RunFolder, columns: Columns, pace: float | None) -> RecentL
         )
         for lane, mine in _by_lane(working).items()
     ]
-    return RecentLoad(end - start, sorted(loads, key=lambda load: _place(load.lane, BUSY_ORDER)))
+    return RecentLoad(end - start, sorted(loads, key=lambda load: _lane_rank(load.lane, BUSY_ORDER)))
 
 
 def _episodes(spans: Sequence[TimelineSpan], lane: str, start: float, end: float) -> str:
@@ -184,5 +184,5 @@ def _by_lane(spans: Sequence[LaneSpan]) -> dict[str, list[LaneSpan]]:
     return found
 
 
-def _place(lane: str, order: Sequence[str]) -> tuple[int, str]:
+def _lane_rank(lane: str, order: Sequence[str]) -> tuple[int, str]:
     return next((place for place, known in enumerate(order) if lane.startswith(known)), len(order)), lane

@@ -14,21 +14,21 @@ from typing import Any
 
 from paceline.observe.analysis.timeline import Columns, RecentLoad, recent_load
 from paceline.observe.monitor.directory import RunDirectory
-from paceline.observe.monitor.summary import way_on
+from paceline.observe.monitor.summary import next_action
 from paceline.observe.record import RunFolder, RunStatus
 
-SPARKS = 48
+SPARK_POINTS = 48
 """Points of the small curve in the table of runs."""
-FAMILY_FREE = ("seed", "name", "runs", "resume", "schema_version")
+FAMILY_IGNORED_KEYS = ("seed", "name", "runs", "resume", "schema_version")
 """Keys in which two tries of one experiment may differ."""
-FEW = 10
+RECENT_STEPS = 10
 """Steps that `now` means: one alone is mostly noise."""
-WAITING = 0.3
+WAIT_SHARE = 0.3
 """Share of its time from which the trainer is said to wait."""
-BUSY = 0.65
+BUSY_SHARE = 0.65
 """Share of its time below which the sampler is."""
 MOST_EVENTS = 200
-MEANING = {
+STATE_MEANINGS = {
     "running": "it is training now",
     "starting": "it loads its model and has not begun to train",
     "finished": "it trained all its steps",
@@ -63,7 +63,7 @@ Trends = dict[str, MetricTrend]
 """By environment; `""` is their mean."""
 
 
-def learning(columns: Columns) -> tuple[Trends, Trends, str]:
+def reward_trends(columns: Columns) -> tuple[Trends, Trends, str]:
     """Training reward, held-out results, and what those measure: `exact`, or `reward` where that is missing."""
     exact = _trends(columns, "eval/", "/exact")
     held_out = exact or _trends(columns, "eval/", "/reward")
@@ -94,7 +94,7 @@ def last_written(columns: Columns, status: RunStatus) -> float | None:
 def table_row(name: str, run: RunFolder, problems: list[str]) -> dict[str, Any]:
     """State, step, reward, evaluation, age and tags of a run, and what could not be read of it. Never fails."""
     columns, config, status = run.metrics(), run.config(), run.status()
-    rewards, held_out, kind = learning(columns)
+    rewards, held_out, kind = reward_trends(columns)
     return {
         "name": name,
         "state": status.state,
@@ -105,8 +105,8 @@ def table_row(name: str, run: RunFolder, problems: list[str]) -> dict[str, Any]:
         "ended": status.ended,
         "seen": last_written(columns, status),
         "message": status.message,
-        "reward": _ends(rewards.get("")),
-        "eval": _ends(held_out.get("")),
+        "reward": _trend_ends(rewards.get("")),
+        "eval": _trend_ends(held_out.get("")),
         "eval_kind": kind,
         "spark": _spark(rewards[""].values) if rewards else [],
         "tags": tags(config),
@@ -116,7 +116,7 @@ def table_row(name: str, run: RunFolder, problems: list[str]) -> dict[str, Any]:
     }
 
 
-def _ends(trend: MetricTrend | None) -> dict[str, float] | None:
+def _trend_ends(trend: MetricTrend | None) -> dict[str, float] | None:
     if trend is None:
         return None
     return {"first": trend.first, "last": trend.last, "points": len(trend.curve)}
@@ -124,9 +124,9 @@ def _ends(trend: MetricTrend | None) -> dict[str, float] | None:
 
 def _spark(values: list[float]) -> list[float]:
     """At most SPARKS values: means of neighbours."""
-    if len(values) <= SPARKS:
+    if len(values) <= SPARK_POINTS:
         return values
-    edges = [round(index * len(values) / SPARKS) for index in range(SPARKS + 1)]
+    edges = [round(index * len(values) / SPARK_POINTS) for index in range(SPARK_POINTS + 1)]
     return [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
 
 
@@ -153,7 +153,7 @@ def family(config: Mapping[str, Any]) -> str:
     """The same for runs that differ only in their seed; empty where there is no run file to tell."""
     if not config:
         return ""
-    rest = {key: value for key, value in config.items() if key not in FAMILY_FREE}
+    rest = {key: value for key, value in config.items() if key not in FAMILY_IGNORED_KEYS}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -166,39 +166,39 @@ class Vitals:
     now: float
     status: RunStatus
     tags: list[str]
-    allowed: int | None
+    max_staleness: int | None
     """The staleness that the run file allows."""
-    seen: float | None
+    last_seen: float | None
     """When it last wrote something down."""
     pace: float | None
     """Seconds a step, evaluations between them included."""
-    left: float | None
+    seconds_left: float | None
     rewards: Trends
     held_out: Trends
-    kind: str
+    eval_kind: str
     """What `held_out` measures: `exact` or `reward`."""
-    recent: dict[str, float]
+    recent_means: dict[str, float]
     """Every metric's mean over the last few steps."""
-    dropped: dict[str, int]
+    dropped_counts: dict[str, int]
     """Since the start, by reason."""
-    busy: RecentLoad
-    waits: str
+    load: RecentLoad
+    waiting_side: str
     events: list[dict[str, Any]]
     columns: Columns = field(repr=False)
     """The metrics it was made of."""
 
     @property
-    def why(self) -> str:
+    def state_reason(self) -> str:
         """The state in a sentence."""
-        return self.status.message or MEANING[self.status.state]
+        return self.status.message or STATE_MEANINGS[self.status.state]
 
     @property
     def losses(self) -> dict[str, float]:
         """The loss by component; `loss` is their sum."""
-        return {name: value for name, value in self.recent.items() if name == "loss" or name.startswith("loss/")}
+        return {name: value for name, value in self.recent_means.items() if name == "loss" or name.startswith("loss/")}
 
     @property
-    def onward(self) -> tuple[str, str]:
+    def next_action(self) -> tuple[str, str]:
         """The next action on a run that is over, and its command; nothing while it lives."""
         if self.status.alive:
             return "", ""
@@ -207,20 +207,24 @@ class Vitals:
             return "to train on", f"paceline train {file} --resume latest --steps {2 * max(1, self.status.step)}"
         saved = RunDirectory(self.path).checkpoints.glob("step-*/state.json")
         checkpoint = max((file.parent for file in saved), default=None)
-        return way_on(RunDirectory(self.path), checkpoint, bool(self.status.step))
+        return next_action(RunDirectory(self.path), checkpoint, bool(self.status.step))
 
 
 def vitals(run: RunFolder, now: float | None = None, before: Vitals | None = None) -> Vitals:
     """The run as it is now. Where no step came since `before`, curves are not looked through again."""
     now = time.time() if now is None else now
     status, columns = run.status(), run.metrics()
-    times = [stamp for stamp in columns.get("time", [])[-2 * FEW - 1 :] if stamp is not None and math.isfinite(stamp)]
+    times = [
+        stamp
+        for stamp in columns.get("time", [])[-2 * RECENT_STEPS - 1 :]
+        if stamp is not None and math.isfinite(stamp)
+    ]
     seen, pace = last_written({"time": times}, status), _pace(times, status.began)
-    left, events = _left(status, pace, now, times), run.events()[-MOST_EVENTS:]
+    left, events = _seconds_left(status, pace, now, times), run.events()[-MOST_EVENTS:]
     if before is not None and before.columns is columns:
-        return replace(before, now=now, status=status, seen=seen, pace=pace, left=left, events=events)
-    config, recent = run.config(), _recent(columns)
-    rewards, held_out, kind = learning(columns)
+        return replace(before, now=now, status=status, last_seen=seen, pace=pace, seconds_left=left, events=events)
+    config, recent = run.config(), _recent_means(columns)
+    rewards, held_out, kind = reward_trends(columns)
     stale = config.get("staleness")
     return Vitals(
         name=run.name,
@@ -228,17 +232,17 @@ def vitals(run: RunFolder, now: float | None = None, before: Vitals | None = Non
         now=now,
         status=status,
         tags=tags(config),
-        allowed=stale if isinstance(stale, int) else None,
-        seen=seen,
+        max_staleness=stale if isinstance(stale, int) else None,
+        last_seen=seen,
         pace=pace,
-        left=left,
+        seconds_left=left,
         rewards=rewards,
         held_out=held_out,
-        kind=kind,
-        recent=recent,
-        dropped=_dropped(columns),
-        busy=recent_load(run, columns, pace),
-        waits=_waits(recent),
+        eval_kind=kind,
+        recent_means=recent,
+        dropped_counts=_dropped_counts(columns),
+        load=recent_load(run, columns, pace),
+        waiting_side=_waiting_side(recent),
         events=events,
         columns=columns,
     )
@@ -250,22 +254,22 @@ def _pace(times: Sequence[float], began: float | None) -> float | None:
     return (lived[-1] - lived[0]) / (len(lived) - 1) if len(lived) > 2 else None
 
 
-def _left(status: RunStatus, pace: float | None, now: float, times: Sequence[float]) -> float | None:
+def _seconds_left(status: RunStatus, pace: float | None, now: float, times: Sequence[float]) -> float | None:
     if status.state != "running" or pace is None or status.total_steps is None:
         return None
     return max(0.0, pace * (status.total_steps - status.step) - max(0.0, now - times[-1]))
 
 
-def _recent(columns: Columns) -> dict[str, float]:
+def _recent_means(columns: Columns) -> dict[str, float]:
     found = {}
     for name, column in columns.items():
-        values = [value for value in column[-FEW:] if value is not None and math.isfinite(value)]
+        values = [value for value in column[-RECENT_STEPS:] if value is not None and math.isfinite(value)]
         if values:
             found[name] = statistics.fmean(values)
     return found
 
 
-def _dropped(columns: Columns) -> dict[str, int]:
+def _dropped_counts(columns: Columns) -> dict[str, int]:
     totals = {
         name.removeprefix("dropped/"): round(math.fsum(value for value in column if value and math.isfinite(value)))
         for name, column in columns.items()
@@ -274,11 +278,11 @@ def _dropped(columns: Columns) -> dict[str, int]:
     return {reason: total for reason, total in totals.items() if total}
 
 
-def _waits(recent: Mapping[str, float]) -> str:
+def _waiting_side(recent: Mapping[str, float]) -> str:
     """Whether sampler or trainer waits, as the page of a run says it."""
     wait, sampler = recent.get("wait_time_ratio", 0.0), recent.get("busy/sampler", 1.0)
     if not {"busy/trainer", "wait_time_ratio"} & set(recent):
         return "not measured"
-    if sampler < BUSY and not (wait > WAITING and wait >= 1 - sampler):
+    if sampler < BUSY_SHARE and not (wait > WAIT_SHARE and wait >= 1 - sampler):
         return f"the sampler, for the trainer ({1 - sampler:.0%})"
-    return f"the trainer, for rollouts ({wait:.0%})" if wait > WAITING else "neither for long"
+    return f"the trainer, for rollouts ({wait:.0%})" if wait > WAIT_SHARE else "neither for long"

@@ -1,14 +1,14 @@
 """Monitors of a run: live views, files, exporters and the watchdog. Imports neither torch nor transformers."""
 
 from paceline.observe.monitor.base import Monitor, Monitors, RunOutcome, RunPlan
-from paceline.observe.monitor.directory import RunDirectory, read_jsonl, read_sound
+from paceline.observe.monitor.directory import RunDirectory, read_jsonl, read_valid_jsonl
 from paceline.observe.monitor.exporters import exporter
 from paceline.observe.monitor.plain import PlainLines
 from paceline.observe.monitor.plot import plot_rewards
 from paceline.observe.monitor.recorder import RunRecorder
-from paceline.observe.monitor.screen import Screen, choose
+from paceline.observe.monitor.screen import Screen, choose_view
 from paceline.observe.monitor.summary import summary
-from paceline.observe.monitor.watchdog import watching
+from paceline.observe.monitor.watchdog import watch_run
 
 __all__ = [
     "Monitor",
@@ -19,11 +19,11 @@ __all__ = [
     "RunPlan",
     "RunRecorder",
     "Screen",
-    "choose",
+    "choose_view",
     "exporter",
     "plot_rewards",
     "read_jsonl",
-    "read_sound",
+    "read_valid_jsonl",
     "summary",
-    "watching",
+    "watch_run",
 ]

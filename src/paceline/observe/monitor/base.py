@@ -70,7 +70,7 @@ class Monitor:
     def tickets(self, records: Sequence[dict[str, Any]]) -> None:
         """Tickets changed their state."""
 
-    def played(self, step: int, state: str, rollouts: Sequence[Any]) -> None:
+    def finished_rollouts(self, step: int, state: str, rollouts: Sequence[Any]) -> None:
         """All rollouts whose fate is known: `trained` in the batch `step`, `dropped:<reason>` on the way to it,
         `evaluated` after it. The run no longer changes them. Steps never fall, but for a roll-back."""
 
@@ -153,7 +153,19 @@ class Monitors(Monitor):
             self.note(f"{type(monitor).__name__} failed and is off for the rest of this run: {reason}")
 
 
-_EVENTS = ("begin", "phase", "step", "rollouts", "batch", "tickets", "played", "spans", "gauges", "note", "roll_back")
+_EVENTS = (
+    "begin",
+    "phase",
+    "step",
+    "rollouts",
+    "batch",
+    "tickets",
+    "finished_rollouts",
+    "spans",
+    "gauges",
+    "note",
+    "roll_back",
+)
 for _event in _EVENTS:
     setattr(Monitors, _event, partialmethod(Monitors._forward, _event))
 

@@ -14,11 +14,11 @@ from typing import Any, BinaryIO, Self
 
 from paceline.errors import PacelineError
 
-_ABSENT = (FileNotFoundError, NotADirectoryError)
+_ABSENT_ERRORS = (FileNotFoundError, NotADirectoryError)
 """Also where a run that begins anew removes a file this very moment."""
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """The value as JSON has it: NaN and infinities become null, arrays lists, anything unknown text."""
     match value:
         case None | bool() | str() | int():
@@ -26,25 +26,25 @@ def plain(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else None
         case dict():
-            return {str(key): plain(item) for key, item in value.items()}
+            return {str(key): to_json_value(item) for key, item in value.items()}
         case list() | tuple():
-            return [plain(item) for item in value]
+            return [to_json_value(item) for item in value]
     if hasattr(value, "tolist"):  # numpy arrays and scalars, without importing numpy
-        return plain(value.tolist())
+        return to_json_value(value.tolist())
     return str(value)
 
 
 def append_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Append one line a record, in a single write. A write that fails leaves the file as it was."""
     # Lone surrogates cannot be encoded; what backslashreplace makes of them happens to be their JSON escape.
-    lines = (json.dumps(plain(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+    lines = (json.dumps(to_json_value(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records)
     data = "".join(lines).encode("utf-8", "backslashreplace")
     if data:
         with path.open("ab", buffering=0) as file:
-            write_whole(file.fileno(), data)
+            write_all(file.fileno(), data)
 
 
-def write_whole(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes) -> None:
     """Append all of the data; a write that fails leaves the file as it was."""
     before, rest = os.fstat(descriptor).st_size, memoryview(data)
     try:
@@ -70,14 +70,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def read_sound(path: Path, fields: Mapping[str, type | UnionType]) -> tuple[list[dict[str, Any]], list[str]]:
+def read_valid_jsonl(path: Path, fields: Mapping[str, type | UnionType]) -> tuple[list[dict[str, Any]], list[str]]:
     """The records that have these fields, and a sentence about the lines that are none: a damaged one is named, and no
     reason to be silent about the rest."""
-    lines = Lines(path, fields)
+    lines = JsonlReader(path, fields)
     return lines.read(), lines.problems()
 
 
-class Lines:
+class JsonlReader:
     """The JSON objects of an append-only file, read on from where the last reading ended.
 
     A last line without its end is not there yet. A file that was replaced or cut (the run went back) is read anew. What
@@ -99,7 +99,7 @@ class Lines:
     def problems(self) -> list[str]:
         with self._lock:
             self._refresh()
-            return left_out(self.path, "damaged", len(self._damaged), *self._damaged[:1])
+            return skipped_lines_note(self.path, "damaged", len(self._damaged), *self._damaged[:1])
 
     def _forget(self) -> None:
         self._identity: tuple[int, int] | None = None
@@ -110,7 +110,7 @@ class Lines:
     def _refresh(self) -> None:
         try:
             file = self.path.open("rb")
-        except _ABSENT:
+        except _ABSENT_ERRORS:
             self._forget()
             return
         with file:
@@ -119,16 +119,16 @@ class Lines:
                 self._forget()
                 self._identity = status.st_dev, status.st_ino
             file.seek(self._at)
-            for number, line in _ended(file, self._number + 1):
+            for number, line in _complete_lines(file, self._number + 1):
                 self._at, self._number = self._at + len(line), number
-                record = _json(line)
+                record = _parse_json(line)
                 if isinstance(record, dict) and all(isinstance(record.get(k), t) for k, t in self._fields.items()):
                     self._records.append(record)
                 else:
                     self._damaged.append(number)
 
 
-def left_out(path: Path, why: str, count: int, first: int = 0) -> list[str]:
+def skipped_lines_note(path: Path, why: str, count: int, first: int = 0) -> list[str]:
     """The sentence about lines that were not read, if there are any."""
     many = f"{count} lines are" if count > 1 else "a line is"
     return [f"{path.name}: {many} {why} and left out, the first is line {first}"] if count else []
@@ -139,7 +139,7 @@ def filter_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     where it is, for its readers to name."""
 
     def stays(line: bytes) -> bool:
-        record = _json(line)
+        record = _parse_json(line)
         return keep(record) if isinstance(record, dict) else True
 
     if not all(stays(line) for _, line in _whole_lines(path)):
@@ -170,13 +170,13 @@ def replace_file(path: Path, chunks: Iterable[bytes], durable: bool = True) -> N
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         file = path.open("rb")
-    except _ABSENT:
+    except _ABSENT_ERRORS:
         return
     with file:
-        yield from _ended(file, 1)
+        yield from _complete_lines(file, 1)
 
 
-def _ended(file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
+def _complete_lines(file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
     """The numbered lines from here on that have their end."""
     for number, line in enumerate(file, first):
         if not line.endswith(b"\n"):
@@ -184,7 +184,7 @@ def _ended(file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def _json(line: bytes) -> Any:
+def _parse_json(line: bytes) -> Any:
     """What a line holds; None for what is no JSON."""
     try:
         return json.loads(line)

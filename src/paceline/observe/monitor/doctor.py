@@ -15,15 +15,15 @@ from rich.text import Text
 from rich.tree import Tree
 
 from paceline.errors import PacelineError
-from paceline.observe.monitor.directory import RunDirectory, read_sound
-from paceline.observe.monitor.summary import way_on
-from paceline.observe.monitor.text import one_line, seconds
+from paceline.observe.monitor.directory import RunDirectory, read_valid_jsonl
+from paceline.observe.monitor.summary import next_action
+from paceline.observe.monitor.text import format_seconds, one_line
 from paceline.observe.monitor.waitgraph import label
-from paceline.observe.monitor.watchdog import SNAPSHOT_SECONDS, born, stalled_file
+from paceline.observe.monitor.watchdog import SNAPSHOT_SECONDS, process_start_time, stalled_file
 
-_LATE = 10 * SNAPSHOT_SECONDS
+_STALE_SECONDS = 10 * SNAPSHOT_SECONDS
 """Age from which a snapshot says that something keeps the watchdog itself from its work."""
-_EVENTS = 6
+_LAST_EVENTS = 6
 
 
 @dataclass(slots=True)
@@ -33,25 +33,25 @@ class Findings:
     run: Path
     verdict: str
     alive: bool
-    ended: dict[str, Any] | None
+    end_event: dict[str, Any] | None
     """The `end` event, where the last try came so far."""
     step: int | None = None
     parts: list[dict[str, Any]] = field(default_factory=list)
     """Snapshots, one a process, with their `age` and the `state` of the process."""
     events: list[dict[str, Any]] = field(default_factory=list)
     checkpoint: Path | None = None
-    stalled: list[tuple[Path, float]] = field(default_factory=list)
+    stall_reports: list[tuple[Path, float]] = field(default_factory=list)
     """Reports of stalls, with their ages."""
     problems: list[str] = field(default_factory=list)
     """What could not be read, each as a sentence."""
 
 
-def examine(run: Path, now: Callable[[], float] = time.time) -> Findings:
+def diagnose(run: Path, now: Callable[[], float] = time.time) -> Findings:
     """Look at a run directory; a `PacelineError` if it is none."""
     files = RunDirectory(run)
     if not (files.config_file.is_file() or files.lock_file.is_file()):
         raise PacelineError(f"there is no run at {run}: name a run directory, such as runs/quickstart")
-    events, problems = read_sound(files.events_file, {"event": str, "time": int | float})
+    events, problems = read_valid_jsonl(files.events_file, {"event": str, "time": int | float})
     marks = [event for event in events if event["event"] in ("begin", "end")]
     ended = marks[-1] if marks and marks[-1]["event"] == "end" else None
     parts = [_part(path, now()) for path in sorted(run.glob("waits*.json"))]
@@ -59,30 +59,30 @@ def examine(run: Path, now: Callable[[], float] = time.time) -> Findings:
     holder = "" if lead or not files.lock_file.is_file() else files.lock_file.read_text().strip()
     pid = lead["pid"] if lead else int(holder) if holder.isdigit() else None
     state = lead["state"] if lead else ("gone" if ended or pid is None else _state(pid))
-    metrics, more = read_sound(files.metrics_file, {"step": int})
+    metrics, more = read_valid_jsonl(files.metrics_file, {"step": int})
     step = lead["step"] if lead and lead["step"] is not None else metrics[-1]["step"] if metrics else None
     found = Findings(run, "", state in ("runs", "suspended", "elsewhere"), ended, step, parts, problems=problems + more)
-    found.events = [event for event in events if event["event"] in ("note", "phase")][-_EVENTS:]
+    found.events = [event for event in events if event["event"] in ("note", "phase")][-_LAST_EVENTS:]
     found.checkpoint = max((path.parent for path in files.checkpoints.glob("step-*/state.json")), default=None)
     reports = [stalled_file(run), *sorted(run.glob("stalled-*.txt"))]
-    found.stalled = [(path, now() - path.stat().st_mtime) for path in reports if path.is_file()]
+    found.stall_reports = [(path, now() - path.stat().st_mtime) for path in reports if path.is_file()]
     last = max([lead["time"] if lead else 0.0, *(event["time"] for event in events[-1:])], default=0.0)
-    seen = f", after a last sign of life {seconds(now() - last)} ago" if last else ""
+    seen = f", after a last sign of life {format_seconds(now() - last)} ago" if last else ""
     found.verdict = _verdict(found, pid, state, lead, ("" if marks else " before its first step", seen))
     return found
 
 
-def report(found: Findings) -> RenderableType:
+def render_findings(found: Findings) -> RenderableType:
     """The findings for a person."""
     facts = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
-    style = "green" if found.alive or (found.ended and found.ended.get("status") == "finished") else "yellow"
+    style = "green" if found.alive or (found.end_event and found.end_event.get("status") == "finished") else "yellow"
     facts.add_row("run", Text(str(found.run)))
     facts.add_row("state", Text(found.verdict, style))
     facts.add_row("step", Text("none yet" if found.step is None else str(found.step)))
     for part in found.parts:
         facts.add_row(part["part"] or "process", Text(_process_line(part)))
-    for path, age in found.stalled:
-        facts.add_row("stalled", Text(f"{seconds(age)} ago: {path} has the stacks of all tasks and threads"))
+    for path, age in found.stall_reports:
+        facts.add_row("stalled", Text(f"{format_seconds(age)} ago: {path} has the stacks of all tasks and threads"))
     for problem in found.problems:
         facts.add_row("unreadable", Text(problem, "yellow"))
     facts.add_row("checkpoint", Text(str(found.checkpoint or "none yet")))
@@ -91,9 +91,9 @@ def report(found: Findings) -> RenderableType:
 
 def resume_command(found: Findings) -> str:
     """The command that resumes the run; empty where the run is alive or finished."""
-    if found.alive or (found.ended and found.ended.get("status") == "finished"):
+    if found.alive or (found.end_event and found.end_event.get("status") == "finished"):
         return ""
-    return way_on(RunDirectory(found.run), found.checkpoint, bool(found.step))[1]
+    return next_action(RunDirectory(found.run), found.checkpoint, bool(found.step))[1]
 
 
 def _verdict(found: Findings, pid: int | None, state: str, lead: dict[str, Any] | None, killed: tuple[str, str]) -> str:
@@ -102,13 +102,15 @@ def _verdict(found: Findings, pid: int | None, state: str, lead: dict[str, Any] 
     if state == "suspended":
         return f"suspended: process {pid} was stopped by a signal; `kill -CONT {pid}` lets it go on"
     if state == "runs":
-        if lead and lead["age"] > _LATE:
-            silence = f"has written nothing for {seconds(lead['age'])}"
+        if lead and lead["age"] > _STALE_SECONDS:
+            silence = f"has written nothing for {format_seconds(lead['age'])}"
             return f"process {pid} lives, but {silence}: its disk or its machine hangs"
         return f"runs as process {pid}"
-    if found.ended and not lead:
-        message = found.ended.get("message")
-        return f"{found.ended.get('status')} at step {found.ended.get('step')}" + (f": {message}" if message else "")
+    if found.end_event and not lead:
+        message = found.end_event.get("message")
+        return f"{found.end_event.get('status')} at step {found.end_event.get('step')}" + (
+            f": {message}" if message else ""
+        )
     if pid is None:
         return "never started"
     cause = "(SIGKILL, out of memory, or the machine stopped)"
@@ -137,21 +139,21 @@ def _state(pid: int, birth: str = "", host: str | None = None) -> str:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "runs"  # no /proc here: the number is all we know
-    if letter in "ZX" or (birth and birth != born(pid)):
+    if letter in "ZX" or (birth and birth != process_start_time(pid)):
         return "gone"
     return "suspended" if letter in "Tt" else "runs"
 
 
 def _process_line(part: dict[str, Any]) -> str:
     """One line about a process: who it is, how old the news are, what moves."""
-    words = [f"{part['pid']} on {part['host']}", part["state"], f"seen {seconds(part['age'])} ago"]
+    words = [f"{part['pid']} on {part['host']}", part["state"], f"seen {format_seconds(part['age'])} ago"]
     if part["phase"]:
         words.append(one_line(part["phase"]))
-    words.append(f"last progress {seconds(part['quiet'])} before that")
+    words.append(f"last progress {format_seconds(part['quiet'])} before that")
     if part["quiet"] > 5:
         words.append(f"{part['cores']:.1f} cores busy since")
     if part["blocked"]:
-        words.append(f"event loop blocked for {seconds(part['blocked'])}")
+        words.append(f"event loop blocked for {format_seconds(part['blocked'])}")
     return ", ".join(words)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan
 from paceline.observe.monitor.plain import step_line
 from paceline.observe.monitor.summary import Curve, MetricHistory
-from paceline.observe.monitor.text import count, one_line, score, seconds
+from paceline.observe.monitor.text import format_count, format_score, format_seconds, one_line
 
 LATEST = 8
 """Steps in the table."""
@@ -98,7 +98,7 @@ class NotebookView(Monitor):
         total = plan.total_steps
         bar = f'<progress value="{self._step}" max="{total}" style="width: 20em"></progress> ' if total else ""
         step = f"step {self._step}/{total}" if total else f"step {self._step}"
-        where = f"{plan.name}, {count(plan.parameters)} parameters on {plan.device}, {plan.directory}"
+        where = f"{plan.name}, {format_count(plan.parameters)} parameters on {plan.device}, {plan.directory}"
         return [f"<div>{escape(where)}</div>", f"<div>{bar}{step} {escape(now)}</div>"]
 
     def _table(self) -> list[str]:
@@ -117,15 +117,17 @@ def _row(step: int, metrics: Mapping[str, float]) -> dict[str, str]:
     now = MetricHistory.of([{**metrics, "step": step}])
     cells = {"step": str(step)}
     cells |= _cells("reward", now.rewards)
-    cells |= {key.removeprefix("metric/"): score(now.latest[key]) for key in now.latest if key.startswith("metric/")}
+    cells |= {
+        key.removeprefix("metric/"): format_score(now.latest[key]) for key in now.latest if key.startswith("metric/")
+    }
     cells |= _cells("held-out", {**now.held_out, **now.exact})
     if "tokens/s" in now.latest:
-        cells["tok/s"] = count(now.latest["tokens/s"])
+        cells["tok/s"] = format_count(now.latest["tokens/s"])
     if "time/step" in now.latest:
-        cells["time"] = seconds(now.latest["time/step"])
+        cells["time"] = format_seconds(now.latest["time/step"])
     return cells
 
 
 def _cells(name: str, curves: Mapping[str, Curve]) -> dict[str, str]:
     several = len(curves) > 1
-    return {f"{name} {env}" if several else name: score(curve[-1][1]) for env, curve in curves.items() if curve}
+    return {f"{name} {env}" if several else name: format_score(curve[-1][1]) for env, curve in curves.items() if curve}

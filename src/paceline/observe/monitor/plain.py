@@ -14,7 +14,16 @@ from rich.text import Text
 
 from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan, phase_kind
 from paceline.observe.monitor.summary import Curve, MetricHistory
-from paceline.observe.monitor.text import amount, change, count, one_line, reasons, score, seconds, shown
+from paceline.observe.monitor.text import (
+    format_amount,
+    format_change,
+    format_count,
+    format_reasons,
+    format_score,
+    format_seconds,
+    one_line,
+    restore_paths,
+)
 
 _HEARTBEAT = 10.0
 """Seconds of silence after which known work shows its progress again."""
@@ -36,10 +45,10 @@ class PlainLines(Monitor):
 
     def begin(self, plan: RunPlan) -> None:
         self._total = plan.total_steps
-        length = f", {amount(plan.total_steps, 'step')}" if plan.total_steps else ""
+        length = f", {format_amount(plan.total_steps, 'step')}" if plan.total_steps else ""
         start = f", going on after step {plan.start_step}" if plan.start_step else ""
         self._print(
-            f"paceline {plan.name}: {', '.join(plan.envs)}; {count(plan.parameters)} parameters "
+            f"paceline {plan.name}: {', '.join(plan.envs)}; {format_count(plan.parameters)} parameters "
             f"on {plan.device}{length}{start}; writing to {plan.directory}"
         )
 
@@ -60,7 +69,7 @@ class PlainLines(Monitor):
 
     def _print(self, line: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._stream.write(shown(line).encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.write(restore_paths(line).encode(encoding, "backslashreplace").decode(encoding) + "\n")
         self._stream.flush()
         self._printed = self._clock()
 
@@ -76,17 +85,17 @@ def step_line(step: int, total: int | None, metrics: Mapping[str, float]) -> str
     if "staleness/mean" in now.latest:
         parts.append(f"stale {now.latest['staleness/mean']:.1f}")
     if "tokens/s" in now.latest:
-        parts.append(f"{count(now.latest['tokens/s'])} tok/s")
+        parts.append(f"{format_count(now.latest['tokens/s'])} tok/s")
     if "time/step" in now.latest:
-        parts.append(seconds(now.latest["time/step"]))
-    if lost := reasons(now.dropped):
+        parts.append(format_seconds(now.latest["time/step"]))
+    if lost := format_reasons(now.dropped):
         parts.append(f"dropped {lost}")
     return "  ".join(parts)
 
 
 def _scores(label: str, curves: Mapping[str, Curve], digits: int) -> list[str]:
     """One number needs no name; several are told apart by their environments."""
-    values = {env: score(curve[-1][1], digits) for env, curve in curves.items() if curve}
+    values = {env: format_score(curve[-1][1], digits) for env, curve in curves.items() if curve}
     if len(values) <= 1:
         return [f"{label} {value}" for value in values.values()]
     return [f"{label} " + ", ".join(f"{env} {value}" for env, value in values.items())]
@@ -106,10 +115,10 @@ class Sparkline:
         return Measurement(min(8, options.max_width), options.max_width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(blocks(self.values, options.max_width), style=self.style, no_wrap=True, overflow="crop")
+        yield Text(block_chars(self.values, options.max_width), style=self.style, no_wrap=True, overflow="crop")
 
 
-def blocks(values: Sequence[float], width: int) -> str:
+def block_chars(values: Sequence[float], width: int) -> str:
     """The values as at most `width` block characters, from the lowest of them to the highest."""
     if not values or width < 1:
         return ""
@@ -122,25 +131,25 @@ def blocks(values: Sequence[float], width: int) -> str:
     return "".join(_LEVELS[min(7, int((mean - low) / span * 8))] for mean in means)
 
 
-def standing(curve: Curve) -> tuple[RenderableType, RenderableType]:
+def latest_and_change(curve: Curve) -> tuple[RenderableType, RenderableType]:
     """The last value, and how far it is from the first."""
     if not curve:
         return Text("-", "dim"), ""
     first, last = curve[0][1], curve[-1][1]
     if len(curve) == 1:
-        return Text(score(last), "bold"), ""
-    moved = change(first, last)
-    return Text(score(last), "bold"), Text(moved, {"+": "green", "-": "red"}.get(moved[0], "dim"))
+        return Text(format_score(last), "bold"), ""
+    moved = format_change(first, last)
+    return Text(format_score(last), "bold"), Text(moved, {"+": "green", "-": "red"}.get(moved[0], "dim"))
 
 
-def block(pairs: Sequence[tuple[str, RenderableType]]) -> RenderableType:
+def label_grid(pairs: Sequence[tuple[str, RenderableType]]) -> RenderableType:
     block = Table.grid(Column(style="dim", no_wrap=True), Column(no_wrap=True), padding=(0, 1))
     for label, value in pairs:
         block.add_row(label, value)
     return block
 
 
-def share(value: float | None) -> RenderableType:
+def share_bar(value: float | None) -> RenderableType:
     if value is None:
         return Text("-", "dim")
     cell = Table.grid(padding=(0, 1))
@@ -149,5 +158,5 @@ def share(value: float | None) -> RenderableType:
     return cell
 
 
-def known(metrics: Mapping[str, float], key: str, form: Callable[[float], str]) -> Text:
+def metric_text(metrics: Mapping[str, float], key: str, form: Callable[[float], str]) -> Text:
     return Text(form(metrics[key])) if key in metrics else Text("-", "dim")

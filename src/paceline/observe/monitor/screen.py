@@ -19,10 +19,19 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan
-from paceline.observe.monitor.directory import RunDirectory, read_sound
-from paceline.observe.monitor.plain import PlainLines, Sparkline, block, known, share, standing
+from paceline.observe.monitor.directory import RunDirectory, read_valid_jsonl
+from paceline.observe.monitor.plain import PlainLines, Sparkline, label_grid, latest_and_change, metric_text, share_bar
 from paceline.observe.monitor.summary import MetricHistory
-from paceline.observe.monitor.text import amount, clock, count, one_line, reasons, score, seconds, shown
+from paceline.observe.monitor.text import (
+    format_amount,
+    format_clock,
+    format_count,
+    format_reasons,
+    format_score,
+    format_seconds,
+    one_line,
+    restore_paths,
+)
 
 _MAX_WIDTH: Final = 120
 _ROWS_AROUND: Final = 16
@@ -53,7 +62,7 @@ class Screen(Monitor):
         self._closed = False
 
     def begin(self, plan: RunPlan) -> None:
-        history, problems = _until(plan, plan.start_step)
+        history, problems = _metrics_until(plan, plan.start_step)
         with self._change():
             self._plan, self._history = plan, history
             self._started = self._now()
@@ -73,7 +82,7 @@ class Screen(Monitor):
             self._finished_steps.append(self._now())
 
     def note(self, text: str) -> None:
-        text = shown(text)
+        text = restore_paths(text)
         if self._closed:
             self._console.print(Text(f"! {text}", "yellow"))
             return
@@ -83,7 +92,7 @@ class Screen(Monitor):
     def roll_back(self, step: int) -> None:
         """The curves as they were then. Time spent is spent, but what a step takes is measured anew."""
         if self._plan is not None:
-            history, _ = _until(self._plan, step)
+            history, _ = _metrics_until(self._plan, step)
             with self._change():
                 self._history = history
                 self._finished_steps.clear()
@@ -121,8 +130,8 @@ class Screen(Monitor):
         parts: list[RenderableType] = [self._progress(self._plan), blank]
         if self._history.envs:
             parts += [self._environments(max(2, height - _ROWS_AROUND)), blank]
-        if self._history.trained:
-            lost = reasons(self._history.dropped, " · ")
+        if self._history.has_trained:
+            lost = format_reasons(self._history.dropped, " · ")
             line = Text.assemble(("dropped   ", "dim"), lost, no_wrap=True, overflow="ellipsis")
             parts += [self._figures(width), *([line] if lost else []), blank]
         parts += [*self._last_note(), self._status()]
@@ -138,21 +147,21 @@ class Screen(Monitor):
         )
 
     def _footer(self, plan: RunPlan, width: int) -> Text:
-        facts = f"{plan.device} · {count(plan.parameters)} parameters · "
-        place, room = shown(plan.directory), width - len(facts) - 8
+        facts = f"{plan.device} · {format_count(plan.parameters)} parameters · "
+        place, room = restore_paths(plan.directory), width - len(facts) - 8
         # The end of a path says most.
         return Text(facts + (place if len(place) <= room else f"…{place[1 - room :]}"), "dim")
 
     def _progress(self, plan: RunPlan) -> RenderableType:
         step, total = self._history.step, plan.total_steps
-        elapsed = clock((self._now() if self._ended is None else self._ended) - self._started)
+        elapsed = format_clock((self._now() if self._ended is None else self._ended) - self._started)
         left = self._seconds_left()
         columns = Column(ratio=1), Column(no_wrap=True), Column(no_wrap=True)
         row = Table.grid(*columns, padding=(0, 2), expand=True)
         row.add_row(
             ProgressBar(total=total, completed=step, pulse=total is None and not self._outcome, complete_style="cyan"),
             Text.assemble("step ", (str(step), "bold"), f"/{total}" if total else ""),
-            Text(elapsed if left is None else f"{elapsed} · {clock(left)} left", "dim"),
+            Text(elapsed if left is None else f"{elapsed} · {format_clock(left)} left", "dim"),
         )
         return row
 
@@ -182,7 +191,7 @@ class Screen(Monitor):
             for kind, curves in kinds:
                 name = Text(env if kind == "reward" else "")
                 curve = curves.get(env, [])
-                table.add_row(name, kind, Sparkline([value for _, value in curve]), *standing(curve))
+                table.add_row(name, kind, Sparkline([value for _, value in curve]), *latest_and_change(curve))
         if hidden := len(history.envs) - len(shown):
             table.add_row(Text(f"and {hidden} more", "dim"))
         return table
@@ -191,25 +200,25 @@ class Screen(Monitor):
         latest = self._history.latest
         highest = f" (max {latest['staleness/max']:.0f})" if "staleness/max" in latest else ""
         pairs = [
-            ("tokens/s", known(latest, "tokens/s", count)),
-            ("step time", known(latest, "time/step", seconds)),
-            ("trainer busy", share(latest.get("busy/trainer"))),
-            ("sampler busy", share(latest.get("busy/sampler"))),
-            ("staleness", known(latest, "staleness/mean", lambda mean: f"{mean:.1f}{highest}")),
-            ("length", known(latest, "length", lambda value: amount(round(value), "token"))),
-            ("entropy", known(latest, "entropy", score)),
-            ("grad norm", known(latest, "grad_norm", score)),
+            ("tokens/s", metric_text(latest, "tokens/s", format_count)),
+            ("step time", metric_text(latest, "time/step", format_seconds)),
+            ("trainer busy", share_bar(latest.get("busy/trainer"))),
+            ("sampler busy", share_bar(latest.get("busy/sampler"))),
+            ("staleness", metric_text(latest, "staleness/mean", lambda mean: f"{mean:.1f}{highest}")),
+            ("length", metric_text(latest, "length", lambda value: format_amount(round(value), "token"))),
+            ("entropy", metric_text(latest, "entropy", format_score)),
+            ("grad norm", metric_text(latest, "grad_norm", format_score)),
         ]
         # Two under one another; those that matter least are last and need a wide screen.
         shown = pairs if width >= 100 else pairs[:6]
-        return Columns([block(shown[index : index + 2]) for index in range(0, len(shown), 2)], padding=(0, 3))
+        return Columns([label_grid(shown[index : index + 2]) for index in range(0, len(shown), 2)], padding=(0, 3))
 
     def _last_note(self) -> list[RenderableType]:
         if not self._notes:
             return []
         text = one_line(self._notes[-1])
         text = text if len(text) <= 240 else text[:239] + "…"
-        earlier = f"  ({amount(len(self._notes) - 1, 'earlier note')})" if len(self._notes) > 1 else ""
+        earlier = f"  ({format_amount(len(self._notes) - 1, 'earlier note')})" if len(self._notes) > 1 else ""
         row = Table.grid(padding=(0, 1))
         row.add_row(Text("!", "bold yellow"), Text.assemble((text, "yellow"), (earlier, "dim")))
         return [row]
@@ -221,16 +230,16 @@ class Screen(Monitor):
         return Text(f"{sign} {self._outcome.status} at step {self._outcome.step}", style)
 
 
-def _until(plan: RunPlan, step: int) -> tuple[MetricHistory, list[str]]:
+def _metrics_until(plan: RunPlan, step: int) -> tuple[MetricHistory, list[str]]:
     """A run that goes on from a checkpoint shows its whole curve; what lies past the checkpoint is undone. And what
     could not be read of it."""
-    lines, problems = read_sound(RunDirectory(plan.directory).metrics_file, {"step": int}) if step else ([], [])
+    lines, problems = read_valid_jsonl(RunDirectory(plan.directory).metrics_file, {"step": int}) if step else ([], [])
     history = MetricHistory.of((line for line in lines if line["step"] <= step), plan.envs)
     history.step = step
     return history, problems
 
 
-def choose(stream: TextIO | Monitor) -> Monitor:
+def choose_view(stream: TextIO | Monitor) -> Monitor:
     """The live view on a terminal that can draw it, plain lines anywhere else; a monitor is taken as it is."""
     if isinstance(stream, Monitor):
         return stream

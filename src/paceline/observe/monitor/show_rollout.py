@@ -22,7 +22,7 @@ from rich.panel import Panel
 from rich.rule import Rule
 from rich.text import Text
 
-from paceline.observe.monitor.text import amount, score, seconds
+from paceline.observe.monitor.text import format_amount, format_score, format_seconds
 
 MAX_WIDTH = 120
 ROLES = {"system": "yellow", "developer": "yellow", "user": "blue", "assistant": "green", "tool": "magenta"}
@@ -41,7 +41,7 @@ def show_rollout(record: Record, console: Console | None = None) -> None:
         console.print(line, soft_wrap=True)
     turns = [turn for turn in record.get("turns") or () if "prompt" in turn]
     for number, turn in enumerate(turns, start=1):  # letter by letter: no frame, no wrapping
-        console.print(Text(f"prompt of turn {number}, {amount(turn['prompt_tokens'], 'token')}", "blue"))
+        console.print(Text(f"prompt of turn {number}, {format_amount(turn['prompt_tokens'], 'token')}", "blue"))
         console.print(Text(_plain(turn["prompt"])), soft_wrap=True)
         console.print(Text(f"sampled in turn {number}", "bold green"))
         console.print(Text(_plain(turn["completion"]), "bold"), soft_wrap=True)
@@ -63,14 +63,14 @@ def show_summary(records: Sequence[Record], console: Console | None = None) -> N
     console = console or Console()
     played = [record for record in records if record.get("reward") is not None]
     failed = sum(1 for record in records if record.get("error"))
-    line = Text(amount(len(records), "rollout"), "bold")
+    line = Text(format_amount(len(records), "rollout"), "bold")
     if played:
         rewards = [float(record["reward"]) for record in played]
-        line.append(f"  reward {score(fmean(rewards))}", "bold")
-        line.append(f" ({score(min(rewards))} to {score(max(rewards))})", "dim")
+        line.append(f"  reward {format_score(fmean(rewards))}", "bold")
+        line.append(f" ({format_score(min(rewards))} to {format_score(max(rewards))})", "dim")
     for name in sorted({name for record in played for name in record.get("metrics") or {}}):
         values = [float(record["metrics"][name]) for record in played if name in (record.get("metrics") or {})]
-        line.append(f"  {name} {score(fmean(values))}")
+        line.append(f"  {name} {format_score(fmean(values))}")
     if failed:
         line.append(f"  {failed} failed", "red")
     console.print(line)
@@ -133,28 +133,28 @@ def _verdict(record: Record) -> Text:
     line = Text()
     reward = record.get("reward")
     if reward is not None:
-        line.append(f"reward {score(float(reward))}", "bold green" if reward > 0 else "bold yellow")
+        line.append(f"reward {format_score(float(reward))}", "bold green" if reward > 0 else "bold yellow")
     else:
         line.append("no reward", "bold yellow")
     for name, value in (record.get("metrics") or {}).items():
-        line.append(f"  {name} {score(float(value))}")
+        line.append(f"  {name} {format_score(float(value))}")
     line.append("".join(f"  {part}" for part in _circumstances(record)), "dim")
     return line
 
 
 def _circumstances(record: Record) -> Iterator[str]:
     if record.get("tokens") is not None:
-        yield amount(record["tokens"], "token")
+        yield format_amount(record["tokens"], "token")
     if record.get("context"):
         yield f"context {record['context']}"
     if record.get("samples") is not None:
-        yield amount(record["samples"], "sample")
+        yield format_amount(record["samples"], "sample")
     if versions := record.get("versions"):
         yield f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}"
     if record.get("finish") == "length":
         yield "cut off at the token limit"
     if record.get("seconds") is not None:
-        yield seconds(record["seconds"])
+        yield format_seconds(record["seconds"])
 
 
 def _plain(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final, Self, TypeGuard
 
 from paceline.observe.monitor.base import RunOutcome
 from paceline.observe.monitor.directory import RunDirectory
-from paceline.observe.monitor.text import amount, one_line, score, seconds, shown
+from paceline.observe.monitor.text import format_amount, format_score, format_seconds, one_line, restore_paths
 
 Curve = list[tuple[int, float]]
 """Points (step, value), in the order they came."""
@@ -46,7 +46,7 @@ class MetricHistory:
         return list(dict.fromkeys([*self.rewards, *self.exact, *self.held_out]))
 
     @property
-    def trained(self) -> bool:
+    def has_trained(self) -> bool:
         return any(self.rewards.values())
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -76,16 +76,20 @@ def summary(metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome, directory
     """What was reached, where things are, and what to do next: one line each."""
     files = RunDirectory(directory)
     history = MetricHistory.of(metrics)
-    lines = [_reached(history, metrics, outcome), _places(outcome, files), _next(outcome, files, bool(history.trained))]
-    return [one_line(shown(line)) for line in lines]
+    lines = [
+        _result_line(history, metrics, outcome),
+        _paths_line(outcome, files),
+        _next_line(outcome, files, bool(history.has_trained)),
+    ]
+    return [one_line(restore_paths(line)) for line in lines]
 
 
-def _reached(history: MetricHistory, metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome) -> str:
-    results = "; ".join(f"{env}: {_result(history, env)}" for env in history.envs)
-    if history.trained:
+def _result_line(history: MetricHistory, metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome) -> str:
+    results = "; ".join(f"{env}: {_env_result(history, env)}" for env in history.envs)
+    if history.has_trained:
         # Runs that did not time their steps: from the first line to the last.
         elapsed = history.seconds or metrics[-1].get("time", 0.0) - metrics[0].get("time", 0.0)
-        results += f" over {amount(history.step, 'step')} in {seconds(elapsed)}"
+        results += f" over {format_amount(history.step, 'step')} in {format_seconds(elapsed)}"
     else:
         results = f"{results}; no batch was trained" if results else "no batch was trained"
     if outcome.status == "finished":
@@ -95,24 +99,24 @@ def _reached(history: MetricHistory, metrics: Sequence[Mapping[str, Any]], outco
     return f"{results}; {outcome.status} at step {outcome.step}{cause}"
 
 
-def _result(history: MetricHistory, env: str) -> str:
+def _env_result(history: MetricHistory, env: str) -> str:
     """Exact matches, or the held-out reward where there are none, then the reward in training."""
     parts = []
     if exact := history.exact.get(env):
-        parts.append(f"exact {_course(exact)} on held-out rows")
+        parts.append(f"exact {_format_course(exact)} on held-out rows")
     elif held_out := history.held_out.get(env):
-        parts.append(f"reward {_course(held_out)} on held-out rows")
+        parts.append(f"reward {_format_course(held_out)} on held-out rows")
     if rewards := history.rewards.get(env):
-        parts.append(f"{'in training' if parts and not exact else 'reward'} {_course(rewards)}")
+        parts.append(f"{'in training' if parts and not exact else 'reward'} {_format_course(rewards)}")
     return ", ".join(parts)
 
 
-def _course(curve: Curve) -> str:
+def _format_course(curve: Curve) -> str:
     first, last = curve[0][1], curve[-1][1]
-    return score(last, 2) if len(curve) == 1 else f"{score(first, 2)} -> {score(last, 2)}"
+    return format_score(last, 2) if len(curve) == 1 else f"{format_score(first, 2)} -> {format_score(last, 2)}"
 
 
-def _places(outcome: RunOutcome, files: RunDirectory) -> str:
+def _paths_line(outcome: RunOutcome, files: RunDirectory) -> str:
     places = [f"run {files.root}"]
     if files.plot.exists():
         places.append(f"curve {files.plot}")
@@ -123,15 +127,15 @@ def _places(outcome: RunOutcome, files: RunDirectory) -> str:
     return ", ".join(places)
 
 
-def _next(outcome: RunOutcome, files: RunDirectory, trained: bool) -> str:
+def _next_line(outcome: RunOutcome, files: RunDirectory, trained: bool) -> str:
     if outcome.status == "finished":
         command = f"{_TRAIN} {shlex.quote(str(files.config_file))}"
         return f"to train on: {command} --resume latest --steps {2 * max(1, outcome.step)}"
-    what, command = way_on(files, outcome.checkpoint, trained)
+    what, command = next_action(files, outcome.checkpoint, trained)
     return f"{what}: {command}"
 
 
-def way_on(files: RunDirectory, checkpoint: Path | None, trained: bool) -> tuple[str, str]:
+def next_action(files: RunDirectory, checkpoint: Path | None, trained: bool) -> tuple[str, str]:
     """What can be done with a run that stopped, and the command for it. What was trained is never overwritten."""
     command = f"{_TRAIN} {shlex.quote(str(files.config_file))}"
     if checkpoint is not None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def count(value: float) -> str:
+def format_count(value: float) -> str:
     """842, 4.1k, 135M."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         # 999_950 would round up to "1000k".
@@ -15,18 +15,18 @@ def count(value: float) -> str:
     return f"{value:.0f}"
 
 
-def score(value: float, digits: int = 3) -> str:
+def format_score(value: float, digits: int = 3) -> str:
     """A reward: 0.612, -3.250, 12345."""
     return f"{value:.{digits}f}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-def change(first: float, last: float, digits: int = 3) -> str:
+def format_change(first: float, last: float, digits: int = 3) -> str:
     """+0.372. A difference that rounds to nothing has no sign."""
-    text = score(last - first, digits)
+    text = format_score(last - first, digits)
     return text.lstrip("-") if float(text) == 0 else f"{float(text):+.{digits}f}"
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """0.31 s, 21 s, 4 min 10 s, 3 h 05 min."""
     if value < 9.995:
         return f"{value:.2f} s"
@@ -38,40 +38,40 @@ def seconds(value: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def clock(value: float) -> str:
+def format_clock(value: float) -> str:
     """0:07, 12:40, 3:05:00."""
     minutes, second = divmod(max(0, round(value)), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-def amount(value: float, unit: str) -> str:
+def format_amount(value: float, unit: str) -> str:
     """1 step, 2 steps."""
-    return f"{count(value)} {unit}" + ("" if value == 1 else "s")
+    return f"{format_count(value)} {unit}" + ("" if value == 1 else "s")
 
 
-def reasons(dropped: Mapping[str, int], separator: str = ", ") -> str:
+def format_reasons(dropped: Mapping[str, int], separator: str = ", ") -> str:
     """12 zero advantage, 3 stale."""
     shown = sorted(((number, reason) for reason, number in dropped.items() if number), reverse=True)
     return separator.join(f"{number} {reason.replace('_', ' ')}" for number, reason in shown)
 
 
-_written: dict[str, str] = {}
+_paths_as_written: dict[str, str] = {}
 """Absolute paths of folders, and how the user wrote them."""
 
 
-def show_as_written(folder: str) -> str:
-    """The folder's absolute path, which holds also when user code changes the working directory; `shown` takes it back
-    to what is written here."""
+def register_path(folder: str) -> str:
+    """The folder's absolute path, valid also after user code changes the working directory. `restore_paths` turns it
+    back into what the user wrote."""
     absolute = str(Path(folder).absolute())
-    _written[absolute] = folder
+    _paths_as_written[absolute] = folder
     return absolute
 
 
-def shown(text: object) -> str:
+def restore_paths(text: object) -> str:
     """The text with such folders as the user wrote them: `runs/quickstart`."""
     out = str(text)
-    for absolute, folder in _written.items():
+    for absolute, folder in _paths_as_written.items():
         out = re.sub(rf"(?<![\w/.~-]){re.escape(absolute)}(?![\w.~-])", lambda _, f=folder: f, out)
     return out
 

@@ -21,18 +21,27 @@ from typing import Any
 
 from paceline.observe.monitor.base import Monitor, Monitors, RunOutcome, RunPlan
 from paceline.observe.monitor.directory import replace_file
-from paceline.observe.monitor.text import seconds
-from paceline.observe.monitor.waitgraph import Node, chain, graph, label, place, stack_of, tasks, threads
+from paceline.observe.monitor.text import format_seconds
+from paceline.observe.monitor.waitgraph import (
+    Node,
+    blocking_chain,
+    label,
+    stack_of,
+    stack_summary,
+    task_stacks,
+    thread_stacks,
+    wait_graph,
+)
 from paceline.util.deadlines import registry
 
 log = logging.getLogger("paceline.watchdog")
 SNAPSHOT_SECONDS = 3.0
 """Between two looks at the wait graph for `waits.json`."""
-_SHARE = 200
+_SNAPSHOT_COST_RATIO = 200
 """A snapshot that cost t seconds is not made again for 200 t: half a percent at most."""
-_MOST_PATIENCE = 600.0
+_LONGEST_PATIENCE = 600.0
 """Longest time between two words about one stall."""
-_BUSY = 0.2
+_BUSY_CORES = 0.2
 """Cores in use from which a process counts as computing."""
 _TICK = 1.0
 _CLOSE_SECONDS = 5.0
@@ -47,7 +56,7 @@ def stalled_file(directory: Path, part: str = "") -> Path:
 
 
 @contextmanager
-def watching(monitor: Monitors, directory: Path, seconds: float = 60.0, part: str = "") -> Generator["Watchdog"]:
+def watch_run(monitor: Monitors, directory: Path, seconds: float = 60.0, part: str = "") -> Generator["Watchdog"]:
     """Watch over what runs in here. `part` tells several processes of one run directory apart; 0 seconds: no words."""
     dog = Watchdog(monitor, directory, seconds, part)
     monitor.add(dog)
@@ -61,7 +70,7 @@ def watching(monitor: Monitors, directory: Path, seconds: float = 60.0, part: st
 class Watchdog(Monitor):
     """Hears all that the run tells its monitors, and counts what it hears as movement, as it counts waits that end.
 
-    `look` is one round of the thread; the tests call it with a clock of their own.
+    `check` is one round of the thread; the tests call it with a clock of their own.
     """
 
     def __init__(
@@ -82,7 +91,7 @@ class Watchdog(Monitor):
         self._heard = 0
         now = clock()
         self._started_at = time.time()
-        self._seen = self._now_seen()
+        self._seen = self._progress()
         self._moved_at, self._cpu_then = now, cpu()
         self._shown_at, self._seen_at_show = now, self._seen
         self._stall_due = self._slow_due = self._first_due
@@ -96,40 +105,40 @@ class Watchdog(Monitor):
 
     def begin(self, plan: RunPlan) -> None:
         self._step = plan.start_step
-        self._show()
+        self._note_output()
 
     def phase(self, text: str) -> None:
         if threading.current_thread() is not self._thread:
             self._phase = text
-            self._show()
+            self._note_output()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._phase = step, ""
-        self._show()
+        self._note_output()
 
     def roll_back(self, step: int) -> None:
         self._step = step
-        self._show()
+        self._note_output()
 
     def tickets(self, records: Sequence[dict[str, Any]]) -> None:
-        self.beat()
+        self.record_progress()
 
     def note(self, text: str) -> None:
         if threading.current_thread() is not self._thread:
-            self._show()
+            self._note_output()
 
     def end(self, outcome: RunOutcome) -> None:
         self._phase = f"{outcome.status} at step {outcome.step}"
-        self.beat()
+        self.record_progress()
 
-    def beat(self) -> None:
+    def record_progress(self) -> None:
         """Something has moved."""
         self._heard += 1
 
-    def _show(self) -> None:
+    def _note_output(self) -> None:
         """The user has just seen something."""
-        self.beat()
-        self._shown_at, self._seen_at_show = self._clock(), self._now_seen()
+        self.record_progress()
+        self._shown_at, self._seen_at_show = self._clock(), self._progress()
         self._slow_due = self._first_due
         if self._loop is None:
             with contextlib.suppress(RuntimeError):
@@ -149,30 +158,30 @@ class Watchdog(Monitor):
         failed = False
         while not self._stop.is_set():
             try:
-                self.look()
+                self.check()
             except Exception:
                 if not failed:
                     failed = True
                     log.exception("the watchdog stumbled, and watches on; this is told once")
             self._stop.wait(min(_TICK, max(0.05, self._patience / 10)) if self._patience else _TICK)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Has anything moved? Say so if not, and keep the snapshot fresh. A full disk is the run's to report."""
         now = self._clock()
-        if (seen := self._now_seen()) != self._seen:
+        if (seen := self._progress()) != self._seen:
             self._seen, self._moved_at, self._cpu_then = seen, now, self._cpu()
             self._stall_due = self._first_due
         self._probe(now)
         with contextlib.suppress(OSError):
             if self._patience:
-                self._speak(now)
+                self._report(now)
             if now >= self._snapshot_due:
                 begun = time.thread_time()
-                self._snapshot(graph(registry.waits(), time.monotonic()), now)
-                self._snapshot_due = now + max(SNAPSHOT_SECONDS, _SHARE * (time.thread_time() - begun))
+                self._snapshot(wait_graph(registry.waits(), time.monotonic()), now)
+                self._snapshot_due = now + max(SNAPSHOT_SECONDS, _SNAPSHOT_COST_RATIO * (time.thread_time() - begun))
 
-    def _now_seen(self) -> tuple[int, int]:
-        return registry.moved, self._heard
+    def _progress(self) -> tuple[int, int]:
+        return registry.progress_count, self._heard
 
     @property
     def _first_due(self) -> float:
@@ -190,36 +199,36 @@ class Watchdog(Monitor):
         except RuntimeError:  # it was closed just now
             self._asked = None
 
-    def _blocked(self, now: float) -> float:
+    def _blocked_seconds(self, now: float) -> float:
         asked = self._asked
         return 0.0 if asked is None else now - asked
 
-    def _speak(self, now: float) -> None:
+    def _report(self, now: float) -> None:
         silent, unseen = now - self._moved_at, now - self._shown_at
         if silent >= self._stall_due:
-            self._stall_due = _later(self._stall_due, self._patience)
-            self._slow_due = _later(max(unseen, self._slow_due), self._patience)
-            nodes = graph(registry.waits(), time.monotonic())
-            text = self._stalled(nodes, silent, now)
+            self._stall_due = _next_due(self._stall_due, self._patience)
+            self._slow_due = _next_due(max(unseen, self._slow_due), self._patience)
+            nodes = wait_graph(registry.waits(), time.monotonic())
+            text = self._stall_text(nodes, silent, now)
             self._dump(text, nodes)
             self._monitor.note(text)
         elif unseen >= self._slow_due:
-            self._slow_due = _later(self._slow_due, self._patience)
+            self._slow_due = _next_due(self._slow_due, self._patience)
             moved = sum(self._seen) - sum(self._seen_at_show)
-            doing = chain(graph(registry.waits(), time.monotonic())) or self._phase or "working"
-            self._monitor.phase(f"still at it after {seconds(unseen)}, {moved} things finished: {doing}")
+            doing = blocking_chain(wait_graph(registry.waits(), time.monotonic())) or self._phase or "working"
+            self._monitor.phase(f"still at it after {format_seconds(unseen)}, {moved} things finished: {doing}")
 
-    def _stalled(self, nodes: list[Node], silent: float, now: float) -> str:
-        blocked = self._blocked(now)
+    def _stall_text(self, nodes: list[Node], silent: float, now: float) -> str:
+        blocked = self._blocked_seconds(now)
         cores = (self._cpu() - self._cpu_then) / max(silent, 1e-9)
         if self._loop_thread is not None and blocked > max(2 * _TICK, silent / 2):
-            at = place(stack_of(self._loop_thread))
-            what = f"the event loop has been blocked for {seconds(blocked)} by {at}, so that nothing moves"
-        elif cores >= _BUSY:
-            what = f"still computing ({cores:.1f} cores) though nothing has finished for {seconds(silent)}"
+            at = stack_summary(stack_of(self._loop_thread))
+            what = f"the event loop has been blocked for {format_seconds(blocked)} by {at}, so that nothing moves"
+        elif cores >= _BUSY_CORES:
+            what = f"still computing ({cores:.1f} cores) though nothing has finished for {format_seconds(silent)}"
         else:
-            what = f"nothing has moved for {seconds(silent)}"
-        waits = chain(nodes) or self._phase or self._position()
+            what = f"nothing has moved for {format_seconds(silent)}"
+        waits = blocking_chain(nodes) or self._phase or self._position()
         report = stalled_file(self._directory, self._part)
         part = f"{self._part}: " if self._part else ""
         return f"{part}{what}: {waits}; stacks are in {report}, and live with `paceline doctor {self._directory}`"
@@ -230,15 +239,15 @@ class Watchdog(Monitor):
         tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name()) if loop is not None else []
         if tasks:
             more = f", and {len(tasks) - 1} more wait" if len(tasks) > 1 else ""
-            return f"the task `{tasks[0].get_name()}` waits at {place(stack_of(tasks[0]))}{more}"
+            return f"the task `{tasks[0].get_name()}` waits at {stack_summary(stack_of(tasks[0]))}{more}"
         thread = self._loop_thread or threading.main_thread()
-        return f"the thread `{thread.name}` is at {place(stack_of(thread))}"
+        return f"the thread `{thread.name}` is at {stack_summary(stack_of(thread))}"
 
     def _snapshot(self, nodes: list[Node], now: float) -> None:
-        blocked = self._blocked(now)
+        blocked = self._blocked_seconds(now)
         state = {
             "pid": os.getpid(),
-            "born": born(os.getpid()),
+            "born": process_start_time(os.getpid()),
             "host": socket.gethostname(),
             "part": self._part,
             "time": time.time(),
@@ -249,36 +258,36 @@ class Watchdog(Monitor):
             "cores": (self._cpu() - self._cpu_then) / max(now - self._moved_at, 1e-9),
             "blocked": blocked if blocked > 2 * _TICK else 0.0,
             "waits": nodes,
-            "threads": threads(),
+            "threads": thread_stacks(),
         }
         replace_file(waits_file(self._directory, self._part), [json.dumps(state).encode()], durable=False)
 
     def _dump(self, text: str, nodes: list[Node]) -> None:
         """The whole story, for a person: the sentence, the graph, all tasks and all threads."""
         lines = [time.strftime("%Y-%m-%d %H:%M:%S"), text, "", "who waits for whom"]
-        lines += draw(nodes)
-        for group in tasks(self._loop) if self._loop is not None else []:
+        lines += format_graph(nodes)
+        for group in task_stacks(self._loop) if self._loop is not None else []:
             names = group["names"]
             like = f" and {len(names) - 1} like it" if len(names) > 1 else ""
             lines += ["", f"task {names[0]}{like}", *(f"    {line}" for line in group["stack"])]
-        for group in threads():
+        for group in thread_stacks():
             lines += ["", f"thread {', '.join(group['names'])}", *(f"    {line}" for line in group["stack"])]
         content = "\n".join(lines) + "\n"
         replace_file(stalled_file(self._directory, self._part), [content.encode()], durable=False)
 
 
-def draw(nodes: list[Node], parent: int | None = None, depth: int = 1) -> list[str]:
+def format_graph(nodes: list[Node], parent: int | None = None, depth: int = 1) -> list[str]:
     """The graph as indented lines, each wait with the stack of its oldest."""
     lines: list[str] = []
     for index, node in enumerate(nodes):
         if node["parent"] == parent and depth < 20:
             lines.append(f"{'  ' * depth}{label(node)}, {node['who']}")
             lines += [f"{'  ' * depth}    {line}" for line in node["stack"]]
-            lines += draw(nodes, index, depth + 1)
+            lines += format_graph(nodes, index, depth + 1)
     return lines
 
 
-def born(pid: int) -> str:
+def process_start_time(pid: int) -> str:
     """When a process began, in the kernel's words: a number that is used again has another. Empty if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -286,5 +295,5 @@ def born(pid: int) -> str:
         return ""
 
 
-def _later(due: float, patience: float) -> float:
-    return due + min(max(due, patience), _MOST_PATIENCE)
+def _next_due(due: float, patience: float) -> float:
+    return due + min(max(due, patience), _LONGEST_PATIENCE)

@@ -20,8 +20,16 @@ from numpy.typing import NDArray
 
 from paceline.data.rollout import Rollout, Turn
 from paceline.data.sample import STREAM_DTYPES, Ended, Sample
-from paceline.data.streams import Packed, Runs, each, floats, ids, one_or_each, squeeze
-from paceline.observe.record.rows import clean
+from paceline.data.streams import (
+    PackedTurn,
+    Runs,
+    compress_stream,
+    expand_versions,
+    pack_floats,
+    pack_ids,
+    pack_versions,
+)
+from paceline.observe.record.rows import escape_surrogates
 
 LOOK_BACK = 8
 """Turns that one is compared with: those of a sub-agent or two may lie in between."""
@@ -55,7 +63,7 @@ def sanitize(value: Any, depth: int = DEEPEST) -> Any:
         case None | bool() | float() | bytes():
             return value
         case str():
-            return clean(value)
+            return escape_surrogates(value)
         case int():
             return value if -_LARGEST <= value < _LARGEST else str(value)
     if depth == 0:
@@ -67,11 +75,11 @@ def sanitize(value: Any, depth: int = DEEPEST) -> Any:
             return [sanitize(item, depth - 1) for item in value]
         case np.generic() | np.ndarray():
             return sanitize(value.tolist(), depth - 1)
-    return clean(_text(value))
+    return escape_surrogates(_text(value))
 
 
 def _key(key: Any) -> Any:
-    return key if type(key) is int and -_LARGEST <= key < _LARGEST else clean(str(key))
+    return key if type(key) is int and -_LARGEST <= key < _LARGEST else escape_surrogates(str(key))
 
 
 def _text(value: Any) -> str:
@@ -207,7 +215,7 @@ def _encode_short(rollout: Rollout) -> bytes | None:
         return None
     for sample in rollout.samples:
         streams = {name: stream.tobytes() for name in _AFTER_TOKENS if (stream := getattr(sample, name)) is not None}
-        if not _are_all(sample.token_ids, turn):
+        if not _is_whole_turn(sample.token_ids, turn):
             streams = {"token_ids": sample.token_ids.tobytes()} | streams
         kept = ShortSample(streams, sample.ended, sample.rollout, sample.spans, sample.ticket is not None)
     try:
@@ -216,7 +224,7 @@ def _encode_short(rollout: Rollout) -> bytes | None:
         return None
 
 
-def _are_all(tokens: NDArray, turn: Turn) -> bool:
+def _is_whole_turn(tokens: NDArray, turn: Turn) -> bool:
     """Whether they are the turn's, prompt and reply."""
     packed = turn.packed
     if packed is not None and tokens is packed.made[0] and packed.end == len(tokens):
@@ -248,21 +256,21 @@ class LongEncoder:
         )
 
     def _turn(self, place: int, turn: Turn, turns: Sequence[Turn]) -> _Turn:
-        full, prompt, sampled, logprobs, versions = _numbers(turn)
+        full, prompt, sampled, logprobs, versions = _token_arrays(turn)
         like, shared = self._goes_on(prompt, place) if place else (-1, 0)
         repeated, messages, tools = 0, turn.messages, turn.tools
         if like >= 0:
             past = turns[like]
             if messages and past.messages is not None:
-                repeated = _same(messages, past)
+                repeated = _shared_messages(messages, past)
                 messages = messages[repeated:]
-            if tools is not None and _equal(tools, past.tools):
+            if tools is not None and _is_equal(tools, past.tools):
                 tools = True
         if messages:
             self.new_messages += messages
         self._full.append(full)
         self._tokens.append(TurnTokens(logprobs, versions, turn.temperature))
-        numbers = sampled, logprobs, versions, None if turn.log_z is None else floats(turn.log_z)
+        numbers = sampled, logprobs, versions, None if turn.log_z is None else pack_floats(turn.log_z)
         facts = turn.finish, turn.temperature, turn.recomputed, dict(turn.weights)
         conversation = repeated, messages, tools, turn.text, turn.said
         return _Turn(like, shared, prompt[4 * shared :], *numbers, *facts, *conversation)
@@ -271,7 +279,7 @@ class LongEncoder:
         """The turn that a prompt repeats most of, the latest of them, and how many tokens of it."""
         best, most = -1, 0
         for past in range(place - 1, max(-1, place - 1 - LOOK_BACK), -1):
-            common = _common(prompt, self._full[past])
+            common = _shared_prefix(prompt, self._full[past])
             if common > most:
                 best, most = past, common
                 if 4 * common == len(self._full[past]):
@@ -286,7 +294,7 @@ class LongEncoder:
             turn, from_turns, streams = self._compared(sample)
         for name in CREDIT_STREAMS:
             if (stream := getattr(sample, name)) is not None:
-                streams[name] = squeeze(stream, spans)
+                streams[name] = compress_stream(stream, spans)
         facts = sample.ended, sample.rollout, spans, sample.ticket is not None
         return _Sample(length, turn, from_turns, streams, *facts)
 
@@ -294,7 +302,7 @@ class LongEncoder:
         """The turn that holds its tokens, what its turns say of it, and the rest of that."""
         spans, length = sample.spans, len(sample.token_ids)
         turn = self._holder(sample.token_ids.astype(np.int32).tobytes())
-        streams: dict[str, bytes | Runs] = {} if turn >= 0 else {"token_ids": squeeze(sample.token_ids)}
+        streams: dict[str, bytes | Runs] = {} if turn >= 0 else {"token_ids": compress_stream(sample.token_ids)}
         expected, from_turns = streams_of(length, spans, turns_of(spans, self._tokens, turn)), 0
         for bit, name in enumerate(TURN_STREAMS):
             if (stream := getattr(sample, name)) is None:
@@ -302,7 +310,7 @@ class LongEncoder:
             if expected is not None and stream.tobytes() == expected[bit]:
                 from_turns |= 1 << bit
             else:
-                streams[name] = squeeze(stream)
+                streams[name] = compress_stream(stream)
         return turn, from_turns, streams
 
     def _holder(self, tokens: bytes) -> int:
@@ -313,16 +321,16 @@ class LongEncoder:
         return len(self._full) - 1 if self._full and self._full[-1].startswith(tokens) else -1
 
 
-def _numbers(turn: Turn) -> tuple[bytes, bytes, bytes, bytes, int | bytes]:
+def _token_arrays(turn: Turn) -> tuple[bytes, bytes, bytes, bytes, int | bytes]:
     """All tokens, those of the prompt and of the completion, log probabilities and versions."""
     if (packed := turn.packed) is None:
-        prompt, sampled = ids(turn.prompt_ids), ids(turn.completion_ids)
-        return prompt + sampled, prompt, sampled, floats(turn.logprobs), one_or_each(turn.versions)
+        prompt, sampled = pack_ids(turn.prompt_ids), pack_ids(turn.completion_ids)
+        return prompt + sampled, prompt, sampled, pack_floats(turn.logprobs), pack_versions(turn.versions)
     tokens, start, end = packed.tokens, 4 * packed.start, 4 * packed.end
     return tokens[:end], tokens[:start], tokens[start:end], packed.logprobs, packed.versions
 
 
-def _common(one: bytes, other: bytes) -> int:
+def _shared_prefix(one: bytes, other: bytes) -> int:
     """How many tokens both begin with."""
     shorter = min(len(one), len(other)) // 4
     if one[: 4 * shorter] == other[: 4 * shorter]:
@@ -330,20 +338,20 @@ def _common(one: bytes, other: bytes) -> int:
     return int(np.argmax(np.frombuffer(one, "<i4")[:shorter] != np.frombuffer(other, "<i4")[:shorter]))
 
 
-def _same(messages: Sequence[Any], past: Turn) -> int:
+def _shared_messages(messages: Sequence[Any], past: Turn) -> int:
     """How many messages of a conversation are those of an earlier turn and its reply."""
     pairs = zip(messages, [*(past.messages or ()), past.message], strict=False)
-    return sum(1 for _ in takewhile(lambda pair: _equal(*pair), pairs))
+    return sum(1 for _ in takewhile(lambda pair: _is_equal(*pair), pairs))
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
     except Exception:  # values of a user's own, which need not be comparable
         return False
 
 
-def is_unchanged(sample: Sample, turn: Packed) -> bool:
+def is_unchanged(sample: Sample, turn: PackedTurn) -> bool:
     """Whether a sample of this turn alone has its `TURN_STREAMS` as they were assembled. Of those that can be written
     into the bytes are compared."""
     start, end = turn.start, turn.end
@@ -355,7 +363,7 @@ def is_unchanged(sample: Sample, turn: Packed) -> bool:
         and sample.spans == ((start, end),)
         and len(turn.logprobs) == 4 * said
         and sample.loss_mask.tobytes() == bytes(start) + b"\1" * said
-        and sample.versions.tobytes() == b"\xff" * (4 * start) + each(turn.versions, said)
+        and sample.versions.tobytes() == b"\xff" * (4 * start) + expand_versions(turn.versions, said)
     )
 
 
@@ -378,7 +386,7 @@ def streams_of(
         return (
             bytes(start) + b"\1" * said + bytes(rest),
             bytes(4 * start) + turn.logprobs[: 4 * said] + bytes(4 * rest),
-            b"\xff" * (4 * start) + each(turn.versions, said)[: 4 * said] + b"\xff" * (4 * rest),
+            b"\xff" * (4 * start) + expand_versions(turn.versions, said)[: 4 * said] + b"\xff" * (4 * rest),
             _ONE * start + _float(turn.temperature or 1.0) * said + _ONE * rest,
         )
     mask, logprobs, versions, temperatures = [], [], [], []
@@ -389,7 +397,7 @@ def streams_of(
             return None
         mask += bytes(gap), b"\1" * count
         logprobs += bytes(4 * gap), turn.logprobs[: 4 * count]
-        versions += b"\xff" * (4 * gap), each(turn.versions, count)[: 4 * count]
+        versions += b"\xff" * (4 * gap), expand_versions(turn.versions, count)[: 4 * count]
         temperatures += _ONE * gap, _float(turn.temperature or 1.0) * count
         place = end
     return b"".join(mask), b"".join(logprobs), b"".join(versions), b"".join(temperatures)

@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.observe.record.folder import RunFolder
-from paceline.observe.record.rows import Gone, Query, Row, Told, ToldTurn
+from paceline.observe.record.rows import Query, RolloutNotFound, Row, StoredRollout, StoredTurn
 
-OWN = ("name", "runs", "resume")
+IDENTITY_SETTINGS = ("name", "runs", "resume")
 """Settings that say which run this is, not what it does."""
-TIMED = ("time", "busy/", "memory/", "wait", "overlap_ratio")
+MACHINE_METRICS = ("time", "busy/", "memory/", "wait", "overlap_ratio")
 """Metrics that begin so tell of the machine, and so does what is counted by the second."""
-GRADIENT = ("grad_norm", "lr")
-JUDGED = ("sample", "fate")
+GRADIENT_METRICS = ("grad_norm", "lr")
+GROUP_RESULTS = ("sample", "fate")
 """Results of a rollout that depend on its whole group."""
 
 
@@ -61,7 +61,7 @@ class FirstDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class RunComparison:
     """Two runs side by side."""
 
     settings: list[tuple[str, Any, Any]]
@@ -69,7 +69,7 @@ class Compared:
     first: FirstDifference | None
     steps: int
     rollouts: int
-    """Compared until then."""
+    """RunComparison until then."""
     remarks: list[str] = field(default_factory=list)
     """Reasons why the comparison is incomplete."""
 
@@ -82,7 +82,9 @@ class Compared:
 MISSING = "(not set)"
 
 
-def compare(one: RunFolder, other: RunFolder, tolerance: float = 0.0, seen: Counter[str] | None = None) -> Compared:
+def compare(
+    one: RunFolder, other: RunFolder, tolerance: float = 0.0, seen: Counter[str] | None = None
+) -> RunComparison:
     """Find where two runs part. Numbers that are `tolerance` apart, of 1 or of their own size, count as the same.
     `seen` counts the `steps` and `rollouts` that are done, for a caller that shows progress."""
     seen = Counter() if seen is None else seen
@@ -92,27 +94,27 @@ def compare(one: RunFolder, other: RunFolder, tolerance: float = 0.0, seen: Coun
         remarks.append(
             f"{seen['bare']} rollouts were kept without their tokens in one of the runs: only their rows were compared"
         )
-    lacking = [run.name for run in (one, other) if not run.rollouts.kept]
+    lacking = [run.name for run in (one, other) if not run.rollouts.keeps_all]
     if lacking:
         remarks.append(f"{' and '.join(lacking)} kept no record of all rollouts: only what was measured was compared")
-    return Compared(list(_settings(one.config(), other.config())), first, seen["steps"], seen["rollouts"], remarks)
+    return RunComparison(list(_settings(one.config(), other.config())), first, seen["steps"], seen["rollouts"], remarks)
 
 
 def _settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    mine, theirs = dict(_flat(one)), dict(_flat(other))
+    mine, theirs = dict(_flatten(one)), dict(_flatten(other))
     for key in sorted(mine.keys() | theirs.keys()):
         pair = mine.get(key, MISSING), theirs.get(key, MISSING)
-        if pair[0] != pair[1] and key not in OWN:
+        if pair[0] != pair[1] and key not in IDENTITY_SETTINGS:
             yield key, *pair
 
 
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for name, item in value.items():
-            yield from _flat(item, f"{key}.{name}" if key else str(name))
+            yield from _flatten(item, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         for at, item in enumerate(value):
-            yield from _flat(item, f"{key}.{at}")
+            yield from _flatten(item, f"{key}.{at}")
     else:
         yield key, value
 
@@ -120,7 +122,7 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def _differences(one: RunFolder, other: RunFolder, tolerance: float, seen: Counter[str]) -> Iterator[FirstDifference]:
     measured = [_by_step(run.metrics()) for run in (one, other)]
     steps = sorted({step for known in measured for step in known})
-    kept = one.rollouts.kept and other.rollouts.kept
+    kept = one.rollouts.keeps_all and other.rollouts.keeps_all
     for step in steps:
         lacking = [run.name for run, known in zip((one, other), measured, strict=True) if step not in known]
         if lacking:
@@ -143,15 +145,15 @@ def _by_step(columns: Mapping[str, Sequence[Any]]) -> dict[int, dict[str, Any]]:
 def _step(
     one: RunFolder, other: RunFolder, step: int, training: bool, tolerance: float, seen: Counter[str]
 ) -> Iterator[FirstDifference]:
-    mine, theirs = (_played(run, step, training) for run in (one, other))
+    mine, theirs = (_step_rollouts(run, step, training) for run in (one, other))
     judged: list[FirstDifference] = []
     for key, row in mine.items():
         if key not in theirs:
             continue
         seen["rollouts"] += 1
         for details in _details((one, other), row, theirs[key], tolerance, seen):
-            found = _at(row, (row.index, theirs[key].index), **details)
-            if found.kind not in JUDGED:
+            found = _location(row, (row.index, theirs[key].index), **details)
+            if found.kind not in GROUP_RESULTS:
                 yield found
             judged.append(found)
     yield from judged[:1]  # credit looks at the whole group: whatever its members said comes before
@@ -159,10 +161,10 @@ def _step(
         for row in (row for key, row in rows.items() if key not in against):
             where = (row.index, None) if run is one else (None, row.index)
             what = f"only {run.name} has this rollout in step {step} ({row.state})"
-            yield _at(row, where, kind="ticket", what=what)
+            yield _location(row, where, kind="ticket", what=what)
 
 
-def _played(run: RunFolder, step: int, training: bool) -> dict[tuple, Row]:
+def _step_rollouts(run: RunFolder, step: int, training: bool) -> dict[tuple, Row]:
     """A step's rollouts in order of tickets: those of its batch, or those that were only to be looked at after it. The
     same seat may have played a ticket more than once."""
     rows = run.rollouts.find(Query(step=(step, step), sort="ticket", limit=None)).rows
@@ -176,7 +178,7 @@ def _played(run: RunFolder, step: int, training: bool) -> dict[tuple, Row]:
     return found
 
 
-def _at(row: Row, indices: tuple[int | None, int | None], **details: Any) -> FirstDifference:
+def _location(row: Row, indices: tuple[int | None, int | None], **details: Any) -> FirstDifference:
     place = {name: getattr(row, name) for name in ("step", "env", "ticket", "member", "actor")}
     return FirstDifference(**place, indices=indices, **details)
 
@@ -194,19 +196,19 @@ def _details(
     yield from _values("fate", "what became of it", mine.state, theirs.state)
 
 
-def _body(run: RunFolder, row: Row) -> Told | None:
+def _body(run: RunFolder, row: Row) -> StoredRollout | None:
     try:
         return run.rollouts.get(row.index) if row.whole else None
-    except Gone:
+    except RolloutNotFound:
         return None
 
 
 def _values(kind: str, what: str, one: Any, other: Any, tolerance: float = 0.0) -> Iterator[dict[str, Any]]:
-    if not _same(one, other, tolerance):
+    if not _is_same(one, other, tolerance):
         yield {"kind": kind, "what": what, "one": one, "other": other}
 
 
-def _bodies(mine: Told, theirs: Told, tolerance: float) -> Iterator[dict[str, Any]]:
+def _bodies(mine: StoredRollout, theirs: StoredRollout, tolerance: float) -> Iterator[dict[str, Any]]:
     for number, (one, other) in enumerate(zip(mine.turns, theirs.turns, strict=False)):
         for details in _turns(one, other, tolerance):
             yield {"turn": number, **details}
@@ -226,7 +228,7 @@ def _bodies(mine: Told, theirs: Told, tolerance: float) -> Iterator[dict[str, An
     yield from _values("sample", "how many samples it makes", len(mine.samples), len(theirs.samples))
 
 
-def _turns(mine: ToldTurn, theirs: ToldTurn, tolerance: float) -> Iterator[dict[str, Any]]:
+def _turns(mine: StoredTurn, theirs: StoredTurn, tolerance: float) -> Iterator[dict[str, Any]]:
     for details in _stream(mine.prompt_ids, theirs.prompt_ids):
         yield {"kind": "prompt", "what": "a token of the prompt", **details}
     for version in sorted(mine.weights.keys() & theirs.weights.keys()):
@@ -253,7 +255,7 @@ def _stream(mine: NDArray | None, theirs: NDArray | None, tolerance: float = 0.0
             yield {"token": 0, "one": sides[0], "other": sides[1]}
         return
     common = min(len(mine), len(theirs))
-    apart = _apart(mine[:common], theirs[:common], tolerance)
+    apart = _differing_index(mine[:common], theirs[:common], tolerance)
     if apart is None and len(mine) != len(theirs):
         apart = common
     if apart is not None:
@@ -261,7 +263,7 @@ def _stream(mine: NDArray | None, theirs: NDArray | None, tolerance: float = 0.0
         yield {"token": apart, "one": sides[0], "other": sides[1]}
 
 
-def _apart(mine: NDArray, theirs: NDArray, tolerance: float) -> int | None:
+def _differing_index(mine: NDArray, theirs: NDArray, tolerance: float) -> int | None:
     if mine.dtype.kind == "f":
         wide = [stream.astype(np.float64) for stream in (mine, theirs)]
         with np.errstate(invalid="ignore"):
@@ -276,7 +278,7 @@ def _measures(
     step: int, mine: Mapping[str, Any], theirs: Mapping[str, Any], evaluation: bool, tolerance: float
 ) -> Iterator[FirstDifference]:
     for name in sorted((mine.keys() | theirs.keys()) - {"step"}, key=_rank):
-        timed = name.startswith(TIMED) or name.endswith("/s")
+        timed = name.startswith(MACHINE_METRICS) or name.endswith("/s")
         if name.startswith("eval/") == evaluation and not timed:
             kind = ("loss", "gradient", "measure")[_rank(name)[0]]
             for details in _values(kind, f"`{name}`", mine.get(name), theirs.get(name), tolerance):
@@ -284,10 +286,10 @@ def _measures(
 
 
 def _rank(name: str) -> tuple[int, str]:
-    return (0 if name.startswith("loss") else 1 if name in GRADIENT else 2), name
+    return (0 if name.startswith("loss") else 1 if name in GRADIENT_METRICS else 2), name
 
 
-def _same(mine: Any, theirs: Any, tolerance: float) -> bool:
+def _is_same(mine: Any, theirs: Any, tolerance: float) -> bool:
     if isinstance(mine, (int, float)) and isinstance(theirs, (int, float)):
         both_nan = math.isnan(mine) and math.isnan(theirs)
         return both_nan or mine == theirs or abs(mine - theirs) <= tolerance * max(1.0, abs(mine))

@@ -22,10 +22,10 @@ import numpy as np
 from paceline.config import RunConfig
 from paceline.data import Sample, WireError, decode
 from paceline.errors import PacelineError
-from paceline.observe.monitor.directory import Lines, RunDirectory
+from paceline.observe.monitor.directory import JsonlReader, RunDirectory
 from paceline.observe.monitor.watchdog import waits_file
 from paceline.observe.record.layout import LANE, RecordFiles
-from paceline.observe.record.record_writer import mapped
+from paceline.observe.record.record_writer import map_rows
 from paceline.observe.record.rollouts import Rollouts
 from paceline.observe.record.stored import schema_problem
 from paceline.observe.record.tickets import Tickets
@@ -52,9 +52,9 @@ class RunStatus:
     alive: bool
 
 
-def status(run: RunDirectory, events: Sequence[dict[str, Any]], last_step: int) -> RunStatus:
+def run_status(run: RunDirectory, events: Sequence[dict[str, Any]], last_step: int) -> RunStatus:
     """Read from the events, and from whether a process holds the run's lock."""
-    living = alive(run)
+    living = is_alive(run)
     marks = [event for event in events if event.get("event") in ("begin", "end")]
     begin = next((event for event in reversed(marks) if event["event"] == "begin"), {})
     end = marks[-1] if marks and marks[-1]["event"] == "end" else None
@@ -69,23 +69,23 @@ def status(run: RunDirectory, events: Sequence[dict[str, Any]], last_step: int) 
         state = "crashed"
     return RunStatus(
         state=state,
-        step=last_step if over is None else max(last_step, _whole(over.get("step")) or 0),
-        total_steps=_whole(begin.get("total_steps")),
+        step=last_step if over is None else max(last_step, _as_int(over.get("step")) or 0),
+        total_steps=_as_int(begin.get("total_steps")),
         began=_number(begin.get("time")),
         ended=_number(over.get("time")) if over is not None else None,
         message=str(over.get("message") or "") if over is not None else "",
         device=str(begin.get("device") or ""),
-        parameters=_whole(begin.get("parameters")),
+        parameters=_as_int(begin.get("parameters")),
         alive=living,
     )
 
 
-def alive(run: RunDirectory) -> bool:
+def is_alive(run: RunDirectory) -> bool:
     """Whether a process leads this run now, here or on a machine that shares the folder."""
-    return _locked(run.lock_file) or _seen_elsewhere(waits_file(run.root))
+    return _is_locked(run.lock_file) or _is_alive_elsewhere(waits_file(run.root))
 
 
-def _locked(path: Path) -> bool:
+def _is_locked(path: Path) -> bool:
     """The kernel's list of locks says so without touching the lock, which would block a process that wants it. Some
     file systems have another device there; then the process in the file must be the one in the list."""
     try:
@@ -96,7 +96,7 @@ def _locked(path: Path) -> bool:
     try:
         held = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     except OSError:
-        return _refused(path)
+        return _is_lock_refused(path)
     for _, kind, *_, process, file, _, _ in (fields for fields in held if len(fields) >= 8):
         where, _, inode = file.rpartition(":")
         if kind == "FLOCK" and inode == str(status.st_ino) and (where == device or process == holder):
@@ -104,7 +104,7 @@ def _locked(path: Path) -> bool:
     return False
 
 
-def _refused(path: Path) -> bool:
+def _is_lock_refused(path: Path) -> bool:
     """Where there is no such list: ask for the lock, and give it back at once."""
     try:
         file = path.open("rb")
@@ -119,7 +119,7 @@ def _refused(path: Path) -> bool:
             return True
 
 
-def _seen_elsewhere(snapshot: Path) -> bool:
+def _is_alive_elsewhere(snapshot: Path) -> bool:
     try:
         seen = json.loads(snapshot.read_text())
         elsewhere = seen["host"] != socket.gethostname()
@@ -128,12 +128,12 @@ def _seen_elsewhere(snapshot: Path) -> bool:
         return False
 
 
-def _whole(value: Any) -> int | None:
+def _as_int(value: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
 def _step(line: dict[str, Any]) -> int:
-    return _whole(line.get("step")) or 0
+    return _as_int(line.get("step")) or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +150,12 @@ class TimelineSpan:
 
 
 KeyPath = tuple[str | int, ...]
-FILLED_IN: dict[KeyPath, Any] = {("model", "dtype"): "float32"}
+FILLED_IN_VALUES: dict[KeyPath, Any] = {("model", "dtype"): "float32"}
 """Values that a run writes in place of `auto`, where any machine may choose them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class ChangedKey:
     """A key of the run file, its value, and what it would have been."""
 
     key: str
@@ -164,46 +164,46 @@ class Changed:
     """None where there is no default, or where the run cannot do without the key."""
 
 
-def changed(config: dict[str, Any]) -> list[Changed]:
+def changed_keys(config: dict[str, Any]) -> list[ChangedKey]:
     """The keys that matter, in the file's order; raises `ValueError` where this Paceline cannot read the config. A key
     matters where the config would be another without it, so nothing that Paceline fills in by itself is listed."""
     resolved = resolved_config(config)
-    return [found for key in resolved for found in _below(resolved, resolved, (key,))]
+    return [found for key in resolved for found in _changed_below(resolved, resolved, (key,))]
 
 
 def resolved_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config with every key; raises `ValueError` where this Paceline cannot read it."""
-    resolved = _resolved(config)
+    resolved = _validate_config(config)
     if resolved is None:
         raise ValueError("this version of Paceline does not take the config, so its defaults are unknown")
     return resolved
 
 
-def _below(whole: dict[str, Any], table: Any, path: KeyPath) -> Iterator[Changed]:
+def _changed_below(whole: dict[str, Any], table: Any, path: KeyPath) -> Iterator[ChangedKey]:
     value = table[path[-1]]
-    if FILLED_IN.get(path) == value:
+    if FILLED_IN_VALUES.get(path) == value:
         return
     rest: Any = copy.deepcopy(whole)
     del reduce(getitem, path[:-1], rest)[path[-1]]
-    without: Any = _resolved(rest)
+    without: Any = _validate_config(rest)
     if without == whole:
         return
     if isinstance(value, dict) and value:
         for key in value:
-            yield from _below(whole, value, (*path, key))
+            yield from _changed_below(whole, value, (*path, key))
     elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         for place, item in enumerate(value):
             for key in item:
-                yield from _below(whole, item, (*path, place, key))
+                yield from _changed_below(whole, item, (*path, place, key))
     else:
         key = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
         default = None
         with contextlib.suppress(LookupError, TypeError):
             default = reduce(getitem, path, without)
-        yield Changed(key, value, default)
+        yield ChangedKey(key, value, default)
 
 
-def _resolved(config: dict[str, Any]) -> dict[str, Any] | None:
+def _validate_config(config: dict[str, Any]) -> dict[str, Any] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -218,7 +218,7 @@ Columns = dict[str, list[float | None]]
 def open_run(path: str | Path) -> "RunFolder":
     """The run at this path; a sentence where there is none."""
     run = RunDirectory(Path(path))
-    if not is_run(run):
+    if not has_run_files(run):
         raise PacelineError(f"there is no run at {path}: name a run directory, such as runs/quickstart")
     return RunFolder(run)
 
@@ -226,20 +226,20 @@ def open_run(path: str | Path) -> "RunFolder":
 def find_runs(folder: str | Path) -> list[Path]:
     """The run directories in a folder, or the folder itself if it is one; the one that changed last comes first."""
     root = Path(folder)
-    if is_run(RunDirectory(root)):
+    if has_run_files(RunDirectory(root)):
         return [root]
     try:
-        runs = [path for path in root.iterdir() if path.is_dir() and is_run(RunDirectory(path))]
+        runs = [path for path in root.iterdir() if path.is_dir() and has_run_files(RunDirectory(path))]
     except OSError as error:
         raise PacelineError(f"{folder} cannot be read: {error.strerror}; name the folder that holds the runs") from None
-    return sorted(runs, key=_touched, reverse=True)
+    return sorted(runs, key=_last_modified, reverse=True)
 
 
-def is_run(run: RunDirectory) -> bool:
+def has_run_files(run: RunDirectory) -> bool:
     return run.config_file.is_file() or run.lock_file.is_file() or run.metrics_file.is_file()
 
 
-def _touched(path: Path) -> float:
+def _last_modified(path: Path) -> float:
     run = RunDirectory(path)
     for file in (run.metrics_file, run.events_file, run.config_file, run.lock_file):
         try:
@@ -255,11 +255,11 @@ class RunFolder:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self.path = run.root
-        self._metrics, self._events = Lines(run.metrics_file), Lines(run.events_file)
+        self._metrics, self._events = JsonlReader(run.metrics_file), JsonlReader(run.events_file)
         self.rollouts = Rollouts(run)
         self.tickets = Tickets(run)
         self._record = RecordFiles(run.root)
-        self._names = Lines(self._record.names)
+        self._names = JsonlReader(self._record.names)
 
     @property
     def name(self) -> str:
@@ -267,16 +267,16 @@ class RunFolder:
 
     def status(self) -> RunStatus:
         lines = self._metrics.read()
-        return status(self._run, self._events.read(), _step(lines[-1]) if lines else 0)
+        return run_status(self._run, self._events.read(), _step(lines[-1]) if lines else 0)
 
     def config(self) -> dict[str, Any]:
         """The resolved run file; empty where there is none yet or it cannot be read."""
         return self._config()[0]
 
-    def changed(self) -> list[Changed]:
+    def changed_keys(self) -> list[ChangedKey]:
         """The keys that differ from the defaults; empty where the config is another version's."""
         try:
-            return changed(self.config()) if self.config() else []
+            return changed_keys(self.config()) if self.config() else []
         except ValueError:
             return []
 
@@ -294,13 +294,13 @@ class RunFolder:
     def batches(self) -> list[int]:
         """Steps whose samples can be read again."""
         files = {int(path.stem[5:]) for path in self._run.batches.glob("step-*.msgpack") if path.stem[5:].isdigit()}
-        return sorted(files | set(self.rollouts.steps() if self.rollouts.kept else []))
+        return sorted(files | set(self.rollouts.steps() if self.rollouts.keeps_all else []))
 
     def batch(self, step: int) -> list[Sample]:
         """The samples of one step with all their streams, as they shipped; none where they were not kept."""
         path = self._run.batches / f"step-{step:06d}.msgpack"
         if not path.is_file():
-            return self.rollouts.batch(step) if self.rollouts.kept else []
+            return self.rollouts.batch(step) if self.rollouts.keeps_all else []
         try:
             return decode(path.read_bytes())
         except (OSError, WireError) as error:
@@ -310,7 +310,7 @@ class RunFolder:
         """The timeline spans that touch this time, in seconds since 1970: those of one lane in the order of time."""
         if schema_problem(self._record) is not None:
             return []
-        rows = mapped(self._record.lanes, LANE)
+        rows = map_rows(self._record.lanes, LANE)
         names = ["", *(str(line.get("name", "")) for line in self._names.read())]
         fits = np.ones(len(rows), bool)
         for column in ("lane", "kind", "detail"):
@@ -328,9 +328,9 @@ class RunFolder:
     def problems(self, patient: bool = True) -> list[str]:
         """What could not be read, each as a sentence. Without `patient`, a long journal of tickets is left out until
         another call has read it."""
-        return [*self.brief_problems(), *self.tickets.problems(patient)]
+        return [*self.quick_problems(), *self.tickets.problems(patient)]
 
-    def brief_problems(self) -> list[str]:
+    def quick_problems(self) -> list[str]:
         """The same without the journal of tickets, which alone takes long to read."""
         found = [*self._config()[1], *self._metrics.problems(), *self._events.problems()]
         if not found and self.config():

@@ -108,7 +108,7 @@ class RecordFiles:
         self.names = self.folder / "names.jsonl"
 
 
-def facts(rollout: Rollout, state: str) -> Facts:
+def rollout_facts(rollout: Rollout, state: str) -> Facts:
     """The columns of a rollout of a batch or group that came to this state."""
     turns, ticket, samples = rollout.turns, rollout.ticket, rollout.samples
     oldest, newest = _versions(turns)
@@ -116,7 +116,7 @@ def facts(rollout: Rollout, state: str) -> Facts:
         ticket.env,
         rollout.actor,
         rollout.kind,
-        fate(rollout, state),
+        rollout_state(rollout, state),
         turns[-1].finish if turns else "",
         "" if rollout.error is None else error_kind(rollout.error, rollout.dropped),
         EVALUATION if state == EVALUATED else MATCH if state == MATCHED else TRAINING,
@@ -144,7 +144,7 @@ def _versions(turns: Sequence[Turn]) -> tuple[int, int]:
     return min(versions), max(versions)
 
 
-def fate(rollout: Rollout, state: str) -> str:
+def rollout_state(rollout: Rollout, state: str) -> str:
     """The fate of one rollout of a batch or group."""
     if state in (EVALUATED, MATCHED):
         return state

@@ -13,9 +13,9 @@ from paceline.observe.record.folder import RunFolder
 from paceline.observe.record.layout import TRAINING
 
 ALPHA = 0.05
-TIGHTEST = 200
+TIGHTEST_AT = 200
 """Differences after which the band is narrowest for its confidence."""
-FEWEST, MOVED = 80, 10
+LEAST_DIFFERENCES, LEAST_NONZERO = 80, 10
 """Nothing is said before so many differences, so many of them not zero: the spread must be known first."""
 
 
@@ -28,7 +28,7 @@ class ConfidenceSequence:
     """Infinite as long as too little was seen."""
 
     @property
-    def real(self) -> int | None:
+    def decided_after(self) -> int | None:
         """How many differences it took until nothing was left to doubt; None if there is doubt still."""
         found = np.flatnonzero(np.abs(self.mean) > self.radius)
         return int(found[0]) + 1 if len(found) else None
@@ -40,9 +40,9 @@ def confidence_sequence(differences: NDArray[np.float64], alpha: float = ALPHA) 
     mean = np.cumsum(differences) / n
     spread = np.sqrt(np.maximum(np.cumsum(np.square(differences)) / n - np.square(mean), 0.0))
     wide = -2.0 * math.log(alpha)
-    r = (wide + math.log(wide) + 1.0) / TIGHTEST
+    r = (wide + math.log(wide) + 1.0) / TIGHTEST_AT
     radius = spread * np.sqrt(2.0 * (n * r + 1.0) / (np.square(n) * r) * np.log(np.sqrt(n * r + 1.0) / alpha))
-    early = (n < FEWEST) | (np.cumsum(differences != 0.0) < MOVED)
+    early = (n < LEAST_DIFFERENCES) | (np.cumsum(differences != 0.0) < LEAST_NONZERO)
     return ConfidenceSequence(mean, np.where(early, np.inf, radius))
 
 
@@ -72,7 +72,7 @@ class Pairs:
         return self.b - self.a
 
 
-def paired(one: RunFolder, other: RunFolder) -> Pairs:
+def pair_rewards(one: RunFolder, other: RunFolder) -> Pairs:
     """All draws that both runs have a reward for; whatever became of them, lest a filter chooses who is compared."""
     names = [name for name in one.rollouts.names("env") if name in other.rollouts.names("env")]
     (mine, *columns), (theirs, *others) = _draws(one, names), _draws(other, names)
@@ -103,8 +103,8 @@ class Verdict:
         return float(self.sequence.radius[-1])
 
     @property
-    def real(self) -> int | None:
-        return self.sequence.real
+    def decided_after(self) -> int | None:
+        return self.sequence.decided_after
 
     @property
     def band(self) -> str:
@@ -114,9 +114,9 @@ class Verdict:
     @property
     def sentence(self) -> str:
         seen = len(self.pairs.ticket)
-        if self.real is not None:
-            ahead = "b" if self.sequence.mean[self.real - 1] > 0 else "a"
-            return f"{ahead} is ahead: beyond doubt since draw {self.real} of {seen}; {self.band}"
+        if self.decided_after is not None:
+            ahead = "b" if self.sequence.mean[self.decided_after - 1] > 0 else "a"
+            return f"{ahead} is ahead: beyond doubt since draw {self.decided_after} of {seen}; {self.band}"
         if np.isinf(self.radius):
             return f"nothing can be said yet: {seen} draws were made by both"
         return f"the difference may be chance: {seen} draws, {self.band}"
@@ -124,7 +124,7 @@ class Verdict:
 
 def verdict(one: RunFolder, other: RunFolder, alpha: float = ALPHA) -> Verdict | None:
     """The comparison of both runs; None as long as they share no draw."""
-    pairs = paired(one, other)
+    pairs = pair_rewards(one, other)
     return Verdict(pairs, confidence_sequence(pairs.differences, alpha)) if len(pairs.ticket) else None
 
 

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import PacelineError
-from paceline.observe.monitor.directory import append_jsonl, drop_torn_line, read_jsonl, replace_file, write_whole
+from paceline.observe.monitor.directory import append_jsonl, drop_torn_line, read_jsonl, replace_file, write_all
 from paceline.observe.record.layout import LANE, NAMED, ROW, SCHEMA, RecordFiles
-from paceline.observe.record.rows import clean
+from paceline.observe.record.rows import escape_surrogates
 
 MOST_NAMES = 60_000
 """Names a row can tell apart, with some room: actors may be called anything, and differently each time."""
@@ -41,8 +41,8 @@ class RecordWriter:
         self._names = {(line["kind"], line["name"]): n for n, line in enumerate(read_jsonl(at.names), start=1)}
         self._numbers: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._new: list[dict[str, str]] = []
-        self._files = {path: _opened(path) for path in (at.data, at.text, at.index, at.lanes)}
-        self._keep(whole_rows(self.rows(), *self.ends, len(self._names)))
+        self._files = {path: _open_for_append(path) for path in (at.data, at.text, at.index, at.lanes)}
+        self._keep_rows(count_complete_rows(self.rows(), *self.ends, len(self._names)))
         self._truncate(at.lanes, self.size(at.lanes) // LANE.itemsize * LANE.itemsize)
 
     @property
@@ -52,7 +52,7 @@ class RecordWriter:
 
     def rows(self) -> NDArray[Any]:
         """The index, as far as its rows are whole."""
-        return mapped(self._at.index, ROW)
+        return map_rows(self._at.index, ROW)
 
     def name(self, kind: str, name: str) -> int:
         """The number of a name, which is written with the next rows."""
@@ -62,7 +62,7 @@ class RecordWriter:
             if len(self._names) >= MOST_NAMES and name != "other":
                 return self.name(kind, "other")
             self._names[kind, name] = number = len(self._names) + 1
-            self._new.append({"kind": kind, "name": clean(name)})
+            self._new.append({"kind": kind, "name": escape_surrogates(name)})
         return number
 
     def numbers(self, names: tuple[str, ...]) -> tuple[int, ...]:
@@ -75,22 +75,22 @@ class RecordWriter:
 
     def append(self, rows: Sequence[bytes], data: Sequence[bytes], text: Sequence[bytes]) -> None:
         """Bodies, text and names first, then the rows that point at them."""
-        write_whole(self._files[self._at.data], b"".join(data))
-        write_whole(self._files[self._at.text], b"".join(text))
+        write_all(self._files[self._at.data], b"".join(data))
+        write_all(self._files[self._at.text], b"".join(text))
         self._write_names()
-        write_whole(self._files[self._at.index], b"".join(rows))
+        write_all(self._files[self._at.index], b"".join(rows))
 
     def append_lanes(self, spans: Sequence[bytes]) -> None:
         self._write_names()
-        write_whole(self._files[self._at.lanes], b"".join(spans))
+        write_all(self._files[self._at.lanes], b"".join(spans))
 
-    def cut(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Take out what came after a step; all of it where the run begins anew, and then the time before it too."""
         if step <= 0:
-            self._keep(0)
+            self._keep_rows(0)
             self._replace(self._at.lanes, 0)
         else:
-            self._keep(int(np.searchsorted(self.rows()["step"], step, side="right")))
+            self._keep_rows(int(np.searchsorted(self.rows()["step"], step, side="right")))
 
     def close(self) -> None:
         for descriptor in self._files.values():
@@ -100,7 +100,7 @@ class RecordWriter:
     def size(self, path: Path) -> int:
         return os.fstat(self._files[path]).st_size
 
-    def _keep(self, count: int) -> None:
+    def _keep_rows(self, count: int) -> None:
         rows = self.rows()
         if count < len(rows):
             self._replace(self._at.index, count * ROW.itemsize)
@@ -118,7 +118,7 @@ class RecordWriter:
 
         replace_file(path, blocks(), durable=False)
         os.close(descriptor)
-        self._files[path] = _opened(path)
+        self._files[path] = _open_for_append(path)
 
     def _truncate(self, path: Path, size: int) -> None:
         if self.size(path) > size:
@@ -130,7 +130,7 @@ class RecordWriter:
             self._new = []
 
 
-def whole_rows(rows: NDArray[Any], data: int, text: int, names: int) -> int:
+def count_complete_rows(rows: NDArray[Any], data: int, text: int, names: int) -> int:
     """How many rows from the first on have all that they point at, in files of these sizes."""
     count = int(np.searchsorted(rows["offset"] + rows["size"], data, side="right"))
     count = min(count, int(np.searchsorted(rows["text_offset"] + rows["text_size"], text, side="right")))
@@ -140,7 +140,7 @@ def whole_rows(rows: NDArray[Any], data: int, text: int, names: int) -> int:
     return count
 
 
-def mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+def map_rows(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     """The whole rows of a file, without reading it."""
     try:
         with path.open("rb") as file:
@@ -150,5 +150,5 @@ def mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.empty(0, dtype)
 
 
-def _opened(path: Path) -> int:
+def _open_for_append(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)

@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 
 from paceline.observe.monitor.base import Gauges, Monitor, RunPlan
 from paceline.observe.record.body import encode
-from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, PACK_LANE, PACK_ROW, Facts, facts
+from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, PACK_LANE, PACK_ROW, Facts, rollout_facts
 from paceline.observe.record.record_writer import RecordWriter
-from paceline.observe.record.rows import MOST_TEXT, has_images, lines, pieces
+from paceline.observe.record.rows import MOST_TEXT, fold_lines, has_images, message_texts
 
 log = logging.getLogger("paceline.observe.record")
-MOST_WAITING = 8_000_000
+MOST_QUEUED_TOKENS = 8_000_000
 """Tokens that may wait to be written, prompts included. With an empty queue a batch is always taken whole."""
-CHUNK = 4 << 20
+CHUNK_BYTES = 4 << 20
 """Bytes of bodies after which rows are written, so that memory stays small whatever a batch holds."""
-RESERVE = 1 << 30
+RESERVED_DISK_BYTES = 1 << 30
 """Bytes of the disk that are left to checkpoints and metrics, without which the run could not go on."""
 GATHER_SECONDS = 0.5
 """Seconds that dropped groups wait for one another, unless a batch has trained: late in a run there are dozens a step,
@@ -40,12 +40,12 @@ _LARGEST_BODY = (1 << 32) - 1
 _IDLE = 3600.0
 _MOST_SPANS = 16
 
-WINDOW = 0.5
-LANES = 8
+SAMPLE_SECONDS = 0.5
+LANES_PER_WINDOW = 8
 """With more of them the windows grow: the file must not."""
-LEVELS = 16
+SHARE_LEVELS = 16
 """Shares are rounded to so many, or no two windows would ever be equal."""
-LONGEST = 10.0
+LONGEST_SPAN_SECONDS = 10.0
 """Seconds after which a span is written though it goes on, so that live views show it."""
 
 
@@ -67,7 +67,7 @@ class LoadSampler:
         self._before: dict[str, float] = {}
         self._at: float | None = None
         self._open: dict[tuple[str, str], LoadSpan] = {}
-        self._window = WINDOW
+        self._window = SAMPLE_SECONDS
 
     def due(self, now: float) -> float:
         """Seconds until the next look."""
@@ -82,19 +82,19 @@ class LoadSampler:
         values = {("environment " + env, "playing"): float(count) for env, count in playing.items()}
         for engine, seconds in busy.items():
             share = (seconds - before.get(engine, seconds)) / (now - since)
-            values[engine, "busy"] = round(min(1.0, max(0.0, share)) * LEVELS) / LEVELS
-        self._window = WINDOW * max(1, math.ceil(len(values) / LANES))
-        return self._joined(values, since, now)
+            values[engine, "busy"] = round(min(1.0, max(0.0, share)) * SHARE_LEVELS) / SHARE_LEVELS
+        self._window = SAMPLE_SECONDS * max(1, math.ceil(len(values) / LANES_PER_WINDOW))
+        return self._join_spans(values, since, now)
 
     def end(self) -> list[LoadSpan]:
         """The spans that were still open."""
         return list(self._open.values())
 
-    def _joined(self, values: Mapping[tuple[str, str], float], since: float, now: float) -> list[LoadSpan]:
+    def _join_spans(self, values: Mapping[tuple[str, str], float], since: float, now: float) -> list[LoadSpan]:
         ended = []
         for key in [*self._open, *(key for key in values if key not in self._open)]:
             value, going = values.get(key, 0.0), self._open.pop(key, None)
-            if going is not None and (going.value != value or now - going.start > LONGEST):
+            if going is not None and (going.value != value or now - going.start > LONGEST_SPAN_SECONDS):
                 ended.append(going)
                 going = None
             if value:
@@ -104,7 +104,7 @@ class LoadSampler:
         return ended
 
 
-class _Played(NamedTuple):
+class _FinishedRollouts(NamedTuple):
     step: int
     state: str
     time: float
@@ -112,7 +112,7 @@ class _Played(NamedTuple):
     tokens: int
 
 
-_Item = _Played | Callable[[RecordWriter], None]
+_Item = _FinishedRollouts | Callable[[RecordWriter], None]
 """Rollouts to write, or another change of the files."""
 
 
@@ -140,29 +140,29 @@ class RolloutRecorder(Monitor):
         """CPU time of the thread, once it has ended."""
 
     @property
-    def waiting(self) -> int:
+    def waiting_tokens(self) -> int:
         """Tokens that were handed over and are not written yet."""
         return self._handed - self._written
 
     def begin(self, plan: RunPlan) -> None:
         self._writer = RecordWriter(self._run)
-        self._writer.cut(plan.start_step)
+        self._writer.truncate_after(plan.start_step)
         self._step = plan.start_step
         self._thread.start()
 
-    def played(self, step: int, state: str, rollouts: Sequence[Any]) -> None:
+    def finished_rollouts(self, step: int, state: str, rollouts: Sequence[Any]) -> None:
         if self._off or self._writer is None or not rollouts:
             return
         now = self._clock()
         tokens = sum([len(turn.prompt_ids) + len(turn.completion_ids) for r in rollouts for turn in r.turns])
-        if self.waiting and self.waiting + tokens > MOST_WAITING:
+        if self.waiting_tokens and self.waiting_tokens + tokens > MOST_QUEUED_TOKENS:
             if not self._bare:
                 log.warning("the record falls behind: from step %d on some rollouts are kept without their words", step)
             self._bare += len(rollouts)
-            self._queue.put(partial(_append_rows, step, now, [facts(rollout, state) for rollout in rollouts]))
+            self._queue.put(partial(_append_rows, step, now, [rollout_facts(rollout, state) for rollout in rollouts]))
             return
         self._handed += tokens
-        self._queue.put(_Played(step, state, now, tuple(rollouts), tokens))
+        self._queue.put(_FinishedRollouts(step, state, now, tuple(rollouts), tokens))
         if not state.startswith("dropped:"):
             self._hurry.set()
 
@@ -240,47 +240,47 @@ class RolloutRecorder(Monitor):
         _append_lanes([LoadSpan(*span, 1.0) for span in spans], step, writer)
 
     def _cut(self, step: int, writer: RecordWriter) -> None:
-        writer.cut(step)
+        writer.truncate_after(step)
         self._step = step
 
     def _take(self, item: _Item, writer: RecordWriter) -> None:
-        if not isinstance(item, _Played):
+        if not isinstance(item, _FinishedRollouts):
             item(writer)
             return
-        played = self._gathered(item)
+        played = self._gather(item)
         self._step = max(self._step, *(one.step for one in played))
-        if shutil.disk_usage(self._run).free < RESERVE:
-            raise OSError(errno.ENOSPC, f"less than {RESERVE >> 20} MiB of the disk are left")
+        if shutil.disk_usage(self._run).free < RESERVED_DISK_BYTES:
+            raise OSError(errno.ENOSPC, f"less than {RESERVED_DISK_BYTES >> 20} MiB of the disk are left")
         _write(played, writer)
         self._written += sum(one.tokens for one in played)
 
-    def _gathered(self, first: _Played) -> list[_Played]:
+    def _gather(self, first: _FinishedRollouts) -> list[_FinishedRollouts]:
         """This one and those behind it, which take a moment to come where nothing is urgent."""
         self._hurry.wait(GATHER_SECONDS)
         self._hurry.clear()  # before the queue is emptied: a later set() comes after its item was queued
         played = [first]
         while not self._queue.empty():
             item = self._queue.get_nowait()
-            if not isinstance(item, _Played):
+            if not isinstance(item, _FinishedRollouts):
                 self._next_item.append(item)
                 break
             played.append(item)
         return played
 
 
-def _write(played: Sequence[_Played], writer: RecordWriter) -> None:
+def _write(played: Sequence[_FinishedRollouts], writer: RecordWriter) -> None:
     rows: list[bytes] = []
     bodies: list[bytes] = []
     texts: list[bytes] = []
     (data, text), size = writer.ends, 0
     for item, rollout in [(one, rollout) for one in played for rollout in one.rollouts]:
-        body, said, flags = _encoded(rollout)
+        body, said, flags = _encode_rollout(rollout)
         where = (data, len(body), text, len(said))
-        rows.append(_row(writer, item.step, item.time, facts(rollout, item.state), flags, where))
+        rows.append(_row(writer, item.step, item.time, rollout_facts(rollout, item.state), flags, where))
         bodies.append(body)
         texts.append(said)
         data, text, size = data + len(body), text + len(said), size + len(body)
-        if size >= CHUNK:
+        if size >= CHUNK_BYTES:
             writer.append(rows, bodies, texts)
             rows, bodies, texts, size = [], [], [], 0
     writer.append(rows, bodies, texts)
@@ -302,7 +302,7 @@ def _append_lanes(spans: Iterable[LoadSpan], step: int, writer: RecordWriter) ->
         writer.append_lanes(packed)
 
 
-def _encoded(rollout: Any) -> tuple[bytes, bytes, int]:
+def _encode_rollout(rollout: Any) -> tuple[bytes, bytes, int]:
     """Body, text and flags. What no body can be made of keeps its row."""
     try:
         body, new = encode(rollout)
@@ -312,7 +312,7 @@ def _encoded(rollout: Any) -> tuple[bytes, bytes, int]:
     if len(body) > _LARGEST_BODY:
         body = b""
     flags = (BODY if body else 0) | (IMAGES if new and has_images(new) else 0)
-    text = lines([*pieces(new), *[turn.text for turn in rollout.turns], rollout.error or ""])
+    text = fold_lines([*message_texts(new), *[turn.text for turn in rollout.turns], rollout.error or ""])
     if len(text) > MOST_TEXT:
         flags |= CUT_TEXT
         text = text[:MOST_TEXT].decode(errors="ignore").encode()

@@ -12,20 +12,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.sample import Sample, Ticket
-from paceline.observe.monitor.directory import Lines, RunDirectory
+from paceline.observe.monitor.directory import JsonlReader, RunDirectory
 from paceline.observe.record import layout
 from paceline.observe.record.layout import NAMED, ROW, TRAINED, Names, RecordFiles
-from paceline.observe.record.rows import Beside, Found, Gone, Query, Row, Told, fold, has_images, pieces, row_of
+from paceline.observe.record.rows import (
+    Neighbours,
+    Query,
+    ResultPage,
+    RolloutNotFound,
+    Row,
+    StoredRollout,
+    fold,
+    has_images,
+    message_texts,
+    row_of,
+)
 from paceline.observe.record.stored import RecordView, identity, schema_problem
 
 
 class TextRecordView:
     """Like `RecordView`, from readable lines: conversations, but neither tokens nor samples."""
 
-    fresh = True
-    missing = 0
+    is_fresh = True
+    missing_rows = 0
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: JsonlReader) -> None:
         self._records = lines.read()
         self.identity = (0, 0, len(self._records))
         names: Names = {}
@@ -33,11 +44,11 @@ class TextRecordView:
         self.rows = rows[np.argsort(rows["step"], kind="stable")]
         self.names, self.kinds = (["", *(key[at] for key in names)] for at in (1, 0))
 
-    def read(self, index: int) -> Told:
+    def read(self, index: int) -> StoredRollout:
         row = row_of(index, self.rows[index], self.names)
         record = self._records[int(self.rows[index]["offset"])]
         metrics, error = record.get("metrics"), record.get("error")
-        return Told(
+        return StoredRollout(
             row=row,
             ticket=Ticket(row.ticket, row.env, 0, 0, row.row),
             reward=row.reward,
@@ -46,15 +57,15 @@ class TextRecordView:
             messages=_list(record, "messages"),
         )
 
-    def measured(self, index: int) -> dict[str, Any]:
+    def metrics_of(self, index: int) -> dict[str, Any]:
         return self.read(index).metrics
 
-    def containing(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
+    def filter_by_text(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
         return among[np.array([needle in self._text(int(self.rows[index]["offset"])) for index in among], bool)]
 
     def _text(self, place: int) -> bytes:
         record = self._records[place]
-        return fold("\n".join([*pieces(_list(record, "messages")), str(record.get("error") or "")]))
+        return fold("\n".join([*message_texts(_list(record, "messages")), str(record.get("error") or "")]))
 
 
 def _row(place: int, record: Mapping[str, Any], names: Names) -> tuple[Any, ...]:
@@ -101,20 +112,20 @@ class Rollouts:
 
     def __init__(self, run: RunDirectory) -> None:
         self._at = RecordFiles(run.root)
-        self._names = Lines(self._at.names)
-        self._sample = Lines(run.rollouts_file)
+        self._names = JsonlReader(self._at.names)
+        self._sample = JsonlReader(run.rollouts_file)
         self._lock = threading.Lock()
         self._view: View | None = None
 
     @property
-    def kept(self) -> bool:
+    def keeps_all(self) -> bool:
         """Whether the run keeps every rollout; otherwise these are the few of `rollouts.jsonl`."""
         return schema_problem(self._at) is None and self._at.index.exists()
 
     def view(self) -> View:
         """The record at this moment. `.rows` is a numpy array of `layout.ROW`, `.names` what its numbers mean."""
         with self._lock:
-            if not self.kept:
+            if not self.keeps_all:
                 self._view = TextRecordView(self._sample)
             elif not isinstance(self._view, RecordView) or self._view.identity != identity(self._at.index):
                 before = self._view if isinstance(self._view, RecordView) else None
@@ -130,53 +141,53 @@ class Rollouts:
         view = self.view()
         return list(dict.fromkeys(name for name, kind in zip(view.names, view.kinds, strict=True) if kind == column))
 
-    def find(self, query: Query | None = None) -> Found[Row]:
+    def find(self, query: Query | None = None) -> ResultPage[Row]:
         query = query or Query()
         stop = None if query.limit is None else query.offset + query.limit
 
-        def read(view: View) -> Found[Row]:
-            ordered = _ordered(view, query)
+        def read(view: View) -> ResultPage[Row]:
+            ordered = _sorted_indices(view, query)
             page = ordered[query.offset : stop]
-            return Found(len(ordered), [row_of(int(at), view.rows[at], view.names) for at in page])
+            return ResultPage(len(ordered), [row_of(int(at), view.rows[at], view.names) for at in page])
 
         return self._read(read)
 
-    def beside(self, index: int, query: Query | None = None) -> Beside | None:
+    def neighbours(self, index: int, query: Query | None = None) -> Neighbours | None:
         """Where a rollout stands in the whole list that a query gives, and its neighbours; None if it is not in it."""
-        ordered = _ordered(self.view(), query or Query())
+        ordered = _sorted_indices(self.view(), query or Query())
         found = np.flatnonzero(ordered == index)
         if not len(found):
             return None
         place = int(found[0])
         before, after = ordered[max(0, place - 1) : place], ordered[place + 1 : place + 2]
-        return Beside(place, len(ordered), *(int(side[0]) if len(side) else None for side in (before, after)))
+        return Neighbours(place, len(ordered), *(int(side[0]) if len(side) else None for side in (before, after)))
 
-    def get(self, index: int) -> Told:
-        """One rollout, whole; raises `Gone` where there is none of this number or its body cannot be read."""
-        return self._read(lambda view: view.read(_check(view, index)))
+    def get(self, index: int) -> StoredRollout:
+        """One whole rollout; raises `RolloutNotFound` where no rollout has this number or its body cannot be read."""
+        return self._read(lambda view: view.read(_check_index(view, index)))
 
     def row(self, index: int) -> Row:
         view = self.view()
-        return row_of(_check(view, index), view.rows[index], view.names)
+        return row_of(_check_index(view, index), view.rows[index], view.names)
 
-    def mates(self, index: int) -> list[int]:
+    def group_members(self, index: int) -> list[int]:
         """All rollouts of its group, itself included: of the same ticket, in the same batch or evaluation."""
-        return self._alike(index, ("env", "ticket", "domain"))
+        return self._rows_like(index, ("env", "ticket", "domain"))
 
     def episode(self, index: int) -> list[int]:
         """All seats of its episode, itself included."""
-        return self._alike(index, ("env", "ticket", "domain", "member"))
+        return self._rows_like(index, ("env", "ticket", "domain", "member"))
 
     def steps(self) -> list[int]:
         """Batches that trained."""
         view = self.view()
-        return np.unique(view.rows["step"][np.isin(view.rows["state"], _trained(view))]).tolist()
+        return np.unique(view.rows["step"][np.isin(view.rows["state"], _trained_states(view))]).tolist()
 
     def batch(self, step: int) -> list[Sample]:
         """The samples that a step trained on, in the order they shipped in."""
         view = self.view()
         first, last = np.searchsorted(view.rows["step"], [step, step + 1])
-        places = first + np.flatnonzero(np.isin(view.rows["state"][first:last], _trained(view)))
+        places = first + np.flatnonzero(np.isin(view.rows["state"][first:last], _trained_states(view)))
         return [sample for at in places for sample in self.get(int(at)).samples]
 
     def problems(self) -> list[str]:
@@ -184,10 +195,10 @@ class Rollouts:
         if strange is not None:
             return [f"{strange}; until then only the rollouts of rollouts.jsonl are shown", *self._sample.problems()]
         view = self.view()
-        found = self._names.problems() if self.kept else self._sample.problems()
-        if view.missing:
+        found = self._names.problems() if self.keeps_all else self._sample.problems()
+        if view.missing_rows:
             found.append(
-                f"record/ is cut short: of {view.missing} rollouts the rows are there and the contents are not"
+                f"record/ is cut short: of {view.missing_rows} rollouts the rows are there and the contents are not"
             )
         return found
 
@@ -197,17 +208,17 @@ class Rollouts:
             view = self.view()
             try:
                 found = read(view)
-            except Gone:
-                if view.fresh:
+            except RolloutNotFound:
+                if view.is_fresh:
                     raise
                 continue
-            if view.fresh:
+            if view.is_fresh:
                 return found
-        raise Gone("the run went back again and again while it was read: ask once more")
+        raise RolloutNotFound("the run went back again and again while it was read: ask once more")
 
-    def _alike(self, index: int, columns: Sequence[str]) -> list[int]:
+    def _rows_like(self, index: int, columns: Sequence[str]) -> list[int]:
         view = self.view()
-        step = view.rows["step"][_check(view, index)]
+        step = view.rows["step"][_check_index(view, index)]
         first, last = np.searchsorted(view.rows["step"], [step, step + 1])
         block = view.rows[first:last]
         alike = np.ones(len(block), bool)
@@ -216,21 +227,21 @@ class Rollouts:
         return (first + np.flatnonzero(alike)).tolist()
 
 
-def _trained(view: View) -> list[int]:
+def _trained_states(view: View) -> list[int]:
     return _numbers(view, "state", [TRAINED, layout.REPLAYED, layout.SKIPPED])
 
 
-def _check(view: View, index: int) -> int:
+def _check_index(view: View, index: int) -> int:
     if not 0 <= index < len(view.rows):
-        raise Gone(f"there is no rollout {index}: the run has {len(view.rows)}")
+        raise RolloutNotFound(f"there is no rollout {index}: the run has {len(view.rows)}")
     return index
 
 
-def _ordered(view: View, query: Query) -> NDArray[Any]:
+def _sorted_indices(view: View, query: Query) -> NDArray[Any]:
     """All that is asked for, in its order."""
-    indices = _selected(view, query)
+    indices = _matching_indices(view, query)
     if query.text:
-        indices = view.containing(fold(query.text), indices)
+        indices = view.filter_by_text(fold(query.text), indices)
     column, down = query.sort.removeprefix("-"), query.sort.startswith("-")
     if column not in SORTS:
         raise ValueError(f"rollouts cannot be sorted by `{column}`: choose one of {', '.join(SORTS)}")
@@ -240,7 +251,7 @@ def _ordered(view: View, query: Query) -> NDArray[Any]:
     return indices[np.argsort(-values if down else values, kind="stable")]  # NaN comes last, either way
 
 
-def _selected(view: View, query: Query) -> NDArray[Any]:
+def _matching_indices(view: View, query: Query) -> NDArray[Any]:
     """Rows that fit all but the text, in rising order. Steps rise, so a range of them is found and not filtered."""
     rows, first, last = view.rows, 0, len(view.rows)
     if query.step is not None:

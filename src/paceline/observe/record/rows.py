@@ -74,7 +74,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Found(Generic[T]):
+class ResultPage(Generic[T]):
     """A page of what was asked for, and how much there is."""
 
     total: int
@@ -82,7 +82,7 @@ class Found(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class Neighbours:
     """A rollout's place in a list, and who stands before and after it."""
 
     place: int
@@ -92,7 +92,7 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldTurn:
+class StoredTurn:
     """One engine call, exactly as it happened."""
 
     prompt_ids: NDArray
@@ -120,7 +120,7 @@ class ToldTurn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class StoredRollout:
     """One rollout with all that was kept of it."""
 
     row: Row
@@ -131,12 +131,12 @@ class Told:
     error: str | None = None
     messages: list[Any] = field(default_factory=list)
     """The conversation as its last turn had it, with the reply. Other people's values: text, parts, images."""
-    turns: list[ToldTurn] = field(default_factory=list)
+    turns: list[StoredTurn] = field(default_factory=list)
     """Empty in runs that kept a sample of readable rollouts alone."""
     samples: list[Sample] = field(default_factory=list)
 
 
-class Gone(LookupError):
+class RolloutNotFound(LookupError):
     """There is no such rollout, or the run went back and it is gone."""
 
 
@@ -167,7 +167,7 @@ def fold(text: str) -> bytes:
     try:
         data = text.encode()
     except UnicodeEncodeError:
-        return clean(text).casefold().encode()
+        return escape_surrogates(text).casefold().encode()
     # Python folds letter by letter as soon as one is not plain, and mostly those are a few dashes without capitals.
     if _RARE * (len(data) - len(text)) <= len(text):
         others = data.translate(None, _PLAIN).decode()
@@ -176,7 +176,7 @@ def fold(text: str) -> bytes:
     return text.casefold().encode()
 
 
-def clean(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """Text that UTF-8 can hold."""
     try:
         text.encode()
@@ -185,7 +185,7 @@ def clean(text: str) -> str:
         return text.encode("utf-8", "backslashreplace").decode()
 
 
-def lines(texts: Sequence[str]) -> bytes:
+def fold_lines(texts: Sequence[str]) -> bytes:
     """Several texts, folded, each with its end of line; one that is empty has none."""
     whole = "\n".join(filter(None, texts)) + "\n"
     if whole.isascii():
@@ -193,7 +193,7 @@ def lines(texts: Sequence[str]) -> bytes:
     return b"\n".join([*map(fold, filter(None, texts)), b""])
 
 
-def pieces(messages: Iterable[Any]) -> Iterator[str]:
+def message_texts(messages: Iterable[Any]) -> Iterator[str]:
     """Every text of these messages: contents, and the tool calls with their arguments."""
     for message in messages:
         if not isinstance(message, dict):

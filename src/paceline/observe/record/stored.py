@@ -12,8 +12,8 @@ from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from paceline.data.sample import STREAM_DTYPES, Sample, Ticket
-from paceline.data.streams import unfold
-from paceline.observe.monitor.directory import Lines
+from paceline.data.streams import decompress_stream
+from paceline.observe.monitor.directory import JsonlReader
 from paceline.observe.record.body import (
     TURN_STREAMS,
     RolloutRecord,
@@ -23,8 +23,8 @@ from paceline.observe.record.body import (
     turns_of,
 )
 from paceline.observe.record.layout import BODY, ROW, SCHEMA, RecordFiles
-from paceline.observe.record.record_writer import mapped, whole_rows
-from paceline.observe.record.rows import Gone, Told, ToldTurn, row_of
+from paceline.observe.record.record_writer import count_complete_rows, map_rows
+from paceline.observe.record.rows import RolloutNotFound, StoredRollout, StoredTurn, row_of
 
 _BLOCK = 16 << 20
 _NUMBERS = {"prompt_ids": "<i4", "completion_ids": "<i4", "logprobs": "<f4", "versions": "<i4", "log_z": "<f4"}
@@ -41,14 +41,14 @@ def decode(data: bytes) -> RolloutRecord | ShortRolloutRecord:
         raise ValueError(f"not a rollout: {error}") from error
 
 
-def _turns(body: RolloutRecord | ShortRolloutRecord) -> list[ToldTurn]:
+def _turns(body: RolloutRecord | ShortRolloutRecord) -> list[StoredTurn]:
     """Every turn whole again."""
     if isinstance(body, ShortRolloutRecord):
         fields = asdict(body.turn)
         for name, kind in _NUMBERS.items():
             fields[name] = None if fields[name] is None else np.array(fields[name], kind)
-        return [ToldTurn(**fields)]
-    turns: list[ToldTurn] = []
+        return [StoredTurn(**fields)]
+    turns: list[StoredTurn] = []
     for record in body.turns:
         fields = asdict(record)
         like, shared, messages = fields.pop("like"), fields.pop("shared"), fields.pop("shared_messages")
@@ -64,11 +64,11 @@ def _turns(body: RolloutRecord | ShortRolloutRecord) -> list[ToldTurn]:
                 fields["messages"] = [*(past.messages or ()), past.message][:messages] + (record.messages or [])
         if isinstance(record.tools, bool):
             fields["tools"] = past.tools if past is not None and record.tools else None
-        turns.append(ToldTurn(**fields))
+        turns.append(StoredTurn(**fields))
     return turns
 
 
-def _samples(body: RolloutRecord | ShortRolloutRecord, turns: Sequence[ToldTurn]) -> list[Sample]:
+def _samples(body: RolloutRecord | ShortRolloutRecord, turns: Sequence[StoredTurn]) -> list[Sample]:
     """The samples as they shipped."""
     ticket = Ticket(*body.ticket)
 
@@ -95,7 +95,7 @@ def _samples(body: RolloutRecord | ShortRolloutRecord, turns: Sequence[ToldTurn]
                 if expected is not None and record.from_turns >> bit & 1:
                     streams[name] = np.frombuffer(expected[bit], STREAM_DTYPES[name])
         for name, stream in record.streams.items():
-            streams[name] = unfold(stream, np.dtype(STREAM_DTYPES[name]), record.length, record.spans)
+            streams[name] = decompress_stream(stream, np.dtype(STREAM_DTYPES[name]), record.length, record.spans)
         samples.append(sample(record, streams))
     return samples
 
@@ -116,25 +116,25 @@ def schema_problem(at: RecordFiles) -> str | None:
 class RecordView:
     """A view of the record that does not change. A reader that finds it stale makes another."""
 
-    def __init__(self, at: RecordFiles, names: Lines, before: "RecordView | None" = None) -> None:
+    def __init__(self, at: RecordFiles, names: JsonlReader, before: "RecordView | None" = None) -> None:
         """With a view from `before`, only what came since is looked at."""
         self._at = at
         self._data = self._text = None
         self.identity = identity(at.index)
-        self._data = _opened(at.data)
-        self._text = _opened(at.text)
-        rows = mapped(at.index, ROW)
+        self._data = _open_or_none(at.data)
+        self._text = _open_or_none(at.text)
+        rows = map_rows(at.index, ROW)
         lines = names.read()
         self.names = ["", *(str(line.get("name", "")) for line in lines)]
         self.kinds = ["", *(str(line.get("kind", "")) for line in lines)]
         known = len(before.rows) if before is not None and before.identity[:2] == self.identity[:2] else 0
-        whole = known + whole_rows(rows[known:], _size(self._data), _size(self._text), len(lines))
-        self.missing = len(rows) - whole
+        whole = known + count_complete_rows(rows[known:], _size(self._data), _size(self._text), len(lines))
+        self.missing_rows = len(rows) - whole
         """Rows whose bodies, texts or names are not there: a copy that was cut short, or a power failure."""
         self.rows = rows[:whole]
 
     @property
-    def fresh(self) -> bool:
+    def is_fresh(self) -> bool:
         """Whether the run has neither gone back nor begun anew since. The index is replaced before anything it pointed
         at goes, so whatever was read while this holds is what the rows say."""
         return identity(self._at.index)[:2] == self.identity[:2]
@@ -144,26 +144,28 @@ class RecordView:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def read(self, index: int) -> Told:
+    def read(self, index: int) -> StoredRollout:
         cells = self.rows[index]
         row = row_of(index, cells, self.names)
         if not cells["flags"] & BODY:
-            return Told(row=row, ticket=Ticket(row.ticket, row.env, 0, 0, row.row), reward=row.reward)
+            return StoredRollout(row=row, ticket=Ticket(row.ticket, row.env, 0, 0, row.row), reward=row.reward)
         size = int(cells["size"])
         data = os.pread(self._data, size, int(cells["offset"])) if self._data is not None else b""
         if len(data) < size:
-            raise Gone(f"rollout {index} is no longer whole: rollouts.data was cut")
+            raise RolloutNotFound(f"rollout {index} is no longer whole: rollouts.data was cut")
         try:
             body = decode(data)
             turns = _turns(body)
             samples = _samples(body, turns)
         except (ValueError, TypeError, LookupError, OverflowError) as error:
-            raise Gone(f"rollout {index} cannot be read: {error}") from error
+            raise RolloutNotFound(f"rollout {index} cannot be read: {error}") from error
         messages = [*(turns[-1].messages or ()), turns[-1].message] if turns else []
         facts = {name: getattr(body, name) for name in ("parent", "reward", "metrics", "error")}
-        return Told(row=row, ticket=Ticket(*body.ticket), messages=messages, turns=turns, samples=samples, **facts)
+        return StoredRollout(
+            row=row, ticket=Ticket(*body.ticket), messages=messages, turns=turns, samples=samples, **facts
+        )
 
-    def measured(self, index: int) -> dict[str, Any]:
+    def metrics_of(self, index: int) -> dict[str, Any]:
         """The environment's own metrics of a rollout, without the rest of it; none where they cannot be read."""
         cells = self.rows[index]
         if not cells["flags"] & BODY or self._data is None:
@@ -173,7 +175,7 @@ class RecordView:
         except (ValueError, OverflowError, OSError):
             return {}
 
-    def containing(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
+    def filter_by_text(self, needle: bytes, among: NDArray[Any]) -> NDArray[Any]:
         """Of these rows, in rising order, those whose text holds the needle."""
         starts, sizes = self.rows["text_offset"][among], self.rows["text_size"][among]
         found = np.zeros(len(among), bool)
@@ -215,7 +217,7 @@ def identity(path: Path) -> tuple[int, int, int]:
         return 0, 0, 0
 
 
-def _opened(path: Path) -> int | None:
+def _open_or_none(path: Path) -> int | None:
     try:
         return os.open(path, os.O_RDONLY)
     except OSError:

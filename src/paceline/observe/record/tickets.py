@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.observe.monitor.directory import RunDirectory, left_out, replace_file
-from paceline.observe.record.rows import Found
+from paceline.observe.monitor.directory import RunDirectory, replace_file, skipped_lines_note
+from paceline.observe.record.rows import ResultPage
 from paceline.observe.record.stored import identity
 
 NAMED = ("env", "state", "reason")
@@ -28,12 +28,12 @@ LINE: np.dtype[Any] = np.dtype(
         *((column, "<u2") for column in NAMED),
     ]
 )
-NOTHING = -(2**31)
+MISSING_VALUE = -(2**31)
 """The value of a column that a line leaves out."""
 MOST_NAMES = 2**16
 
-_Small = Annotated[int, msgspec.Meta(ge=NOTHING, lt=2**31)]
-_Large = Annotated[int, msgspec.Meta(ge=NOTHING, lt=2**62)]
+_Small = Annotated[int, msgspec.Meta(ge=MISSING_VALUE, lt=2**31)]
+_Large = Annotated[int, msgspec.Meta(ge=MISSING_VALUE, lt=2**62)]
 
 
 class _Line(msgspec.Struct, gc=False):
@@ -44,9 +44,9 @@ class _Line(msgspec.Struct, gc=False):
     row: _Large = 0
     state: str = ""
     reason: str = ""
-    step: _Small = NOTHING
-    since: _Small = NOTHING
-    replays: _Large = NOTHING
+    step: _Small = MISSING_VALUE
+    since: _Small = MISSING_VALUE
+    replays: _Large = MISSING_VALUE
 
 
 _line_decoder = msgspec.json.Decoder(_Line)
@@ -64,7 +64,7 @@ class NameTable:
         """Its number, -1 where no line has it."""
         return self._numbers.get(name, -1)
 
-    def numbered(self, rows: Sequence[tuple[str, ...]]) -> NDArray[Any]:
+    def number_rows(self, rows: Sequence[tuple[str, ...]]) -> NDArray[Any]:
         """The numbers of each row's names. Few rows differ in them, so a row is looked up as a whole."""
         kinds = {row: kind for kind, row in enumerate(dict.fromkeys(rows))}
         numbers = np.array([[self._add(name) for name in row] for row in kinds], "<u2").reshape(-1, len(NAMED))
@@ -78,11 +78,11 @@ class NameTable:
         return self._numbers[name]
 
 
-def parsed(data: bytes, names: NameTable) -> tuple[NDArray[Any], list[int]]:
+def parse_lines(data: bytes, names: NameTable) -> tuple[NDArray[Any], list[int]]:
     """Whole lines as columns, and which of them (counted from 0) are no ticket's and left out."""
-    lines, strange = _decoded(data)
+    lines, strange = _decode_lines(data)
     columns = np.empty(len(lines), LINE)
-    named = names.numbered(list(map(attrgetter(*NAMED), lines)))
+    named = names.number_rows(list(map(attrgetter(*NAMED), lines)))
     for place, column in enumerate(NAMED):
         columns[column] = named[:, place]
     for column in sorted(set(LINE.names or ()) - set(NAMED)):
@@ -96,10 +96,10 @@ def as_dict(line: np.void, names: NameTable) -> dict[str, Any]:
     found |= {key: names.all[line[key]] for key in ("env", "state")}
     if line["reason"]:
         found["reason"] = names.all[line["reason"]]
-    return found | {key: int(line[key]) for key in ("step", "since", "replays") if line[key] != NOTHING}
+    return found | {key: int(line[key]) for key in ("step", "since", "replays") if line[key] != MISSING_VALUE}
 
 
-def _decoded(data: bytes) -> tuple[list[_Line], list[int]]:
+def _decode_lines(data: bytes) -> tuple[list[_Line], list[int]]:
     """All lines at once; one by one only where that fails, or where a line may hold none or two objects."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         lines, count = _line_decoder.decode_lines(data), data.count(b"\n")
@@ -145,9 +145,9 @@ def digest(journal: int, at: int) -> str:
     return found.hexdigest()
 
 
-_WORTH = 50_000
+_LINES_WORTH_SAVING = 50_000
 """So many lines that were read anew are worth keeping beside the journal."""
-_SOON = 4 << 20
+_QUICK_BYTES = 4 << 20
 """Bytes that are read without a noticeable delay."""
 
 
@@ -169,21 +169,21 @@ class _Journal:
     @cached_property
     def ends(self) -> NDArray[Any]:
         """The last line of each ticket, the newest ticket first."""
-        last = np.flatnonzero(np.diff(self.numbers, append=NOTHING - 1))
+        last = np.flatnonzero(np.diff(self.numbers, append=MISSING_VALUE - 1))
         return self.lines[self.order[last[::-1]]]
 
 
 class Tickets:
     """Every ticket's states, in the order they came. What was read once is kept, and only new lines are read."""
 
-    def __init__(self, run: RunDirectory, worth: int = _WORTH) -> None:
+    def __init__(self, run: RunDirectory, worth: int = _LINES_WORTH_SAVING) -> None:
         self._path = run.tickets_file
         self._index = run.root / ".tickets.index"
         self._worth = worth
         self._lock = threading.Lock()
         self._forget()
 
-    def life(self, number: int, env: str | None = None) -> list[dict[str, Any]]:
+    def history(self, number: int, env: str | None = None) -> list[dict[str, Any]]:
         """All states of one ticket, the earliest first."""
         journal = self._read()
         first, last = np.searchsorted(journal.numbers, [number, number + 1])
@@ -197,7 +197,7 @@ class Tickets:
         reason: str | None = None,
         offset: int = 0,
         limit: int | None = 50,
-    ) -> Found[dict[str, Any]]:
+    ) -> ResultPage[dict[str, Any]]:
         """Tickets by their last state, the newest first."""
         journal = self._read()
         fitting = journal.ends
@@ -205,7 +205,7 @@ class Tickets:
             if name is not None:
                 fitting = fitting[fitting[column] == journal.names.number(name)]
         page = fitting[offset : None if limit is None else offset + limit]
-        return Found(len(fitting), [as_dict(line, journal.names) for line in page])
+        return ResultPage(len(fitting), [as_dict(line, journal.names) for line in page])
 
     def states(self) -> dict[str, int]:
         """How many tickets are in each state now."""
@@ -230,9 +230,9 @@ class Tickets:
 
     def problems(self, patient: bool = True) -> list[str]:
         """What could not be read. Without `patient`, only what is known, where the rest would take a while to read."""
-        if patient or identity(self._path)[2] - self._position.at < _SOON:
+        if patient or identity(self._path)[2] - self._position.at < _QUICK_BYTES:
             self._read()
-        return left_out(self._path, "no ticket's", self._position.strange, self._position.first)
+        return skipped_lines_note(self._path, "no ticket's", self._position.strange, self._position.first)
 
     def _forget(self) -> None:
         self._identity = (0, 0)
@@ -276,7 +276,7 @@ class Tickets:
         """Read what came since, block by block: all of it at once would take ten times its room."""
         position, names, found = self._position, self._journal.names, [self._journal.lines]
         for data in _whole_lines(descriptor, position.at, size):
-            lines, strange = parsed(data, names)
+            lines, strange = parse_lines(data, names)
             if strange and not position.first:
                 position.first = position.count + strange[0] + 1
             position.strange += len(strange)

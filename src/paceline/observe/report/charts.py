@@ -1,4 +1,4 @@
-"""Computes the charts and the timeline of a report: the coordinates of what `report.html` draws as SVG."""
+"""Computes the coordinates of the charts and the timeline that `report.html` draws as SVG."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.observe.analysis.text import figure, line
+from paceline.observe.analysis.text import format_number, safe_line
 from paceline.observe.analysis.timeline import lanes
 from paceline.observe.record import RunFolder
 
@@ -15,14 +15,14 @@ Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 460, 190
 LEFT, RIGHT, TOP, BOTTOM = 50, 8, 8, 22
-BINS = 220
+CURVE_BINS = 220
 """Points of a curve that are drawn, twice: a lowest and a highest each."""
 COLOURS = 8
-FEW = 16
-"""Points of a curve, below which each is marked."""
+DOTS_BELOW = 16
+"""Curves with fewer points get a dot at each."""
 MOST_CURVES = 10
-LARGEST = 1e30
-"""What is beyond this, or no number at all, is not drawn."""
+DRAWN_LIMIT = 1e30
+"""Larger absolute values and NaN are not drawn."""
 
 CHARTS = (
     ("Reward", "mean of what was sampled, before filters", r"reward/(.+)/mean", None),
@@ -53,7 +53,7 @@ class Scale:
         return round(self.start + share * (self.end - self.start), 1)
 
     def ticks(self, most: int) -> list[float]:
-        """Round numbers within."""
+        """Round numbers inside the range."""
         rough = (self.high - self.low) / most
         size = 10.0 ** math.floor(math.log10(rough))
         each = next(size * unit for unit in (1, 2, 5, 10) if size * unit >= rough * 0.999)
@@ -61,15 +61,15 @@ class Scale:
         return [number * each for number in range(first, math.floor(self.high / each + 1e-9) + 1)]
 
 
-def bounds(values: Sequence[float], least: float | None = None) -> tuple[float, float]:
-    """Bounds that hold all values and have a length, whatever the values are."""
+def axis_bounds(values: Sequence[float], least: float | None = None) -> tuple[float, float]:
+    """Bounds of an axis that hold all values and are never empty."""
     low, high = min(values), max(values)
     low = low if least is None else min(least, low)
     room = max(high - low, abs(high) * 1e-3, 1e-9)
     return (low if least is not None and low == least else low - 0.04 * room), high + 0.04 * room
 
 
-def thin(points: Points, bins: int) -> Points:
+def downsample(points: Points, bins: int) -> Points:
     """At most a lowest and a highest point for each bin, so that no spike is lost."""
     if len(points) <= 2 * bins:
         return points
@@ -81,7 +81,7 @@ def thin(points: Points, bins: int) -> Points:
     return found
 
 
-def charts(run: RunFolder) -> list[dict[str, Any]]:
+def run_charts(run: RunFolder) -> list[dict[str, Any]]:
     """The charts of a run's metrics that have any point."""
     columns, found = run.metrics(), []
     for title, hint, pattern, least in CHARTS:
@@ -93,23 +93,28 @@ def charts(run: RunFolder) -> list[dict[str, Any]]:
                 # A reason that never struck needs no curve.
                 if not title.startswith("Dropped") or any(value for _, value in points):
                     series[matched[1].replace("_", " ") or "sum"] = points
-        found.append(chart(title, hint, series, least))
+        found.append(build_chart(title, hint, series, least))
     return [one for one in found if one is not None]
 
 
-def chart(title: str, hint: str, series: Mapping[str, Points], least: float | None = None) -> dict[str, Any] | None:
+def build_chart(
+    title: str, hint: str, series: Mapping[str, Points], least: float | None = None
+) -> dict[str, Any] | None:
     """A chart of these curves, with the step on the x axis; nothing where there is no point."""
     # NaN is not less than anything.
-    clean = {name: [(x, y) for x, y in p if abs(x) < LARGEST and abs(y) < LARGEST] for name, p in series.items()}
+    clean = {
+        name: [(x, y) for x, y in p if abs(x) < DRAWN_LIMIT and abs(y) < DRAWN_LIMIT] for name, p in series.items()
+    }
     drawn = [(name, points) for name, points in clean.items() if points]
     shown = drawn[:MOST_CURVES]
     if not shown:
         return None
-    x = Scale(*bounds([step for _, points in shown for step, _ in points]), LEFT, WIDTH - RIGHT)
-    y = Scale(*bounds([value for _, points in shown for _, value in points], least), HEIGHT - BOTTOM, TOP)
+    x = Scale(*axis_bounds([step for _, points in shown for step, _ in points]), LEFT, WIDTH - RIGHT)
+    y = Scale(*axis_bounds([value for _, points in shown for _, value in points], least), HEIGHT - BOTTOM, TOP)
     ends = "; ".join(
-        f"{name or title} from {figure(p[0][1])} at step {p[0][0]:.0f} to {figure(p[-1][1])} at step {p[-1][0]:.0f}"
-        for name, p in shown
+        f"{name or title} from {format_number(first)} at step {start:.0f} to {format_number(last)} at step {end:.0f}"
+        for name, points in shown
+        for (start, first), (end, last) in [(points[0], points[-1])]
     )
     steps = sorted({round(tick) for tick in x.ticks(6) if tick >= 0})
     return {
@@ -122,9 +127,9 @@ def chart(title: str, hint: str, series: Mapping[str, Points], least: float | No
             {
                 "name": name,
                 "colour": f"s{place % COLOURS + 1}",
-                "line": " ".join(f"{x(step)},{y(value)}" for step, value in thin(points, BINS)),
-                "dots": [(x(step), y(value)) for step, value in points] if len(points) < FEW else [],
-                "last": figure(points[-1][1]),
+                "line": " ".join(f"{x(step)},{y(value)}" for step, value in downsample(points, CURVE_BINS)),
+                "dots": [(x(step), y(value)) for step, value in points] if len(points) < DOTS_BELOW else [],
+                "last": format_number(points[-1][1]),
             }
             for place, (name, points) in enumerate(shown)
         ],
@@ -135,7 +140,7 @@ def chart(title: str, hint: str, series: Mapping[str, Points], least: float | No
 LANE_WIDTH, ROW, GAP, LANE_LEFT = 720, 24, 8, 130
 LANE_BINS = 200
 MOST_LANES = 12
-KINDS = {"wait": "idle", "train": "s1", "score": "s6", "publish": "s2", "eval": "s4", "playing": "s5"}
+LANE_COLOURS = {"wait": "idle", "train": "s1", "score": "s6", "publish": "s2", "eval": "s4", "playing": "s5"}
 """Colours of what lanes do; the rest is an engine's work."""
 
 
@@ -155,7 +160,7 @@ def timeline(run: RunFolder) -> dict[str, Any] | None:
         "height": len(shown) * (ROW + GAP) + 18,
         "seconds": f"{end - start:,.0f} s",
         "rows": [
-            (line(lane["lane"].replace("environment ", "env "), 19), floor, _boxes(lane["spans"], floor, x))
+            (safe_line(lane["lane"].replace("environment ", "env "), 19), floor, _boxes(lane["spans"], floor, x))
             for lane, floor in zip(shown, floors, strict=True)
         ],
     }
@@ -163,14 +168,14 @@ def timeline(run: RunFolder) -> dict[str, Any] | None:
 
 def _boxes(spans: Sequence[Sequence], floor: int, x: Scale) -> list[dict[str, Any]]:
     boxes = []
-    raised: dict[float, float] = {}
+    stacked: dict[float, float] = {}
     for begun, ended, kind, share, *_ in spans:
         left, height = max(float(LANE_LEFT), x(begun)), round(share * ROW, 1)
         width = round(min(x(ended), LANE_WIDTH) - left, 1)
         if width <= 0 and height <= 0:
             continue
-        under = raised.get(begun, 0.0)  # bins of several kinds stand on one another
-        raised[begun] = under + height
-        at = {"x": left, "y": round(floor - under - height, 1), "width": max(width, 0.5), "height": height}
-        boxes.append(at | {"colour": KINDS.get(kind, "s3")})
+        base = stacked.get(begun, 0.0)  # bins of several kinds are stacked
+        stacked[begun] = base + height
+        at = {"x": left, "y": round(floor - base - height, 1), "width": max(width, 0.5), "height": height}
+        boxes.append(at | {"colour": LANE_COLOURS.get(kind, "s3")})
     return boxes

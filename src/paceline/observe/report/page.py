@@ -1,4 +1,4 @@
-"""Writes the report of a run as one self-contained HTML file: no script, no image, no font, no link out."""
+"""Writes the report of a run as one self-contained HTML file: no script, image, font or external link."""
 
 import base64
 import hashlib
@@ -14,29 +14,43 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from paceline.errors import PacelineError
-from paceline.observe.analysis.text import around, event_text, figure, harmless, line, moment
+from paceline.observe.analysis.text import (
+    escape_control_chars,
+    event_text,
+    format_number,
+    format_timestamp,
+    format_whole_seconds,
+    safe_line,
+)
 from paceline.observe.analysis.vitals import MetricTrend, Trends, Vitals, vitals
 from paceline.observe.monitor.directory import replace_file
-from paceline.observe.monitor.text import amount, change, count, reasons, score, seconds
-from paceline.observe.record import Gone, Query, Row, RunFolder, open_run
+from paceline.observe.monitor.text import (
+    format_amount,
+    format_change,
+    format_count,
+    format_reasons,
+    format_score,
+    format_seconds,
+)
+from paceline.observe.record import Query, RolloutNotFound, Row, RunFolder, open_run
 from paceline.observe.record.advice import Advisory, advice_window, advise
-from paceline.observe.record.advice.rules import silence
-from paceline.observe.report.charts import charts, timeline
+from paceline.observe.record.advice.rules import silence_reason
+from paceline.observe.report.charts import run_charts, timeline
 from paceline.observe.web.messages import conversations
 
-LATE = 20
-"""Steps before the last whose rollouts are looked at: what the policy does now, not what it did at first."""
+RECENT_STEPS = 20
+"""Steps before the last from which rollouts are picked."""
 MOST_ENVS = 8
 MOST_TEXT = 3000
 """Characters of one text."""
-GROUPS = 64
-"""Rollouts that are looked at for each that is shown."""
+CANDIDATES = 64
+"""Rollouts that are considered for each that is shown."""
 MOST_MESSAGES = 24
-BUDGET = 300_000
+MOST_CONVERSATION_TEXT = 300_000
 """Characters of all conversations together: the file stays one that can be sent."""
 MOST_EVENTS = 40
 MOST_VALUE = 600
-STATES = {
+STATE_TEXTS = {
     "running": "is running",
     "starting": "is starting",
     "finished": "has finished",
@@ -46,13 +60,15 @@ STATES = {
 }
 STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 _HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
-POLICY = f"default-src 'none'; style-src 'sha256-{_HASH}'; base-uri 'none'; form-action 'none'"
-"""Text is escaped; should markup get in all the same, the browser runs and loads nothing of it."""
+CONTENT_SECURITY_POLICY = f"default-src 'none'; style-src 'sha256-{_HASH}'; base-uri 'none'; form-action 'none'"
+"""A second defence behind escaping: the browser runs and loads nothing."""
 
 
 def _printable(value: Any) -> Any:
-    """No control character, and nothing that reverses the text after it."""
-    return harmless(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
+    """A string without control and bidirectional characters."""
+    return (
+        escape_control_chars(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
+    )
 
 
 def _shorten(text: str) -> str:
@@ -69,78 +85,81 @@ TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-TEMPLATES.filters |= {"line": line, "shorten": _shorten, "sentence": lambda text: f"{text[:1].upper()}{text[1:]}"}
+TEMPLATES.filters |= {"line": safe_line, "shorten": _shorten, "sentence": lambda text: f"{text[:1].upper()}{text[1:]}"}
 
 
-def page(run: RunFolder, rollouts: int, now: float | None = None) -> str:
-    """The whole file."""
+def render_report(run: RunFolder, rollouts: int, now: float | None = None) -> str:
+    """The HTML of the report."""
     shown, window = vitals(run, now), advice_window(run)
     found, status = advise(window), shown.status
     return TEMPLATES.get_template(
         "report.html"
     ).render(
         run=shown,
-        policy=POLICY,
+        policy=CONTENT_SECURITY_POLICY,
         style=Markup(STYLE),  # the one text that must not be escaped: the browser hashes it as it stands
         facts=[
             *shown.tags,
             status.device,
-            f"{count(status.parameters)} parameters" if status.parameters else "",
-            f"began {moment(status.began)}" if status.began else "",
-            f"ended {moment(status.ended)}" if status.ended else "",
+            f"{format_count(status.parameters)} parameters" if status.parameters else "",
+            f"began {format_timestamp(status.began)}" if status.began else "",
+            f"ended {format_timestamp(status.ended)}" if status.ended else "",
         ],
         problems=run.problems(),
-        summary=_sentences(shown, found),
+        summary=_summary(shown, found),
         tiles=_tiles(shown),
-        charts=charts(run),
+        charts=run_charts(run),
         timeline=timeline(run),
         advice=found,
-        silence=silence(window),
+        silence=silence_reason(window),
         conversations=_conversations(run, rollouts),
-        settings=[(one.key, _setting(one.value), _setting(one.default)) for one in run.changed()],
+        settings=[(one.key, _format_setting(one.value), _format_setting(one.default)) for one in run.changed_keys()],
         dropped=[
             (reason.replace("_", " "), f"{number:,}")
-            for reason, number in sorted(shown.dropped.items(), key=lambda item: -item[1])
+            for reason, number in sorted(shown.dropped_counts.items(), key=lambda item: -item[1])
         ],
         events=[
-            (moment(event.get("time")), event.get("event") == "note", event_text(event))
+            (format_timestamp(event.get("time")), event.get("event") == "note", event_text(event))
             for event in reversed(shown.events[-MOST_EVENTS:])
         ],
         commands=_commands(shown),
         version=version("paceline"),
-        now=moment(shown.now),
+        now=format_timestamp(shown.now),
     )
 
 
-def _sentences(run: Vitals, advice: list[Advisory]) -> Iterator[str]:
+def _summary(run: Vitals, advice: list[Advisory]) -> Iterator[str]:
     """The summary, for a reader who has not seen the run."""
     status = run.status
     steps = (
-        amount(status.step, "step") if not status.total_steps else f"{status.step:,} of {status.total_steps:,} steps"
+        format_amount(status.step, "step")
+        if not status.total_steps
+        else f"{status.step:,} of {status.total_steps:,} steps"
     )
-    took = f" in {around(run.seen - status.began)}" if run.seen and status.began else ""
-    yield f"The run {STATES[status.state]}: it has done {steps}{took}{f' on {status.device}' if status.device else ''}."
+    took = f" in {format_whole_seconds(run.last_seen - status.began)}" if run.last_seen and status.began else ""
+    device = f" on {status.device}" if status.device else ""
+    yield f"The run {STATE_TEXTS[status.state]}: it has done {steps}{took}{device}."
     for env, trend in _by_env(run.rewards).items():
-        yield f"The reward in training{env} {_course(trend)}."
+        yield f"The reward in training{env} {_trend_text(trend)}."
     for env, trend in _by_env(run.held_out).items():
-        what = "share of exactly right replies" if run.kind == "exact" else "reward"
-        yield f"On held-out rows{env} the {what} {_course(trend)}."
-    if run.recent:
-        yield f"Who waits for whom: {run.waits}."
-    if run.dropped:
-        yield f"Dropped on the way: {line(reasons(run.dropped))}."
+        what = "share of exactly right replies" if run.eval_kind == "exact" else "reward"
+        yield f"On held-out rows{env} the {what} {_trend_text(trend)}."
+    if run.recent_means:
+        yield f"Who waits for whom: {run.waiting_side}."
+    if run.dropped_counts:
+        yield f"Dropped on the way: {safe_line(format_reasons(run.dropped_counts))}."
     if advice:
-        yield f"Its own figures raise {amount(len(advice), 'point')}, below."
+        yield f"Its own figures raise {format_amount(len(advice), 'point')}, below."
 
 
 def _by_env(trends: Trends) -> Trends:
-    """Environments one by one, by the words that name them; a single one needs no name."""
-    envs = {f" of {line(env, 60)}": trend for env, trend in trends.items() if env}
+    """The trends by environment; a single environment is not named."""
+    envs = {f" of {safe_line(env, 60)}": trend for env, trend in trends.items() if env}
     return envs if len(envs) > 1 else dict(list(trends.items())[:1])
 
 
-def _course(trend: MetricTrend) -> str:
-    first, last = score(trend.first), score(trend.last)
+def _trend_text(trend: MetricTrend) -> str:
+    first, last = format_score(trend.first), format_score(trend.last)
     if len(trend.curve) < 2:
         return f"was measured once, {last}"
     if first == last:
@@ -150,32 +169,36 @@ def _course(trend: MetricTrend) -> str:
 
 def _tiles(run: Vitals) -> list[tuple[str, str, str]]:
     """Name, value and detail of each vital sign, as on the page of a run."""
-    status, recent = run.status, run.recent
-    allowed = "" if run.allowed is None else f"versions old; {run.allowed} allowed"
-    pace = "" if run.pace is None else f"{seconds(run.pace)} a step"
-    left = "" if run.left is None else f", about {around(run.left)} left"
-    sampled, trained = ("–" if name not in recent else count(recent[name]) for name in ("tokens/s", "train_tokens/s"))
+    status, recent = run.status, run.recent_means
+    allowed = "" if run.max_staleness is None else f"versions old; {run.max_staleness} allowed"
+    pace = "" if run.pace is None else f"{format_seconds(run.pace)} a step"
+    left = "" if run.seconds_left is None else f", about {format_whole_seconds(run.seconds_left)} left"
+    sampled, trained = (
+        "–" if name not in recent else format_count(recent[name]) for name in ("tokens/s", "train_tokens/s")
+    )
     return [
         ("Step", f"{status.step:,}" + (f" of {status.total_steps:,}" if status.total_steps else ""), pace + left),
-        ("Reward", *_ends(run.rewards.get(""))),
-        (f"Held-out {run.kind}", *_ends(run.held_out.get(""))),
-        ("Loss", figure(recent.get("loss")), ""),
-        ("Gradient norm", figure(recent.get("grad_norm")), "before clipping"),
-        ("Entropy", figure(recent.get("entropy")), "nats a token"),
-        ("Mismatch", figure(recent.get("mismatch_kl")), "KL of trainer and sampler"),
-        ("Staleness", figure(recent.get("staleness/mean")), allowed),
+        ("Reward", *_trend_tile(run.rewards.get(""))),
+        (f"Held-out {run.eval_kind}", *_trend_tile(run.held_out.get(""))),
+        ("Loss", format_number(recent.get("loss")), ""),
+        ("Gradient norm", format_number(recent.get("grad_norm")), "before clipping"),
+        ("Entropy", format_number(recent.get("entropy")), "nats a token"),
+        ("Mismatch", format_number(recent.get("mismatch_kl")), "KL of trainer and sampler"),
+        ("Staleness", format_number(recent.get("staleness/mean")), allowed),
         ("Tokens a second", sampled, f"sampled; {trained} trained"),
-        *((lane.lane, f"{lane.share:.0%}", lane.detail or "busy, at the end") for lane in run.busy.lanes),
+        *((lane.lane, f"{lane.share:.0%}", lane.detail or "busy, at the end") for lane in run.load.lanes),
     ]
 
 
-def _ends(trend: MetricTrend | None) -> tuple[str, str]:
+def _trend_tile(trend: MetricTrend | None) -> tuple[str, str]:
     if trend is None:
         return "–", "not measured"
-    return score(trend.last), f"{score(trend.first)} at the start, {change(trend.first, trend.last)}"
+    return format_score(
+        trend.last
+    ), f"{format_score(trend.first)} at the start, {format_change(trend.first, trend.last)}"
 
 
-def _setting(value: Any) -> str | None:
+def _format_setting(value: Any) -> str | None:
     if value is None:
         return None
     text = json.dumps(value, ensure_ascii=False, default=str)
@@ -185,7 +208,7 @@ def _setting(value: Any) -> str | None:
 def _commands(run: Vitals) -> list[tuple[str, str]]:
     """Commands to run where the run directory is, and what each does."""
     place = shlex.quote(str(run.path))
-    what, command = run.onward
+    what, command = run.next_action
     return [
         (command, what),
         (f"paceline ui {place}", "shows every rollout, token and ticket in a browser"),
@@ -205,18 +228,21 @@ def _conversations(run: RunFolder, each: int) -> Iterator[Markup]:
     if each < 1:
         yield faint(f"Left out. The run recorded {run.rollouts.count:,} rollouts.")
         return
-    first = max(0, last - LATE + 1)
-    few = "" if run.rollouts.kept else " The run keeps no full record, so these are among the few it wrote down."
+    first = max(0, last - RECENT_STEPS + 1)
+    few = "" if run.rollouts.keeps_all else " The run keeps no full record, so these are among the few it wrote down."
     yield faint(f"From training steps {first} to {last}, by reward.{few}")
-    left = BUDGET
+    left = MOST_CONVERSATION_TEXT
     for env in envs[:MOST_ENVS]:
-        yield Markup("<h3>{}</h3>").format(line(env, 80))
-        for rank, row in _chosen(run, env, (first, last), each):
-            fate = row.state.replace(":", ": ").replace("_", " ")
-            facts = f"reward {figure(row.reward)}, step {row.step}, ticket {row.ticket}, {row.tokens} tokens, {fate}"
+        yield Markup("<h3>{}</h3>").format(safe_line(env, 80))
+        for rank, row in _pick_rollouts(run, env, (first, last), each):
+            state = row.state.replace(":", ": ").replace("_", " ")
+            reward = format_number(row.reward)
+            facts = f"reward {reward}, step {row.step}, ticket {row.ticket}, {row.tokens} tokens, {state}"
             content = _conversation(run, row) if left > 0 else {"problem": "Left out: the file is large enough."}
             empty = {"problem": "", "messages": (), "skipped": 0, "others": 0}
-            shown = TEMPLATES.get_template("conversation.html").render(empty | content, title=line(f"{rank}: {facts}"))
+            shown = TEMPLATES.get_template("conversation.html").render(
+                empty | content, title=safe_line(f"{rank}: {facts}")
+            )
             left -= len(shown) if "messages" in content else 0
             yield Markup(shown)
     if len(envs) > MOST_ENVS:
@@ -226,7 +252,7 @@ def _conversations(run: RunFolder, each: int) -> Iterator[Markup]:
 def _conversation(run: RunFolder, row: Row) -> dict[str, Any]:
     try:
         found = conversations(run.rollouts.get(row.index))
-    except Gone as error:
+    except RolloutNotFound as error:
         return {"problem": f"It cannot be read: {error}"}
     if not found["shown"]:
         return {"problem": "Its conversation was not kept."}
@@ -235,19 +261,19 @@ def _conversation(run: RunFolder, row: Row) -> dict[str, Any]:
     return {"messages": messages[skipped:], "skipped": skipped, "others": found["total"] - 1}
 
 
-def _chosen(run: RunFolder, env: str, steps: tuple[int, int], each: int) -> list[tuple[str, Row]]:
-    """No two of one ticket: members of a group that did well often said the same."""
+def _pick_rollouts(run: RunFolder, env: str, steps: tuple[int, int], each: int) -> list[tuple[str, Row]]:
+    """The best, median and worst rollouts, at most one of a ticket: members of a group often say the same."""
     any_reward = (float("-inf"), None)
-    asked = Query(env=env, step=steps, domain="training", error=False, reward=any_reward, limit=GROUPS * each)
-    middle = run.rollouts.find(replace(asked, limit=0)).total // 2
+    query = Query(env=env, step=steps, domain="training", error=False, reward=any_reward, limit=CANDIDATES * each)
+    middle = run.rollouts.find(replace(query, limit=0)).total // 2
     found: dict[int, tuple[str, Row]] = {}
-    for rank, query in (
-        ("best", replace(asked, sort="-reward")),
-        ("worst", replace(asked, sort="reward")),
-        ("median", replace(asked, sort="reward", offset=middle)),
+    for rank, ranked in (
+        ("best", replace(query, sort="-reward")),
+        ("worst", replace(query, sort="reward")),
+        ("median", replace(query, sort="reward", offset=middle)),
     ):
         by_ticket: dict[int, Row] = {}
-        for row in run.rollouts.find(query).rows:
+        for row in run.rollouts.find(ranked).rows:
             if row.ticket not in found:
                 by_ticket.setdefault(row.ticket, row)
         found |= {ticket: (rank, row) for ticket, row in list(by_ticket.items())[:each]}
@@ -261,7 +287,7 @@ def write_report(directory: Path, file: Path | None, rollouts: int) -> Path:
     run = open_run(directory)
     file = Path(f"{run.name}-report.html") if file is None else file
     try:
-        replace_file(file, [page(run, rollouts).encode("utf-8")], durable=False)
+        replace_file(file, [render_report(run, rollouts).encode("utf-8")], durable=False)
     except OSError as error:
         raise PacelineError(f"{file} cannot be written: {error.strerror}; name another place with -o") from None
     return file

@@ -1,4 +1,4 @@
-"""The live view of `paceline top`: reads the run each second in a thread, so that a slow disk blocks no key."""
+"""The live view of `paceline top`: polls the run in a thread, so that a slow disk blocks no key."""
 
 from typing import ClassVar
 
@@ -11,12 +11,12 @@ from textual.widgets import Footer, Static
 from textual.worker import Worker, WorkerState
 
 from paceline.errors import PacelineError
-from paceline.observe.analysis.text import line
+from paceline.observe.analysis.text import safe_line
 from paceline.observe.terminal.drawing import RunPoller, RunSnapshot
 from paceline.observe.web.runs import Runs
 
-LOOK_SECONDS = 1.0
-"""Seconds between two looks."""
+POLL_SECONDS = 1.0
+"""Seconds between two polls."""
 HELP = """\
 q          leave; the run goes on
 j k ↓ ↑    the next or previous run of a folder; scrolls a single one
@@ -68,49 +68,49 @@ class TopApp(App[None]):
     def __init__(self, runs: Runs) -> None:
         super().__init__()
         self._runs = runs
-        self._paths = runs.names()
-        self.shown = next(iter(self._paths))
-        """The name of the run that is looked at."""
+        self._paths = runs.paths()
+        self.run_name = next(iter(self._paths))
+        """The name of the run on screen."""
         self._pollers: dict[str, RunPoller] = {}
-        self._seen: RunSnapshot | str = ""
-        self._looking: Worker[RunSnapshot | str] | None = None
-        self._place, self._picture = Static(id="place", markup=False), Static(markup=False)
+        self._snapshot: RunSnapshot | str = ""
+        self._worker: Worker[RunSnapshot | str] | None = None
+        self._position, self._picture = Static(id="place", markup=False), Static(markup=False)
         self._scroll = VerticalScroll(can_focus=False)
 
     def compose(self) -> ComposeResult:
-        yield self._place
+        yield self._position
         with self._scroll:
             yield self._picture
         yield Footer()
 
     def on_mount(self) -> None:
-        self.set_interval(LOOK_SECONDS, self.look)
-        self._turn_to(self.shown)
+        self.set_interval(POLL_SECONDS, self.poll)
+        self._show_run(self.run_name)
 
     def on_resize(self) -> None:
         self._draw()
 
-    def look(self) -> None:
-        """Look again, unless the last look is still under way."""
-        if self._looking is None or self._looking.is_finished:
-            name = self.shown
-            self._looking = self.run_worker(lambda: self._read(name), thread=True, name=name)
+    def poll(self) -> None:
+        """Poll the run in a worker, unless the last poll still runs."""
+        if self._worker is None or self._worker.is_finished:
+            name = self.run_name
+            self._worker = self.run_worker(lambda: self._read(name), thread=True, name=name)
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if event.state is not WorkerState.SUCCESS:
             return
-        if event.worker.name != self.shown:  # the user went on to another run meanwhile
-            self.look()
-        elif (seen := event.worker.result) is not None:
-            self._seen = seen
+        if event.worker.name != self.run_name:  # the user went on to another run meanwhile
+            self.poll()
+        elif (snapshot := event.worker.result) is not None:
+            self._snapshot = snapshot
             self._draw()
 
     def action_go(self, by: int) -> None:
         # Those that are known keep their places, whichever of them wrote last.
-        self._paths |= self._runs.names()
+        self._paths |= self._runs.paths()
         order = list(self._paths)
         if len(order) > 1:
-            self._turn_to(order[(order.index(self.shown) + by) % len(order)])
+            self._show_run(order[(order.index(self.run_name) + by) % len(order)])
         else:
             self._scroll.scroll_relative(y=by, animate=False)
 
@@ -123,27 +123,27 @@ class TopApp(App[None]):
     def action_help(self) -> None:
         self.push_screen(HelpScreen())
 
-    def _turn_to(self, name: str) -> None:
-        self.shown, self._seen = name, f"reading {line(name)}"
+    def _show_run(self, name: str) -> None:
+        self.run_name, self._snapshot = name, f"reading {safe_line(name)}"
         order = list(self._paths)
-        self._place.display = len(order) > 1
-        self._place.update(Text(f"run {order.index(name) + 1} of {len(order)}"))
+        self._position.display = len(order) > 1
+        self._position.update(Text(f"run {order.index(name) + 1} of {len(order)}"))
         self._draw()
-        self.look()
+        self.poll()
 
     def _read(self, name: str) -> RunSnapshot | str:
-        """In a thread; what cannot be read is a sentence and may be there at the next look."""
+        """Runs in a thread. Returns a sentence where the run cannot be read; the next poll tries again."""
         path = self._paths[name]
         if not path.is_dir():
-            return f"{line(path)} is gone"
+            return f"{safe_line(path)} is gone"
         try:
             if name not in self._pollers:
-                self._pollers[name] = RunPoller(self._runs.at(path))
-            return self._pollers[name].look()
+                self._pollers[name] = RunPoller(self._runs.open_path(path))
+            return self._pollers[name].poll()
         except (OSError, PacelineError) as error:
-            return f"{line(path)} cannot be read now: {line(error)}"
+            return f"{safe_line(path)} cannot be read now: {safe_line(error)}"
 
     def _draw(self) -> None:
-        seen = self._seen
+        snapshot = self._snapshot
         width = max(20, self.size.width - 4)  # the padding, and a bar to scroll by
-        self._picture.update(Text(seen) if isinstance(seen, str) else seen.drawn(width))
+        self._picture.update(Text(snapshot) if isinstance(snapshot, str) else snapshot.render(width))

@@ -1,4 +1,4 @@
-"""The local web app over run directories: `paceline ui [RUNS]`. Imports neither torch nor transformers."""
+"""The local web app over run directories, `paceline ui [RUNS]`. Imports neither torch nor transformers."""
 
 from paceline.observe.web.app import KEY_VARIABLE, UiOptions, build_app, load_options, serve_ui
 

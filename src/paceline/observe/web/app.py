@@ -13,16 +13,16 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse
 
 from paceline.config.base import Section
-from paceline.config.errors import from_flags
+from paceline.config.errors import options_from_flags
 from paceline.errors import PacelineError
-from paceline.observe.record import Gone
+from paceline.observe.record import RolloutNotFound
 from paceline.observe.web import compare, overview, replay, rollouts, tickets
 from paceline.observe.web.http import STATIC, UiGuard
 from paceline.observe.web.runs import Runs
 from paceline.util.connections import GracefulServer, is_loopback, listen, server_config
 
 log = logging.getLogger("paceline.observe.web")
-GROUPS = (overview, rollouts, tickets, replay, compare)
+ROUTE_MODULES = (overview, rollouts, tickets, replay, compare)
 """The modules of routes, each with a `router`."""
 
 
@@ -30,23 +30,23 @@ def build_app(folder: Path, key: str | None = None) -> FastAPI:
     """The app over a folder of runs, or over one run."""
     app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.runs = Runs(folder)
-    app.state.comparisons, app.state.replays = compare.Comparisons(), replay.ReplayRunner()
-    for group in GROUPS:
+    app.state.comparisons, app.state.replays = compare.ComparisonJobs(), replay.ReplayRunner()
+    for group in ROUTE_MODULES:
         app.include_router(group.router, prefix="/api")
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    app.add_api_route("/", _page, methods=["GET"], response_model=None)
-    for kind in (HTTPException, Gone, PacelineError, RequestValidationError, Exception):
-        app.add_exception_handler(kind, _explain)
+    app.add_api_route("/", _index_page, methods=["GET"], response_model=None)
+    for kind in (HTTPException, RolloutNotFound, PacelineError, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _error_response)
     app.add_middleware(UiGuard, key=key)
     return app
 
 
-async def _page() -> Response:
+async def _index_page() -> Response:
     return FileResponse(STATIC / "index.html")
 
 
-async def _explain(request: Request, error: Exception) -> Response:
-    """The error as a sentence."""
+async def _error_response(request: Request, error: Exception) -> Response:
+    """The error as JSON with one sentence."""
     path = request.url.path
     match error:
         case HTTPException():
@@ -55,7 +55,7 @@ async def _explain(request: Request, error: Exception) -> Response:
                 "Method Not Allowed": f"{path} does not take {request.method}",
             }
             status, sentence = error.status_code, sentences.get(error.detail, error.detail)
-        case Gone():
+        case RolloutNotFound():
             status, sentence = 404, str(error)
         case PacelineError():
             status, sentence = 409, str(error)
@@ -85,7 +85,7 @@ class UiOptions(Section):
     """Key that a browser must give to see anything."""
 
     @model_validator(mode="after")
-    def _guarded(self) -> "UiOptions":
+    def _check_access(self) -> "UiOptions":
         if not self.key and not is_loopback(self.host):
             raise ValueError(
                 f"{self.host} can be reached from other machines: give a key (--api-key or {KEY_VARIABLE}), "
@@ -98,11 +98,11 @@ class UiOptions(Section):
 
 def load_options(**flags: object) -> UiOptions:
     """The options from the command line's flags; those that are None have their defaults."""
-    return from_flags(UiOptions, flags)
+    return options_from_flags(UiOptions, flags)
 
 
 GRACE_SECONDS = 1
-"""Live pages hold their connection open for ever; shutdown does not wait for them."""
+"""Seconds that shutdown waits: live pages never close their connection themselves."""
 
 
 def serve_ui(options: UiOptions) -> None:

@@ -1,4 +1,4 @@
-"""Explains one token: which losses train it, by which formula, with which numbers, and what is not known.
+"""Explains one token: which losses train it, by which formula and with which numbers.
 
 The record holds the sampler's log probability and not the trainer's, so the ratio r = pi / old is known only where it
 must be 1. Elsewhere a card shows the term at r = 1, where the policy stands if it has not moved since, and from where
@@ -20,20 +20,20 @@ from paceline.config import RunConfig
 from paceline.config import algorithm as algorithms
 from paceline.config import trainer as losses
 from paceline.config.trainer import REF_KL_TRUST
-from paceline.data import Sample, Scales, count, fold, minibatches
-from paceline.observe.analysis.text import four_digits as figure
-from paceline.observe.record import Query, Row, RunFolder, Told
+from paceline.data import Sample, Scales, component_counts, minibatches, token_scales
+from paceline.observe.analysis.text import format_four_digits as figure
+from paceline.observe.record import Query, Row, RunFolder, StoredRollout
 from paceline.observe.record.layout import RecordFiles
 from paceline.observe.record.stored import identity
-from paceline.observe.web.rollouts import TRAINS, fate
-from paceline.observe.web.tokens import SHIPPED, Strip, settings_of, shipped_rows, trained_by
+from paceline.observe.web.rollouts import TRAINED_STATES, state_text
+from paceline.observe.web.tokens import SHIPPED_STATES, TokenStrip, credit_config, loss_weights, shipped_rows
 from paceline.trainer.batch import Ratio, TrainedTokens
 from paceline.trainer.terms import KL_TERMS, ref_kl_term, rl_term
 
 UNKNOWN_CONFIG = (
     "This version of Paceline does not understand the run's config, so it cannot say which formulas it used."
 )
-PARTS = ("rl", "ce", "ref_kl")
+LOSS_PARTS = ("rl", "ce", "ref_kl")
 FORMULAS = {
     "dppo": "−A · r + kl_tau · (log r)²",
     "ppo": "−min(r · A, clip(r) · A)",
@@ -41,9 +41,9 @@ FORMULAS = {
     "cispo": "−clip(r) · A · log π",
     "reinforce": "−A · log π",
 }
-PASS = 0.5
+PASS_REWARD = 0.5
 """As in grpo: a reward of at least this counts as a pass."""
-CLOSE = 1e-5
+CREDIT_TOLERANCE = 1e-5
 MOST_TOKENS = 4_000_000
 """Tokens of a batch that is counted for a card; the replay page takes its time for larger ones."""
 
@@ -64,7 +64,7 @@ class CardLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
+class TokenValues:
     """The known values of one token that trains. Log probabilities are at the sampling temperature."""
 
     advantage: float | None = None
@@ -74,35 +74,40 @@ class Token:
     base: float | None = None
 
 
-def card_of(run: RunFolder, rollout: Told, strip: Strip, at: int) -> dict[str, Any]:
+def token_card(run: RunFolder, rollout: StoredRollout, strip: TokenStrip, at: int) -> dict[str, Any]:
     """The card of one token, as plain values."""
-    config, state = settings_of(run), rollout.row.state
-    weights = {name: float(stream[at]) for name, stream in trained_by(strip).items() if stream[at]}
+    config, state = credit_config(run), rollout.row.state
+    weights = {name: float(stream[at]) for name, stream in loss_weights(strip).items() if stream[at]}
     card = {"at": at, "by": weights, "lines": [], "why": ""}
     if config is None:
         return card | {"why": UNKNOWN_CONFIG}
     if strip.sample is None or rollout.row.domain != "training":
-        return card | {"why": fate(state) if rollout.row.domain != "training" or not rollout.samples else ""}
+        return card | {"why": state_text(state) if rollout.row.domain != "training" or not rollout.samples else ""}
     lines = _lines(run, rollout, strip, at, config, weights)
-    why = fate(state) if state not in TRAINS else "" if weights else _why_untrained(rollout, strip, at, config)
+    if state in TRAINED_STATES:
+        why = "" if weights else _why_untrained(rollout, strip, at, config)
+    else:
+        why = state_text(state)
     return card | {"lines": [asdict(line) for line in lines], "why": why}
 
 
 def _lines(
-    run: RunFolder, rollout: Told, strip: Strip, at: int, config: RunConfig, weights: dict[str, float]
+    run: RunFolder, rollout: StoredRollout, strip: TokenStrip, at: int, config: RunConfig, weights: dict[str, float]
 ) -> list[CardLine]:
     trainer, lines = config.trainer, []
     streams = {"advantage": "advantages", "old": "logprobs", "ref": "ref_logprobs", "base": "base_logprobs"}
-    token = Token(**{key: float(strip.streams[name][at]) for key, name in streams.items() if name in strip.streams})
-    share = share_of(run, rollout, strip.number, config) if weights else None
+    token = TokenValues(
+        **{key: float(strip.streams[name][at]) for key, name in streams.items() if name in strip.streams}
+    )
+    share = sample_scales(run, rollout, strip.number, config) if weights else None
 
     def with_share(line: CardLine, part: str) -> list[CardLine]:
-        return [line, *_scaled(line, share, part, at, weights[part], config)]
+        return [line, *_share_lines(line, share, part, at, weights[part], config)]
 
     if "rl" in weights:
-        lines += [_credit(run, rollout.row, token.advantage, config), _ratio(strip, config)]
+        lines += [_credit_line(run, rollout.row, token.advantage, config), _ratio_line(strip, config)]
         lines += with_share(rl_line(trainer.loss, token), "rl")
-        if trainer.proximal is None and (edge := bound(trainer.loss, token)):
+        if trainer.proximal is None and (edge := bound_note(trainer.loss, token)):
             lines.append(CardLine("bound", note=edge))
         if trainer.kl is not None and trainer.kl.how == "loss":
             lines.append(kl_line(trainer.kl, token))
@@ -120,7 +125,7 @@ def _lines(
     return lines
 
 
-def rl_line(c: losses.LossConfig, token: Token) -> CardLine:
+def rl_line(c: losses.LossConfig, token: TokenValues) -> CardLine:
     """The rl term at r = 1."""
     a = token.advantage
     if isinstance(c, losses.CustomLossConfig):
@@ -133,23 +138,23 @@ def rl_line(c: losses.LossConfig, token: Token) -> CardLine:
     needs = isinstance(c, losses.CISPOConfig | losses.ReinforceConfig)
     if needs and token.old is None:
         return CardLine("rl term", formula, note="The sampler's log probability was not kept.", replay=True)
-    loss, _ = rl_term(c)(*_unmoved(token))
+    loss, _ = rl_term(c)(*_on_policy_batch(token))
     numbers = f"−({figure(a)}) · {figure((token.old or 0.0) if needs else 1.0)}"
     return CardLine("rl term at r = 1", formula, numbers, float(loss[0]) + 0.0)  # without the sign of -0.0
 
 
-def _unmoved(token: Token) -> tuple[Ratio, TrainedTokens]:
-    """The token as a batch of its own, of a policy that has not moved since it sampled."""
+def _on_policy_batch(token: TokenValues) -> tuple[Ratio, TrainedTokens]:
+    """A batch of this token alone, for a policy that has not changed since it sampled."""
     old, advantage, ref, base = (np.array([x or 0.0]) for x in (token.old, token.advantage, token.ref, token.base))
     scales = dict.fromkeys(("rl_scale", "ce_scale", "ref_kl_scale", "policy_scale"), np.ones(1))
     policies = {"logprobs": old, "behaviour": old, "prox_logprobs": old, "ref_logprobs": ref, "base_logprobs": base}
     zero = np.zeros(1, np.int64)
     rest = {"advantages": advantage, "entropy": zero, "versions": zero, "segments": zero}
-    return Ratio.of(old, old), TrainedTokens(**policies, **scales, **rest, names=("",))
+    return Ratio.from_logprobs(old, old), TrainedTokens(**policies, **scales, **rest, names=("",))
 
 
-def bound(c: losses.LossConfig, token: Token) -> str:
-    """From where on the rl term leaves the token out, or holds it."""
+def bound_note(c: losses.LossConfig, token: TokenValues) -> str:
+    """A sentence: at which probability the rl term drops or clips the token."""
     a = token.advantage
     if not a or token.old is None:
         return ""
@@ -157,10 +162,10 @@ def bound(c: losses.LossConfig, token: Token) -> str:
     match c:
         case losses.DPPOConfig():
             edge, key = (mu + c.high, "+ trainer.loss.high") if up else (mu - c.low, "− trainer.loss.low")
-            return _edge("Dropped from the policy term", edge, up, f"μ {figure(mu)} {key}")
+            return _edge_note("Dropped from the policy term", edge, up, f"μ {figure(mu)} {key}")
         case losses.PPOConfig():
             edge, key = (mu * (1 + c.clip_high), "clip_high") if up else (mu * (1 - c.clip_low), "clip_low")
-            return _edge("Clipped, so without a gradient,", edge, up, f"μ {figure(mu)}, trainer.loss.{key}")
+            return _edge_note("Clipped, so without a gradient,", edge, up, f"μ {figure(mu)}, trainer.loss.{key}")
         case losses.GSPOConfig():
             side = f"above {figure(1 + c.clip_high)}" if up else f"below {figure(1 - c.clip_low)}"
             return f"The whole sequence is clipped once its ratio s is {side}."
@@ -171,25 +176,27 @@ def bound(c: losses.LossConfig, token: Token) -> str:
     return ""
 
 
-def _edge(what: str, edge: float, up: bool, made: str) -> str:
+def _edge_note(what: str, edge: float, up: bool, source: str) -> str:
     if (edge >= 1) if up else (edge <= 0):
-        return f"No bound can hold it: its probability cannot {'rise' if up else 'fall'} so far ({made})."
-    return f"{what} once π is {'above' if up else 'below'} {figure(edge)} ({made})."
+        return f"No bound can hold it: its probability cannot {'rise' if up else 'fall'} so far ({source})."
+    return f"{what} once π is {'above' if up else 'below'} {figure(edge)} ({source})."
 
 
-def ref_kl_line(token: Token) -> CardLine:
+def ref_kl_line(token: TokenValues) -> CardLine:
     """A teacher's pull at r = 1."""
     formula = "−(log teacher − log π) · r"
     if token.ref is None or token.old is None:
         return CardLine("ref_kl term", formula, note="The teacher's or the sampler's score was not kept.")
-    loss, _ = ref_kl_term(*_unmoved(token))
+    loss, _ = ref_kl_term(*_on_policy_batch(token))
     numbers = f"−({figure(token.ref)} − {figure(token.old)})"
     mu, up = math.exp(token.old), token.ref > token.old
-    edge = _edge("Dropped", mu + REF_KL_TRUST if up else mu - REF_KL_TRUST, up, f"μ {figure(mu)}, trust {REF_KL_TRUST}")
+    edge = _edge_note(
+        "Dropped", mu + REF_KL_TRUST if up else mu - REF_KL_TRUST, up, f"μ {figure(mu)}, trust {REF_KL_TRUST}"
+    )
     return CardLine("ref_kl term at r = 1", formula, numbers, float(loss[0]) + 0.0, note=edge)
 
 
-def kl_line(c: losses.KLConfig, token: Token) -> CardLine:
+def kl_line(c: losses.KLConfig, token: TokenValues) -> CardLine:
     """The pull of the KL reference in the loss, at r = 1."""
     shape = {"k1": "d", "k2": "d² / 2", "k3": "e^−d + d − 1"}[c.kind]
     formula = f"kl.coef · ({shape}), d = log π − log reference"
@@ -200,8 +207,8 @@ def kl_line(c: losses.KLConfig, token: Token) -> CardLine:
     return CardLine("kl term at r = 1", formula, numbers, c.coef * float(term[0]))
 
 
-def _ratio(strip: Strip, config: RunConfig) -> CardLine:
-    """Known only where it must be 1."""
+def _ratio_line(strip: TokenStrip, config: RunConfig) -> CardLine:
+    """The ratio, which is known only where it must be 1."""
     trainer = config.trainer
     if "logprobs" not in strip.streams:
         return CardLine("ratio", "1: a frozen model sampled it", value=1.0)
@@ -216,7 +223,7 @@ def _ratio(strip: Strip, config: RunConfig) -> CardLine:
     return CardLine("ratio", f"π / {old}", note=note, replay=True)
 
 
-def _why_untrained(rollout: Told, strip: Strip, at: int, config: RunConfig) -> str:
+def _why_untrained(rollout: StoredRollout, strip: TokenStrip, at: int, config: RunConfig) -> str:
     """Why nothing trains a token of a rollout that trained."""
     row, limit = rollout.row, config.trainer.max_sample_tokens
     if limit is not None and at >= limit:
@@ -234,7 +241,7 @@ def _why_untrained(rollout: Told, strip: Strip, at: int, config: RunConfig) -> s
 # -- the share of the step's loss -------------------------------------------------------------------------------------
 
 
-def _scaled(
+def _share_lines(
     line: CardLine, share: tuple[Scales, NDArray] | None, part: str, at: int, weight: float, config: RunConfig
 ) -> list[CardLine]:
     formula = {
@@ -250,7 +257,7 @@ def _scaled(
     if at >= len(stream):
         return []
     scale = float(stream[at])
-    tokens, rollouts = (int(number) for number in totals[PARTS.index(part)])
+    tokens, rollouts = (int(number) for number in totals[LOSS_PARTS.index(part)])
     note = f"{tokens:,} {part} tokens of {rollouts:,} rollouts train in this optimizer step."
     if line.value is None:
         return [CardLine(f"{part} scale", "weight / normaliser", value=scale, note=note)]
@@ -259,36 +266,38 @@ def _scaled(
     return [CardLine(f"{name} at r = 1", formula, numbers, scale * line.value, note=note)]
 
 
-def share_of(run: RunFolder, rollout: Told, number: int, config: RunConfig) -> tuple[Scales, NDArray] | None:
+def sample_scales(
+    run: RunFolder, rollout: StoredRollout, number: int, config: RunConfig
+) -> tuple[Scales, NDArray] | None:
     """One sample's scales, and the counts they come from: tokens and rollouts of rl, ce and ref_kl. None where the
     rollout did not train, or its batch is too large to be counted here."""
     row, trainer, limit = rollout.row, config.trainer, config.trainer.max_sample_tokens
-    if row.state not in SHIPPED or not run.rollouts.kept:
+    if row.state not in SHIPPED_STATES or not run.rollouts.keeps_all:
         return None
     record = (*identity(RecordFiles(run.path).index)[:2], len(shipped_rows(run, row.step)))
-    totals = _totals(run, row.step, trainer.minibatches, limit, record).get(row.index)
+    totals = _step_totals(run, row.step, trainer.minibatches, limit, record).get(row.index)
     if totals is None:
         return None
-    own = [_truncated(sample, limit) for sample in rollout.samples]
-    return fold(own, trainer.normalise, trainer.fixed_length, totals=totals)[number], totals
+    own = [_truncate(sample, limit) for sample in rollout.samples]
+    return token_scales(own, trainer.normalise, trainer.fixed_length, totals=totals)[number], totals
 
 
-def _truncated(sample: Sample, limit: int | None) -> Sample:
+def _truncate(sample: Sample, limit: int | None) -> Sample:
     """The part of the sample that the trainer sees."""
     return sample if limit is None else sample.truncated_to(limit)
 
 
 @lru_cache(maxsize=64)
-def _totals(run: RunFolder, step: int, parts: int, limit: int | None, record: tuple) -> dict[int, NDArray]:
+def _step_totals(run: RunFolder, step: int, parts: int, limit: int | None, record: tuple) -> dict[int, NDArray]:
     """The counts of each rollout's optimizer step, by the rollout's number in the record; none of a large batch.
     `record` is another one once the step's rows have changed."""
     rows = shipped_rows(run, step)
     if sum(row.prompt + row.tokens for row in rows) > MOST_TOKENS or not all(row.whole for row in rows):
         return {}
-    batch = [(row.index, _truncated(one, limit)) for row in rows for one in run.rollouts.get(row.index).samples]
+    batch = [(row.index, _truncate(one, limit)) for row in rows for one in run.rollouts.get(row.index).samples]
     samples, found = [sample for _, sample in batch], {}
     for part in minibatches(samples, parts) if batch else ():
-        found |= dict.fromkeys((batch[at][0] for at in part), count([samples[at] for at in part]))
+        found |= dict.fromkeys((batch[at][0] for at in part), component_counts([samples[at] for at in part]))
     return found
 
 
@@ -297,7 +306,7 @@ def _totals(run: RunFolder, step: int, parts: int, limit: int | None, record: tu
 _advantage_line = partial(CardLine, "advantage")
 
 
-def _credit(run: RunFolder, row: Row, recorded: float | None, config: RunConfig) -> CardLine:
+def _credit_line(run: RunFolder, row: Row, recorded: float | None, config: RunConfig) -> CardLine:
     env = next((env for env in config.env if env.name == row.env), None)
     algo = None if env is None else next((seat.algo for seat in env.seats if seat.name == row.actor), env.algo)
     if algo is None or row.reward is None:
@@ -313,25 +322,27 @@ def _credit(run: RunFolder, row: Row, recorded: float | None, config: RunConfig)
         query = Query(env=row.env, step=(row.step, row.step), domain=row.domain, state=states, sort="step", limit=None)
         rows = run.rollouts.find(query).rows
     else:
-        rows = [run.rollouts.row(index) for index in run.rollouts.mates(row.index)]
+        rows = [run.rollouts.row(index) for index in run.rollouts.group_members(row.index)]
     peers = [one for one in rows if one.reward is not None and not one.error]
     if all(peer.index != row.index for peer in peers):
         peers.append(row)
     mine = scope(row)
-    return advantage(algo, row, [peer for peer in peers if scope(peer) == mine], recorded)
+    return explain_advantage(algo, row, [peer for peer in peers if scope(peer) == mine], recorded)
 
 
-def advantage(algo: algorithms.AlgorithmConfig, me: Row, peers: Sequence[Row], recorded: float | None) -> CardLine:
+def explain_advantage(
+    algo: algorithms.AlgorithmConfig, me: Row, peers: Sequence[Row], recorded: float | None
+) -> CardLine:
     """The credit of a rollout with a reward among its peers, itself included."""
     place = next(place for place, peer in enumerate(peers) if peer.index == me.index)
     match algo:
         case algorithms.GRPOConfig() | algorithms.EchoConfig():
-            line = _group(algo, peers, place, "batch" if algo.baseline == "batch" else "group")
+            line = _group_line(algo, peers, place, "batch" if algo.baseline == "batch" else "group")
         case algorithms.HierarchicalConfig():
             flat = algorithms.GRPOConfig(std=algo.std, positive_only=algo.positive_only)
-            line = _group(flat, peers, place, "siblings")
+            line = _group_line(flat, peers, place, "siblings")
         case algorithms.MaxRLConfig():
-            line = _max_rl(_rewards(peers), place)
+            line = _max_rl_line(_rewards(peers), place)
         case algorithms.RewardConfig():
             line = _advantage_line("the reward itself", figure(me.reward or 0.0), me.reward)
         case algorithms.ConstantConfig():
@@ -349,7 +360,11 @@ def advantage(algo: algorithms.AlgorithmConfig, me: Row, peers: Sequence[Row], r
             return _advantage_line(f"given by {algo.import_path}", value=recorded)
         case _:
             return _advantage_line(f"{algo.type} gives none: no reward trains here", value=recorded)
-    if recorded is None or line.value is None or abs(recorded - line.value) <= CLOSE * max(1.0, abs(line.value)):
+    if (
+        recorded is None
+        or line.value is None
+        or abs(recorded - line.value) <= CREDIT_TOLERANCE * max(1.0, abs(line.value))
+    ):
         return line
     note = f"The record says {figure(recorded)}: rewards or credit were changed after one another. {line.note}"
     return replace(line, note=note.strip(), wrong=True)
@@ -359,14 +374,14 @@ def _rewards(peers: Sequence[Row]) -> NDArray:
     return np.array([peer.reward for peer in peers], np.float64)
 
 
-def _group(
+def _group_line(
     algo: algorithms.GRPOConfig | algorithms.EchoConfig, peers: Sequence[Row], place: int, whom: str
 ) -> CardLine:
     rewards = _rewards(peers)
-    given = float(rewards[place])
+    reward = float(rewards[place])
     if algo.length_bonus is not None:
         costs = np.array([peer.tokens if algo.length_bonus == "tokens" else peer.turns for peer in peers], np.float64)
-        passed = rewards >= PASS
+        passed = rewards >= PASS_REWARD
         if passed.any() and (mean_cost := costs[passed].mean()) > 0:
             rewards[passed] *= 1 + np.clip(1 - costs[passed] / mean_cost, 0, 1)
     mine, mean = float(rewards[place]), float(rewards.mean())
@@ -378,14 +393,14 @@ def _group(
         value /= spread
         formula, numbers = f"({formula}) / their standard deviation", f"({numbers}) / {figure(spread)}"
     note = ""
-    if mine != given:
-        note = f"For its length the reward {figure(given)} counts as {figure(mine)} (algo.length_bonus)."
+    if mine != reward:
+        note = f"For its length the reward {figure(reward)} counts as {figure(mine)} (algo.length_bonus)."
     if algo.positive_only and value < 0:
         value, note = 0.0, f"{note} Negative, so it is set to zero (algo.positive_only).".strip()
     return _advantage_line(formula, numbers, value, note)
 
 
-def _max_rl(rewards: NDArray, place: int) -> CardLine:
+def _max_rl_line(rewards: NDArray, place: int) -> CardLine:
     mine, mean = float(rewards[place]), float(rewards.mean())
     if mean <= 0:
         return _advantage_line("0, since the group's mean reward is not above 0", value=0.0)

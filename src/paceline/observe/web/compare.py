@@ -1,4 +1,4 @@
-"""Routes that compare two runs: their rewards over the same draws, and the first thing in which they differ.
+"""Routes that compare two runs: their rewards over the same draws, and their first difference.
 
 Large runs take seconds to compare, so a thread does it and the page polls for progress.
 """
@@ -13,22 +13,22 @@ from typing import Annotated, Any
 import numpy as np
 from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 
-from paceline.observe.record import Gone, RunFolder, Told
-from paceline.observe.record.first_difference import JUDGED, Compared, FirstDifference, compare
+from paceline.observe.record import RolloutNotFound, RunFolder, StoredRollout
+from paceline.observe.record.first_difference import GROUP_RESULTS, FirstDifference, RunComparison, compare
 from paceline.observe.record.paired import verdict
 from paceline.observe.web.http import FiniteJsonResponse
 from paceline.observe.web.rollouts import get_or_none
 from paceline.observe.web.runs import AllRuns, Runs
 from paceline.observe.web.tokens import vocabulary_of
 
-FARTHEST = 20
-"""Draws that are named: those the two runs differ most on."""
+MOST_DRAWS = 20
+"""Draws that are listed: those with the largest differences."""
 WAIT_SECONDS = 0.4
-"""Small runs are compared within it, so that most pages need to ask once."""
-AROUND = 12
+"""Seconds a request waits for the result; small runs are compared in that time."""
+CONTEXT_TOKENS = 12
 """Tokens shown on either side of one that differs."""
 MOST_TEXT = 4000
-CHAIN = (
+CAUSAL_CHAIN = (
     ("row", "the row of the data"),
     ("prompt", "the prompt"),
     ("weights", "the fingerprint of the weights"),
@@ -41,9 +41,9 @@ CHAIN = (
     ("gradient", "gradient norm and learning rate"),
     ("measure", "everything else that was measured"),
 )
-"""In the order in which one thing leads to the next, and is compared."""
-ALIKE = {"version": "token", "logprob": "token", "finish": "token", "metric": "reward", "error": "reward"}
-MEANING = {
+"""In causal order, which is the order of comparison."""
+KIND_ALIASES = {"version": "token", "logprob": "token", "finish": "token", "metric": "reward", "error": "reward"}
+KIND_MEANINGS = {
     "row": "The data or its order: the seed, the dataset, the curriculum.",
     "prompt": "What the model was asked: the data, the chat template or the environment.",
     "weights": "The update before it: both runs sampled, but with weights that are not the same.",
@@ -51,7 +51,7 @@ MEANING = {
     "token": "Sampling: the seed, the numerics of the machine, or when new weights came.",
     "logprob": "The numerics of sampling: another device, type or batch; or other weights.",
     "finish": "Where sampling stopped: stop tokens, or the limit of tokens.",
-    "reward": "The environment: the same conversation was judged otherwise.",
+    "reward": "The environment: the same conversation was is_judged otherwise.",
     "metric": "The environment: it measured the same conversation otherwise.",
     "error": "The environment: the same conversation failed in one run and not in the other.",
     "sample": "The algorithm: the same rollouts became other training data.",
@@ -67,7 +67,7 @@ router = APIRouter()
 Name = Annotated[str, Query(max_length=1000)]
 
 
-def _pair(runs: Runs, a: str, b: str) -> tuple[RunFolder, RunFolder]:
+def _open_pair(runs: Runs, a: str, b: str) -> tuple[RunFolder, RunFolder]:
     one, other = runs.open(a), runs.open(b)
     if one.path == other.path:
         raise HTTPException(400, "a run does not differ from itself: choose two")
@@ -77,19 +77,19 @@ def _pair(runs: Runs, a: str, b: str) -> tuple[RunFolder, RunFolder]:
 @router.get("/ab")
 def ab(runs: AllRuns, a: Name, b: Name) -> Response:
     """The estimate of the difference in reward, step by step."""
-    known = verdict(*_pair(runs, a, b))
+    known = verdict(*_open_pair(runs, a, b))
     if known is None:
         return FiniteJsonResponse({"draws": 0, "strangers": 0, "steps": [], "farthest": []})
     pairs, sequence = known.pairs, known.sequence
     last = np.flatnonzero(np.append(np.diff(pairs.step) != 0, True))  # of each step, what was known at its end
-    far = np.argsort(-np.abs(pairs.differences), kind="stable")[:FARTHEST]
+    far = np.argsort(-np.abs(pairs.differences), kind="stable")[:MOST_DRAWS]
     estimate = {
         "draws": len(pairs.ticket),
         "strangers": pairs.strangers,
         "mean": known.mean,
         "radius": known.radius,
-        "real": known.real,
-        "real_step": None if known.real is None else int(pairs.step[known.real - 1]),
+        "real": known.decided_after,
+        "real_step": None if known.decided_after is None else int(pairs.step[known.decided_after - 1]),
         "sentence": known.sentence,
         "steps": pairs.step[last],
         "means": sequence.mean[last],
@@ -110,40 +110,40 @@ def ab(runs: AllRuns, a: Name, b: Name) -> Response:
     return FiniteJsonResponse(estimate)
 
 
-def describe(one: RunFolder, other: RunFolder, compared: Compared) -> dict[str, Any]:
-    """All that the page shows."""
+def describe_difference(one: RunFolder, other: RunFolder, compared: RunComparison) -> dict[str, Any]:
+    """The comparison as the page shows it."""
     first = compared.first
-    whole = compared.as_json() | {"same": _same(compared)}
+    view = compared.as_json() | {"same": _equal_counts(compared)}
     if first is None:
-        return whole | {"meaning": "", "chain": [], "sides": [], "evaluation": False}
-    kept = one.rollouts.kept and other.rollouts.kept
+        return view | {"meaning": "", "chain": [], "sides": [], "evaluation": False}
+    kept = one.rollouts.keeps_all and other.rollouts.keeps_all
     sides = [
         (run, index, value, None if index is None else get_or_none(run.rollouts, index))
         for run, index, value in zip((one, other), first.indices, (first.one, first.other), strict=True)
     ]
     evaluation = any(body is not None and body.row.domain != "training" for *_, body in sides)
-    return whole | {
-        "meaning": MEANING.get(first.kind, ""),
-        "chain": _chain(first, kept, evaluation),
+    return view | {
+        "meaning": KIND_MEANINGS.get(first.kind, ""),
+        "chain": _chain_states(first, kept, evaluation),
         "evaluation": evaluation,
-        "sides": [_side(first, *side) for side in sides],
+        "sides": [_side_view(first, *side) for side in sides],
     }
 
 
-def _same(compared: Compared) -> dict[str, int | bool]:
+def _equal_counts(compared: RunComparison) -> dict[str, int | bool]:
     """Counts of what was equal: a rollout that differs was counted as soon as it was looked at. Where credit or fate
     differs, that of the step's other rollouts is not known, but all they said is the same (`said`)."""
     first = compared.first
-    parted = first is not None and None not in first.indices
-    judged = first is not None and first.kind in JUDGED
-    return {"steps": compared.steps, "rollouts": compared.rollouts - (parted and not judged), "said": judged}
+    differs = first is not None and None not in first.indices
+    is_judged = first is not None and first.kind in GROUP_RESULTS
+    return {"steps": compared.steps, "rollouts": compared.rollouts - (differs and not is_judged), "said": is_judged}
 
 
-def _chain(first: FirstDifference, kept: bool, evaluation: bool) -> list[dict[str, str]]:
+def _chain_states(first: FirstDifference, kept: bool, evaluation: bool) -> list[dict[str, str]]:
     """Each thing that is compared: `same`, `differs`, `later`, or `unknown` where no record was kept. Rollouts that
     evaluate are compared after the loss, which is no part of their chain."""
-    kind = ALIKE.get(first.kind, first.kind)
-    kinds = [name for name, _ in CHAIN]
+    kind = KIND_ALIASES.get(first.kind, first.kind)
+    kinds = [name for name, _ in CAUSAL_CHAIN]
     if kind not in kinds:
         return []
     here, measured = kinds.index(kind), kinds.index("loss")
@@ -153,12 +153,14 @@ def _chain(first: FirstDifference, kept: bool, evaluation: bool) -> list[dict[st
             return "differs" if at == here else "later"
         return "same" if kept or at >= measured else "unknown"
 
-    links = CHAIN[:measured] if evaluation else CHAIN
+    links = CAUSAL_CHAIN[:measured] if evaluation else CAUSAL_CHAIN
     return [{"what": what, "state": state(at)} for at, (_, what) in enumerate(links)]
 
 
-def _side(first: FirstDifference, run: RunFolder, index: int | None, value: Any, body: Told | None) -> dict[str, Any]:
-    """One run's: the value, the tokens around it, what was said, and where the token page shows it."""
+def _side_view(
+    first: FirstDifference, run: RunFolder, index: int | None, value: Any, body: StoredRollout | None
+) -> dict[str, Any]:
+    """One run's side of the difference: its value, the tokens around it, the text, and the place on the token page."""
     side: dict[str, Any] = {"run": run.name, "value": value, "rollout": index, "tokens": None, "said": ""}
     if body is None:
         return side
@@ -168,29 +170,29 @@ def _side(first: FirstDifference, run: RunFolder, index: int | None, value: Any,
         return side
     if turn is not None:
         at = first.token + (0 if first.kind == "prompt" else len(turn.prompt_ids))
-        return side | _tokens(run, turn.full_ids.tolist(), at) | {"place": {"turn": first.turn, "at": at}}
+        return side | _tokens_around(run, turn.full_ids.tolist(), at) | {"place": {"turn": first.turn, "at": at}}
     if first.sample is not None and first.sample < len(body.samples):
         ids = body.samples[first.sample].token_ids.tolist()
-        return side | _tokens(run, ids, first.token) | {"place": {"sample": first.sample, "at": first.token}}
+        return side | _tokens_around(run, ids, first.token) | {"place": {"sample": first.sample, "at": first.token}}
     return side
 
 
-def _tokens(run: RunFolder, ids: Sequence[int], at: int) -> dict[str, Any]:
-    start, end = max(0, at - AROUND), at + AROUND + 1
+def _tokens_around(run: RunFolder, ids: Sequence[int], at: int) -> dict[str, Any]:
+    start, end = max(0, at - CONTEXT_TOKENS), at + CONTEXT_TOKENS + 1
     shown = list(ids[start:end])
     vocabulary, _ = vocabulary_of(run)
-    texts = vocabulary.read(shown).texts if vocabulary is not None else [None] * len(shown)
+    texts = vocabulary.decode(shown).texts if vocabulary is not None else [None] * len(shown)
     return {"tokens": [{"id": id, "text": text} for id, text in zip(shown, texts, strict=True)], "marked": at - start}
 
 
-PATIENCE_SECONDS = 20.0
+ABANDON_SECONDS = 20.0
 """A comparison that no page has asked for in so long is cancelled."""
-MOST = 16
+MOST_COMPARISONS = 16
 """Comparisons that are remembered."""
-AT_ONCE = 2
+MOST_CONCURRENT = 2
 
 
-class Abandoned(Exception):
+class ComparisonAbandoned(Exception):
     """No page asks for the comparison any more."""
 
 
@@ -199,78 +201,78 @@ class AbandonableCounter(Counter[str]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = time.monotonic()
+        self.last_request = time.monotonic()
 
     def __setitem__(self, key: str, value: int) -> None:
-        if time.monotonic() - self.asked > PATIENCE_SECONDS:
-            raise Abandoned
+        if time.monotonic() - self.last_request > ABANDON_SECONDS:
+            raise ComparisonAbandoned
         super().__setitem__(key, value)
 
 
-class RunComparison:
+class ComparisonJob:
     """One comparison: `working` until it is `done` or `failed`."""
 
-    def __init__(self, one: RunFolder, other: RunFolder, tolerance: float, turns: threading.Semaphore) -> None:
-        self._runs, self._tolerance, self._turns = (one, other), tolerance, turns
-        self._seen = AbandonableCounter()
+    def __init__(self, one: RunFolder, other: RunFolder, tolerance: float, slots: threading.Semaphore) -> None:
+        self._runs, self._tolerance, self._slots = (one, other), tolerance, slots
+        self._counter = AbandonableCounter()
         self._answer: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._work, name="paceline-diff", daemon=True)
         self._thread.start()
 
     def progress(self, wait: float) -> dict[str, Any]:
-        """The answer, or after so many seconds how far it is."""
-        self._seen.asked = time.monotonic()
+        """The result, or the progress after waiting `wait` seconds."""
+        self._counter.last_request = time.monotonic()
         self._thread.join(wait)
         if self._answer:
             return self._answer
         steps = [int(max((s for s in run.metrics()["step"] if s is not None), default=0)) for run in self._runs]
-        done = {name: dict.get(self._seen, name, 0) for name in ("steps", "rollouts")}
+        done = {name: dict.get(self._counter, name, 0) for name in ("steps", "rollouts")}
         return {"state": "working", "total_steps": max(steps), **done}
 
     def _work(self) -> None:
         one, other = self._runs
-        with self._turns:
+        with self._slots:
             try:
-                compared = compare(one, other, self._tolerance, self._seen)
-                self._answer = {"state": "done", **describe(one, other, compared)}
-            except Abandoned:
+                compared = compare(one, other, self._tolerance, self._counter)
+                self._answer = {"state": "done", **describe_difference(one, other, compared)}
+            except ComparisonAbandoned:
                 self._answer = {"state": "failed", "failure": "no page asked for it in time: compare again"}
-            except (Gone, OSError, ValueError) as error:
+            except (RolloutNotFound, OSError, ValueError) as error:
                 self._answer = {"state": "failed", "failure": f"the runs cannot be compared: {error}"}
 
 
-class Comparisons:
-    """Those of one app, by number."""
+class ComparisonJobs:
+    """The comparisons of one app, by number."""
 
     def __init__(self) -> None:
-        self._turns = threading.Semaphore(AT_ONCE)
+        self._slots = threading.Semaphore(MOST_CONCURRENT)
         self._lock = threading.Lock()
         self._numbers = count(1)
-        self._known: dict[int, RunComparison] = {}
+        self._jobs: dict[int, ComparisonJob] = {}
 
-    def begin(self, one: RunFolder, other: RunFolder, tolerance: float) -> int:
+    def start(self, one: RunFolder, other: RunFolder, tolerance: float) -> int:
         with self._lock:
             number = next(self._numbers)
-            self._known[number] = RunComparison(one, other, tolerance, self._turns)
-            while len(self._known) > MOST:
-                self._known.pop(min(self._known))
+            self._jobs[number] = ComparisonJob(one, other, tolerance, self._slots)
+            while len(self._jobs) > MOST_COMPARISONS:
+                self._jobs.pop(min(self._jobs))
             return number
 
     def progress(self, number: int, wait: float) -> dict[str, Any]:
-        found = self._known.get(number)
+        found = self._jobs.get(number)
         if found is None:
             raise HTTPException(404, "this comparison is not known any more: compare again")
         return found.progress(wait) | {"job": number}
 
 
-def _comparisons(request: Request) -> Comparisons:
+def _comparisons(request: Request) -> ComparisonJobs:
     return request.app.state.comparisons
 
 
 @router.get("/diff")
 def diff(
     runs: AllRuns,
-    comparisons: Annotated[Comparisons, Depends(_comparisons)],
+    comparisons: Annotated[ComparisonJobs, Depends(_comparisons)],
     a: Name = "",
     b: Name = "",
     tolerance: Annotated[float, Query(ge=0, le=1e6, allow_inf_nan=False)] = 0.0,
@@ -280,5 +282,5 @@ def diff(
     if job is None:
         if not a or not b:
             return FiniteJsonResponse({"state": "idle"})
-        job = comparisons.begin(*_pair(runs, a, b), tolerance)
+        job = comparisons.start(*_open_pair(runs, a, b), tolerance)
     return FiniteJsonResponse(comparisons.progress(job, WAIT_SECONDS))

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.util.connections import why_foreign
+from paceline.util.connections import refusal_reason
 
 STATIC = Path(__file__).parent / "static"
 COOKIE = "paceline_ui"
@@ -41,33 +41,33 @@ class FiniteJsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return encoded(content)
+        return encode_json(content)
 
 
-def encoded(content: Any) -> bytes:
+def encode_json(content: Any) -> bytes:
     """A value as the page's JSON. Text that is no Unicode (a lone surrogate) is shown with replacement characters."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
     try:
         return orjson.dumps(content, default=str, option=options)
     except TypeError:
-        return orjson.dumps(_clean(content), default=str, option=options)
+        return orjson.dumps(_sanitize(content), default=str, option=options)
 
 
-def _clean(value: Any) -> Any:
+def _sanitize(value: Any) -> Any:
     match value:
         case str():
             return value.encode("utf-8", "replace").decode()
         case dict():
-            return {_clean(key) if isinstance(key, str) else key: _clean(item) for key, item in value.items()}
+            return {_sanitize(key) if isinstance(key, str) else key: _sanitize(item) for key, item in value.items()}
         case list() | tuple():
-            return [_clean(item) for item in value]
+            return [_sanitize(item) for item in value]
         case int() if abs(value) >= 1 << 63:
             return float(value)
     return value
 
 
 class UiGuard:
-    """Plain ASGI, since a middleware that wraps bodies would hold back server-sent events."""
+    """ASGI middleware that checks key and origin. Not a BaseHTTPMiddleware, which would buffer server-sent events."""
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         self._app = app
@@ -90,27 +90,27 @@ class UiGuard:
         await (self._refusal(scope) or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        path, asked = scope["path"], Request(scope)
-        if why := why_foreign(scope["headers"], has_key=self._key is not None):
+        path, request = scope["path"], Request(scope)
+        if why := refusal_reason(scope["headers"], has_key=self._key is not None):
             return JSONResponse({"error": why}, 403)
         if self._key is None or path.startswith(OPEN_PATHS):
             return None
-        bearer, cookie = asked.headers.get("authorization", ""), asked.cookies.get(COOKIE, "")
-        if _same(bearer, f"Bearer {self._key}") or _same(cookie, self._proof):
+        bearer, cookie = request.headers.get("authorization", ""), request.cookies.get(COOKIE, "")
+        if _equal_secrets(bearer, f"Bearer {self._key}") or _equal_secrets(cookie, self._proof):
             return None
         query = parse_qs(scope["query_string"].decode("latin-1"))
-        if _same(query.pop("key", [""])[0], self._key):
+        if _equal_secrets(query.pop("key", [""])[0], self._key):
             # The same page without the key in its address, where a history or a screenshot would keep it. A path such
             # as //elsewhere would lead to another host.
-            answer = RedirectResponse(
+            redirect = RedirectResponse(
                 "/" + path.lstrip("/") + (f"?{urlencode(query, doseq=True)}" if query else ""), 303
             )
-            answer.set_cookie(COOKIE, self._proof, httponly=True, samesite="strict", max_age=30 * 86_400)
-            return answer
+            redirect.set_cookie(COOKIE, self._proof, httponly=True, samesite="strict", max_age=30 * 86_400)
+            return redirect
         if path.startswith("/api/"):
             return JSONResponse({"error": "the key is missing or wrong: open the page anew and give it"}, 401)
         return FileResponse(STATIC / "key.html", 401)
 
 
-def _same(given: str, expected: str) -> bool:
-    return hmac.compare_digest(given.encode(), expected.encode())
+def _equal_secrets(received: str, expected: str) -> bool:
+    return hmac.compare_digest(received.encode(), expected.encode())

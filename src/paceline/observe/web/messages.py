@@ -19,24 +19,24 @@ from functools import cache
 from typing import Any
 
 from paceline.data.sample import Ticket
-from paceline.observe.record import Gone, Row, Told, ToldTurn
+from paceline.observe.record import RolloutNotFound, Row, StoredRollout, StoredTurn
 from paceline.observe.record.rollouts import Rollouts
 
 MOST_TEXT = 1_000_000
 """Characters of one text that a page is sent."""
 MOST_IMAGE = 8 << 20
 """Bytes of one image that a page is sent."""
-RASTERS = {
+IMAGE_SIGNATURES = {
     "image/png": (b"\x89PNG\r\n\x1a\n",),
     "image/jpeg": (b"\xff\xd8\xff",),
     "image/gif": (b"GIF87a", b"GIF89a"),
     "image/webp": (b"RIFF",),
 }
 """Kinds of images that are drawn, and how their bytes begin."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-_DATA = re.compile(r"data:([\w.+/-]+);base64,", re.ASCII)
-_SHOWN = {"role", "name", "content", "tool_calls", "tool_call_id", *THOUGHTS}
-_NAMED = 120
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_DATA_URL = re.compile(r"data:([\w.+/-]+);base64,", re.ASCII)
+_KNOWN_KEYS = {"role", "name", "content", "tool_calls", "tool_call_id", *REASONING_KEYS}
+_MOST_NAME = 120
 
 Part = dict[str, Any]
 
@@ -44,17 +44,19 @@ Part = dict[str, Any]
 def message_view(message: Any) -> dict[str, Any]:
     """One message: its role, its parts in order, the tools it calls, and which call it answers."""
     if not isinstance(message, dict):
-        return {"role": "", "parts": [_other("a message that is no object", message)], "calls": []}
-    thoughts = [_text(text, "thought") for key in THOUGHTS if isinstance(text := message.get(key), str) and text]
-    more = {key: value for key, value in message.items() if key not in _SHOWN and value is not None}
-    others = [_other("also in this message", more)] if more else []
+        return {"role": "", "parts": [_other_part("a message that is no object", message)], "calls": []}
+    thoughts = [
+        _text_part(text, "thought") for key in REASONING_KEYS if isinstance(text := message.get(key), str) and text
+    ]
+    more = {key: value for key, value in message.items() if key not in _KNOWN_KEYS and value is not None}
+    others = [_other_part("also in this message", more)] if more else []
     calls = message.get("tool_calls")
     return {
-        "role": _word(message.get("role")),
-        "name": _word(message.get("name")),
+        "role": _short_text(message.get("role")),
+        "name": _short_text(message.get("name")),
         "parts": [*thoughts, *_parts(message.get("content")), *others],
         "calls": [_call(call) for call in calls] if isinstance(calls, list | tuple) else [],
-        "answers": _word(message.get("tool_call_id")),
+        "answers": _short_text(message.get("tool_call_id")),
     }
 
 
@@ -70,24 +72,26 @@ def _parts(content: Any) -> list[Part]:
         return []
     if isinstance(content, list | tuple):
         return [_part(part) for part in content]
-    return [_text(content) if isinstance(content, str) else _other("content that is no text", content)]
+    return [_text_part(content) if isinstance(content, str) else _other_part("content that is no text", content)]
 
 
 def _part(part: Any) -> Part:
     if isinstance(part, str):
-        return _text(part)
+        return _text_part(part)
     if not isinstance(part, dict):
-        return _other("a part that is no object", part)
+        return _other_part("a part that is no object", part)
     if isinstance(part.get("text"), str):
-        return _text(part["text"])
-    kind = _word(part.get("type"))
+        return _text_part(part["text"])
+    kind = _short_text(part.get("type"))
     if "image" in kind:
-        return _image(_source(part))
-    return _other(f"a part of type {kind or 'unknown'}", {key: value for key, value in part.items() if key != "type"})
+        return _image_part(_image_source(part))
+    return _other_part(
+        f"a part of type {kind or 'unknown'}", {key: value for key, value in part.items() if key != "type"}
+    )
 
 
-def _source(part: dict[str, Any]) -> str:
-    """Where an image comes from, in the ways in which APIs write it."""
+def _image_source(part: dict[str, Any]) -> str:
+    """The URL of an image part, in any of the formats that APIs use."""
     for key in ("image_url", "image", "source", "url"):
         match part.get(key):
             case str(place):
@@ -99,13 +103,13 @@ def _source(part: dict[str, Any]) -> str:
     return ""
 
 
-def _image(source: str) -> Part:
-    found = _DATA.match(source)
+def _image_part(source: str) -> Part:
+    found = _DATA_URL.match(source)
     if found is None:
-        where = _short(source.partition(",")[0]) if source else "nowhere"
+        where = _shorten(source.partition(",")[0]) if source else "nowhere"
         return {"kind": "unshown", "text": f"an image at {where}, which is not loaded"}
     kind, data = found[1].lower(), source[found.end() :]
-    if kind not in RASTERS:
+    if kind not in IMAGE_SIGNATURES:
         return {"kind": "unshown", "text": f"an image of type {kind}, which is not drawn here"}
     if len(data) > MOST_IMAGE * 4 // 3:
         return {"kind": "unshown", "text": f"an image of {len(data) * 3 >> 22} MiB, which is too large for this page"}
@@ -113,7 +117,7 @@ def _image(source: str) -> Part:
         raw = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
         raw = b""
-    if not raw.startswith(RASTERS[kind]):
+    if not raw.startswith(IMAGE_SIGNATURES[kind]):
         return {"kind": "unshown", "text": f"something that calls itself {kind} and is not"}
     return {"kind": "image", "text": f"image, {kind}, {len(raw):,} bytes", "source": f"data:{kind};base64,{data}"}
 
@@ -123,20 +127,24 @@ def _call(call: Any) -> dict[str, str]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return {"name": "", "arguments": _json(call), "id": ""}
-    value = given = function.get("arguments")
-    if isinstance(given, str):
+    value = raw_arguments = function.get("arguments")
+    if isinstance(raw_arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(given)
-    text = given[:MOST_TEXT] if isinstance(given, str) and not isinstance(value, dict | list) else _json(value)
-    return {"name": _word(function.get("name")), "arguments": text, "id": _word(call.get("id"))}
+            value = json.loads(raw_arguments)
+    text = (
+        raw_arguments[:MOST_TEXT]
+        if isinstance(raw_arguments, str) and not isinstance(value, dict | list)
+        else _json(value)
+    )
+    return {"name": _short_text(function.get("name")), "arguments": text, "id": _short_text(call.get("id"))}
 
 
-def _text(text: str, kind: str = "text") -> Part:
+def _text_part(text: str, kind: str = "text") -> Part:
     left = len(text) - MOST_TEXT
     return {"kind": kind, "text": text[:MOST_TEXT]} | ({"left_out": left} if left > 0 else {})
 
 
-def _other(what: str, value: Any) -> Part:
+def _other_part(what: str, value: Any) -> Part:
     return {"kind": "other", "what": what, "text": _json(value)}
 
 
@@ -147,30 +155,30 @@ def _json(value: Any) -> str:
         return str(type(value).__name__)
 
 
-def _word(value: Any) -> str:
-    return "" if value is None else _short(str(value))
+def _short_text(value: Any) -> str:
+    return "" if value is None else _shorten(str(value))
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _NAMED else f"{text[:_NAMED]}…"
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MOST_NAME else f"{text[:_MOST_NAME]}…"
 
 
 MOST_CONVERSATIONS = 20
 """Conversations of one rollout that a page can hold, the latest ones."""
 
 
-def conversations(rollout: Told) -> dict[str, Any]:
+def conversations(rollout: StoredRollout) -> dict[str, Any]:
     """The conversations with their messages, and how many there are. The policy's replies carry facts of their turn."""
     if not rollout.turns:
         found = [{"messages": [message_view(message) for message in rollout.messages]}] if rollout.messages else []
         return {"total": len(found), "shown": found}
-    last = ends(rollout.turns)
+    last = last_turns(rollout.turns)
     return {"total": len(last), "shown": [_conversation(at, rollout.turns) for at in last[-MOST_CONVERSATIONS:]]}
 
 
-def ends(turns: Sequence[ToldTurn]) -> list[int]:
-    """Turns that no later one goes on from."""
-    whole = [_whole(turn) for turn in turns]
+def last_turns(turns: Sequence[StoredTurn]) -> list[int]:
+    """The turns that no later turn continues: the last of each conversation."""
+    whole = [_turn_messages(turn) for turn in turns]
 
     def goes_on(at: int) -> bool:
         mine = whole[at]
@@ -179,15 +187,15 @@ def ends(turns: Sequence[ToldTurn]) -> list[int]:
     return [at for at, turn in enumerate(turns) if turn.messages is None or not goes_on(at)]
 
 
-def _conversation(last: int, turns: Sequence[ToldTurn]) -> dict[str, Any]:
+def _conversation(last: int, turns: Sequence[StoredTurn]) -> dict[str, Any]:
     ending = turns[last]
     if ending.messages is None:
         reply = message_view(ending.message) | {"turn": turn_facts(last, ending)}
         return {"prompt_tokens": len(ending.prompt_ids), "messages": [reply]}
-    whole = _whole(ending)
+    whole = _turn_messages(ending)
     spoken = {}
     for at, turn in enumerate(turns[: last + 1]):
-        if turn.messages is not None and whole[: len(turn.messages) + 1] == _whole(turn):
+        if turn.messages is not None and whole[: len(turn.messages) + 1] == _turn_messages(turn):
             spoken[len(turn.messages)] = turn_facts(at, turn)
     messages = [
         message_view(message) | ({"turn": spoken[at]} if at in spoken else {}) for at, message in enumerate(whole)
@@ -195,7 +203,7 @@ def _conversation(last: int, turns: Sequence[ToldTurn]) -> dict[str, Any]:
     return {"messages": messages, "tools": [_tool(tool) for tool in ending.tools or ()]}
 
 
-def turn_facts(at: int, turn: ToldTurn) -> dict[str, Any]:
+def turn_facts(at: int, turn: StoredTurn) -> dict[str, Any]:
     """The facts of one reply: its policy versions, its length, and why it ended."""
     return {
         "number": at + 1,
@@ -207,7 +215,7 @@ def turn_facts(at: int, turn: ToldTurn) -> dict[str, Any]:
     }
 
 
-def _whole(turn: ToldTurn) -> list[Any]:
+def _turn_messages(turn: StoredTurn) -> list[Any]:
     return [*(turn.messages or ()), turn.message]
 
 
@@ -218,46 +226,48 @@ def _tool(tool: Any) -> dict[str, str]:
 
 
 MOST_SEATS = 32
-_SHORT = 40
+_SHORT_WORDS = 40
 
 
 @dataclass(frozen=True)
 class EpisodeTurn:
-    """One turn: what this seat heard since its last one, and what it said."""
+    """One turn of a seat, and the messages that are new in its prompt."""
 
-    heard: list[Any]
-    turn: ToldTurn
+    new_messages: list[Any]
+    turn: StoredTurn
 
 
-def episode_story(rollouts: Rollouts, index: int) -> dict[str, Any]:
-    """The seats with what they earned, and all their turns in one line."""
+def episode_timeline(rollouts: Rollouts, index: int) -> dict[str, Any]:
+    """The seats of an episode with their rewards, and all their turns in order."""
     rows = [rollouts.row(at) for at in rollouts.episode(index)]
-    seats = [_read(rollouts, row) for row in rows[:MOST_SEATS]]
-    spoken = [_spoken(one.turns) for one in seats]
+    seats = [_read_seat(rollouts, row) for row in rows[:MOST_SEATS]]
+    spoken = [_episode_turns(one.turns) for one in seats]
     line = []
-    for seat, at in order_turns(spoken, _after(seats)):
+    for seat, at in order_turns(spoken, _parent_seats(seats)):
         one = spoken[seat][at]
         reply = message_view(one.turn.message) | {"turn": turn_facts(at, one.turn)}
-        line.append({"seat": seat, "heard": [message_view(message) for message in one.heard], "said": reply})
+        line.append({"seat": seat, "heard": [message_view(message) for message in one.new_messages], "said": reply})
     return {
         "seats": [{"row": o.row, "parent": o.parent, "metrics": o.metrics, "error": o.error} for o in seats],
         "line": line,
         "total": len(rows),
-        "absent": _absent(rollouts, rows),
+        "absent": _absent_actors(rollouts, rows),
     }
 
 
-def _read(rollouts: Rollouts, row: Row) -> Told:
+def _read_seat(rollouts: Rollouts, row: Row) -> StoredRollout:
     """A seat; one whose contents are lost has its row and says so."""
     try:
         return rollouts.get(row.index)
-    except Gone as error:
-        return Told(row=row, ticket=Ticket(row.ticket, row.env, 0, 0, row.row), reward=row.reward, error=str(error))
+    except RolloutNotFound as error:
+        return StoredRollout(
+            row=row, ticket=Ticket(row.ticket, row.env, 0, 0, row.row), reward=row.reward, error=str(error)
+        )
 
 
 def order_turns(spoken: Sequence[Sequence[EpisodeTurn]], after: Sequence[int | None]) -> list[tuple[int, int]]:
-    """Seat and turn, the earliest first. `after` is the seat whose first turn one must wait for, if any."""
-    heard = [["\n".join(flat_text(message) for message in one.heard) for one in seat] for seat in spoken]
+    """Seat and turn, the earliest first. `after` has the seat whose first turn comes before, if any."""
+    heard = [["\n".join(flat_text(message) for message in one.new_messages) for one in seat] for seat in spoken]
     taken = [0] * len(spoken)
     order: list[tuple[int, int]] = []
 
@@ -280,15 +290,15 @@ def order_turns(spoken: Sequence[Sequence[EpisodeTurn]], after: Sequence[int | N
 
 
 def is_quoted(heard: str, words: str) -> bool:
-    """Whether these words were heard as such; short ones must not be a part of others."""
+    """Whether `heard` quotes these words; short words must match as whole words."""
     words = words.strip()
-    if len(words) > _SHORT:
+    if len(words) > _SHORT_WORDS:
         return words in heard
     return bool(words) and re.search(rf"(?<!\w){re.escape(words)}(?!\w)", heard) is not None
 
 
-def _spoken(turns: Sequence[ToldTurn]) -> list[EpisodeTurn]:
-    """What is new in each turn's prompt: all messages behind those of the turn before it and its reply."""
+def _episode_turns(turns: Sequence[StoredTurn]) -> list[EpisodeTurn]:
+    """Each turn with the messages of its prompt that the turn before did not have."""
     found: list[EpisodeTurn] = []
     before: list[Any] = []
     for turn in turns:
@@ -299,8 +309,8 @@ def _spoken(turns: Sequence[ToldTurn]) -> list[EpisodeTurn]:
     return found
 
 
-def _after(seats: Sequence[Told]) -> list[int | None]:
-    """For each seat that another one's episode started, the place of that one. Of seats that share an actor the record
+def _parent_seats(seats: Sequence[StoredRollout]) -> list[int | None]:
+    """For each seat the index of the seat whose episode started it, or None. Of seats that share an actor the record
     has no names, so the first of them stands for all."""
     actors = [one.row.actor for one in seats]
     parents = [one.parent.partition("#")[0] for one in seats]
@@ -310,9 +320,9 @@ def _after(seats: Sequence[Told]) -> list[int | None]:
     ]
 
 
-def _absent(rollouts: Rollouts, rows: Sequence[Row]) -> list[str]:
-    """Actors who sit in other episodes of this group and not in this one."""
+def _absent_actors(rollouts: Rollouts, rows: Sequence[Row]) -> list[str]:
+    """Actors of other episodes of this group that this episode lacks."""
     mine = {(row.actor, row.kind) for row in rows}
     kinds = {row.kind for row in rows}
-    mates = [rollouts.row(at) for at in rollouts.mates(rows[0].index)]
+    mates = [rollouts.row(at) for at in rollouts.group_members(rows[0].index)]
     return sorted({row.actor for row in mates if row.kind in kinds and (row.actor, row.kind) not in mine})

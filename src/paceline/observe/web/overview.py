@@ -1,4 +1,4 @@
-"""Routes of the table of runs, and of one run: status, metrics, lanes, settings, advice and live updates.
+"""Routes of the table of runs and of one run: status, metrics, lanes, settings, advice, live events.
 
 A mark names how far a page has read: the file (a roll-back replaces it by another) and the lines of it. With it a page
 that lost its connection gets what it missed, and one whose run was rolled back gets everything anew.
@@ -13,13 +13,13 @@ from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 
 from paceline.config.advice import AdviceConfig
-from paceline.config.fields import KeyPath, Spot, spot_at
+from paceline.config.fields import KeyPath, SchemaNode, node_at
 from paceline.observe.analysis import timeline
 from paceline.observe.analysis.vitals import tags
 from paceline.observe.record import RunFolder
 from paceline.observe.record.advice import RULES, AdviceWindow, Advisory, advice_window, advise
-from paceline.observe.record.advice.rules import silence
-from paceline.observe.web.http import FiniteJsonResponse, encoded
+from paceline.observe.record.advice.rules import silence_reason
+from paceline.observe.web.http import FiniteJsonResponse, encode_json
 from paceline.observe.web.runs import AllRuns, OneRun, Runs, signature
 
 MOST_EVENTS = 500
@@ -40,11 +40,11 @@ def run_state(run: RunFolder, patient: bool) -> dict[str, Any]:
     }
 
 
-GROWING = ("tickets.jsonl", "rollouts.jsonl", "record/rollouts.index", "record/lanes.index")
+GROWING_FILES = ("tickets.jsonl", "rollouts.jsonl", "record/rollouts.index", "record/lanes.index")
 """Files whose size a page is told, so that it can ask for what is new."""
 
-News = tuple[str, Any, str]
-"""The event's name, what it says, and the mark to go on from; empty where there is none."""
+LiveEvent = tuple[str, Any, str]
+"""The event's name, its data, and the mark to resume from, if any."""
 
 
 def read_metrics(run: RunFolder, mark: str = "") -> tuple[dict[str, Any], str]:
@@ -60,7 +60,7 @@ def read_metrics(run: RunFolder, mark: str = "") -> tuple[dict[str, Any], str]:
     }, f"{here}:{count}"
 
 
-class RunNews:
+class RunWatcher:
     """Follows one run for one page."""
 
     def __init__(self, run: RunFolder, mark: str) -> None:
@@ -68,44 +68,44 @@ class RunNews:
         self._mark = mark
         self._seen: dict[str, Any] = {}
 
-    def look(self) -> Iterator[News]:
-        """The news. Reads only what has changed; the status always, since a process dies without writing. What takes
-        long waits for the second look: at the first the page is still being drawn."""
+    def poll(self) -> Iterator[LiveEvent]:
+        """The events since the last poll. Reads only changed files, and always the status, since a process dies without
+        writing. Slow files are left to the second poll, so that the page is drawn first."""
         root, patient = self._run.path, bool(self._seen)
         if not root.is_dir():
-            if self._changed("gone", True):
+            if self._has_changed("gone", True):
                 yield "gone", {}, ""
             return
-        if self._changed("metrics", signature(root / "metrics.jsonl")):
+        if self._has_changed("metrics", signature(root / "metrics.jsonl")):
             columns, mark = read_metrics(self._run, self._mark)
             if mark != self._mark:
                 self._mark = mark
                 yield "metrics", columns, mark
-        news = self._changed("events", [signature(root / name) for name in ("events.jsonl", "config.toml")])
-        if news or (self._changed("patient", patient) and self._run.problems(patient) != self._seen["problems"]):
+        news = self._has_changed("events", [signature(root / name) for name in ("events.jsonl", "config.toml")])
+        if news or (self._has_changed("patient", patient) and self._run.problems(patient) != self._seen["problems"]):
             state = run_state(self._run, patient)
             self._seen |= {"status": state["status"], "problems": state["problems"]}
             yield "standing", state, ""
-        elif self._changed("status", asdict(self._run.status())):
+        elif self._has_changed("status", asdict(self._run.status())):
             yield "status", self._seen["status"], ""
-        sizes = {name: signature(root / name)[1] for name in GROWING}
-        if self._changed("files", sizes):
+        sizes = {name: signature(root / name)[1] for name in GROWING_FILES}
+        if self._has_changed("files", sizes):
             yield "files", sizes, ""
 
-    def _changed(self, what: str, value: Any) -> bool:
+    def _has_changed(self, what: str, value: Any) -> bool:
         before, self._seen[what] = self._seen.get(what), value
         return before != value
 
 
-class FolderNews:
+class FolderWatcher:
     """Follows the table of runs for one page."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._rows: dict[str, dict[str, Any]] = {}
 
-    def look(self) -> Iterator[News]:
-        """The runs that are new or have changed, and the names of those that went."""
+    def poll(self) -> Iterator[LiveEvent]:
+        """The runs that are new or changed, and the names of those that are gone."""
         before, self._rows = self._rows, self._runs.table(patient=bool(self._rows))
         changed = [row for name, row in self._rows.items() if row != before.get(name)]
         gone = [name for name in before if name not in self._rows]
@@ -113,9 +113,9 @@ class FolderNews:
             yield "runs", {"changed": changed, "gone": gone}, ""
 
 
-LOOK_SECONDS = 0.5
-BEAT_SECONDS = 10.0
-"""A line without meaning, by which both sides notice that the other has gone."""
+POLL_SECONDS = 0.5
+HEARTBEAT_SECONDS = 10.0
+"""Seconds between two comment lines, by which both sides notice a lost connection."""
 
 router = APIRouter()
 
@@ -128,22 +128,22 @@ def live(
     last_event_id: Annotated[str, Header()] = "",
 ) -> Response:
     """Of one run `metrics`, `standing`, `status`, `files` and `gone`; without a run, of all of them `runs`."""
-    news = FolderNews(runs) if run is None else RunNews(runs.open(run), last_event_id or mark)
-    return StreamingResponse(_stream(news), media_type="text/event-stream")
+    watcher = FolderWatcher(runs) if run is None else RunWatcher(runs.open(run), last_event_id or mark)
+    return StreamingResponse(_stream(watcher), media_type="text/event-stream")
 
 
-async def _stream(news: FolderNews | RunNews) -> AsyncIterator[bytes]:
-    quiet = BEAT_SECONDS  # the first beat comes at once: it opens the stream
+async def _stream(watcher: FolderWatcher | RunWatcher) -> AsyncIterator[bytes]:
+    idle_seconds = HEARTBEAT_SECONDS  # the first heartbeat is sent at once and opens the stream
     while True:
-        found = await asyncio.to_thread(lambda: list(news.look()))
+        found = await asyncio.to_thread(lambda: list(watcher.poll()))
         for name, data, mark in found:
             number = f"id: {mark}\n" if mark else ""
-            yield f"event: {name}\n{number}data: ".encode() + encoded(data) + b"\n\n"
-        quiet = 0.0 if found else quiet + LOOK_SECONDS
-        if quiet >= BEAT_SECONDS:
-            quiet = 0.0
+            yield f"event: {name}\n{number}data: ".encode() + encode_json(data) + b"\n\n"
+        idle_seconds = 0.0 if found else idle_seconds + POLL_SECONDS
+        if idle_seconds >= HEARTBEAT_SECONDS:
+            idle_seconds = 0.0
             yield b": beat\n\n"
-        await asyncio.sleep(LOOK_SECONDS)  # bounded: the client leaves, or the server stops
+        await asyncio.sleep(POLL_SECONDS)  # bounded: the client leaves, or the server stops
 
 
 @router.get("/lanes")
@@ -168,14 +168,14 @@ def metrics(run: OneRun, mark: str = "") -> Response:
 def config(run: OneRun) -> Response:
     """A row for each key: section, key, value, default, whether it was changed, and what it means."""
     table = run.config()
-    changed = {entry.key: entry.default for entry in run.changed()}
+    changed = {entry.key: entry.default for entry in run.changed_keys()}
     rows = []
-    for path, value in _leaves(table):
-        key, spot = _dotted(path), _spot(path, table)
+    for path, value in _leaf_keys(table):
+        key, spot = _dotted_key(path), _spot_or_none(path, table)
         rows.append(
             {
                 "key": key,
-                "section": _section(path, table),
+                "section": _section_title(path, table),
                 "name": str(path[-1]),
                 "value": value,
                 "changed": key in changed,
@@ -189,8 +189,8 @@ def config(run: OneRun) -> Response:
     return FiniteJsonResponse({"rows": rows, "text": text, "problems": run.problems(patient=False)})
 
 
-def _leaves(table: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Values first, then the sections below: so they are read in the file."""
+def _leaf_keys(table: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Every key with its value, the values of a section before its subsections, as in the file."""
     below = []
     for key, value in table.items() if isinstance(table, dict) else enumerate(table):
         is_tables = isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value)
@@ -199,15 +199,15 @@ def _leaves(table: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         else:
             yield (*path, key), value
     for key, value in below:
-        yield from _leaves(value, (*path, key))
+        yield from _leaf_keys(value, (*path, key))
 
 
-def _dotted(path: KeyPath) -> str:
-    """`env[0].algo.type`, as `RunFolder.changed` names keys."""
+def _dotted_key(path: KeyPath) -> str:
+    """`env[0].algo.type`, as `RunFolder.changed_keys` names keys."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
 
 
-def _section(path: KeyPath, table: Any) -> str:
+def _section_title(path: KeyPath, table: Any) -> str:
     """`env · reverse-text · algo`: the elements of a list by their names."""
     words = []
     for key in path[:-1]:
@@ -216,39 +216,39 @@ def _section(path: KeyPath, table: Any) -> str:
     return " · ".join(words)
 
 
-def _spot(path: KeyPath, table: Any) -> Spot | None:
+def _spot_or_none(path: KeyPath, table: Any) -> SchemaNode | None:
     """This version's description of a key; a run of another version may hold other keys."""
     try:
-        return spot_at(path, table)
+        return node_at(path, table)
     except (TypeError, AttributeError, KeyError, IndexError):
         return None
 
 
 @router.get("/runs")
 def runs(runs: AllRuns) -> Response:
-    """Every run of the folder, in a line."""
+    """A row for every run of the folder."""
     return FiniteJsonResponse({"folder": str(runs.folder), "runs": list(runs.table(patient=False).values())})
 
 
 @router.get("/run")
 def run(run: OneRun) -> Response:
-    """The state of one run: its status, its events and what could not be read, but for what `live` tells in a while."""
+    """The state of one run: its status, events and unreadable files; `live` sends later what is slow to read."""
     return FiniteJsonResponse(run_state(run, patient=False))
 
 
 @router.get("/advice")
 def advice(run: OneRun) -> Response:
-    """Every advisory with its evidence, and all that was looked for."""
+    """Every advisory with its evidence, and all rules."""
     window = advice_window(run)
     found = advise(window)
     rules = [
         {
             "name": rule.name,
-            "asks": rule.asks,
+            "asks": rule.question,
             "limit": getattr(window.advice, rule.name),
             "help": AdviceConfig.model_fields[rule.name].description,
             "found": sum(advisory.rule == rule.name for advisory in found),
-            "pauses": [env for env in window.envs if rule.name in _grounds(window, env)],
+            "pauses": [env for env in window.envs if rule.name in _pause_rules(window, env)],
         }
         for rule in RULES
     ]
@@ -256,14 +256,14 @@ def advice(run: OneRun) -> Response:
         {
             "steps": window.steps,
             "trained": window.trained,
-            "silence": silence(window),
+            "silence": silence_reason(window),
             "rules": rules,
-            "found": [_advisory(window, advisory) for advisory in found],
+            "found": [_advisory_view(window, advisory) for advisory in found],
         }
     )
 
 
-def _advisory(window: AdviceWindow, advisory: Advisory) -> dict[str, Any]:
+def _advisory_view(window: AdviceWindow, advisory: Advisory) -> dict[str, Any]:
     """The advisory with each rollout in a few words, and each knob as it is written."""
     knobs = [asdict(knob) | {"text": knob.text, "flag": knob.flag} for knob in advisory.knobs]
     rollouts = [
@@ -274,6 +274,6 @@ def _advisory(window: AdviceWindow, advisory: Advisory) -> dict[str, Any]:
     return asdict(advisory) | {"knobs": knobs, "rollouts": rollouts}
 
 
-def _grounds(window: AdviceWindow, env: str) -> Sequence[str]:
+def _pause_rules(window: AdviceWindow, env: str) -> Sequence[str]:
     own = window.env(env).get("pause")
     return window.advice.pause if own is None else own

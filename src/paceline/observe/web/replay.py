@@ -29,72 +29,80 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 
 from paceline.observe.record import RunFolder
 from paceline.observe.web.http import FiniteJsonResponse
-from paceline.observe.web.replay_result import ReplayResult, Value, flags, own_code, sample, settings, summary
+from paceline.observe.web.replay_result import (
+    ReplayResult,
+    Value,
+    change_flags,
+    form_fields,
+    replay_refusal,
+    result_summary,
+    sample_view,
+)
 from paceline.observe.web.runs import OneRun
 from paceline.util.process_exit import WITH_PARENT
 
 LIMIT_SECONDS = 900.0
 MOST_BYTES = 256 << 20
-"""Of JSON: beyond it a page has no use for it, and the server no room."""
-LOOK_SECONDS = 0.1
+"""Largest JSON result that is accepted."""
+POLL_SECONDS = 0.1
 
-State = Literal["working", "done", "failed", "cancelled"]
+ReplayState = Literal["working", "done", "failed", "cancelled"]
 
 
 class ReplayProcess:
-    """One replay. `finished` is called with its output, on the child's thread, when it is done."""
+    """One replay. `on_finished` is called with its output, on the child's thread, when it is done."""
 
     def __init__(
         self,
         run: Path,
         step: int,
         flags: Sequence[str],
-        finished: Callable[[bytes], None],
+        on_finished: Callable[[bytes], None],
         limit: float = LIMIT_SECONDS,
         key: str = "",
     ) -> None:
         self.step, self.key = step, key
-        self.state: State = "working"
+        self.state: ReplayState = "working"
         self.failure = ""
         self.began = time.monotonic()
         self.ended: float | None = None
         command = [sys.executable, "-P", "-m", "paceline", "replay", str(run), str(step), "--json"]
         self._command = [*command, *flags]
-        self._finished, self._limit = finished, limit
+        self._on_finished, self._limit = on_finished, limit
         self._stop = threading.Event()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
-        self._thread = threading.Thread(target=self._live, name="paceline-replay", daemon=True)
+        self._thread = threading.Thread(target=self._supervise, name="paceline-replay", daemon=True)
         self._thread.start()
 
     @property
     def seconds(self) -> float:
         return (self.ended or time.monotonic()) - self.began
 
-    def doing(self) -> str:
-        """Its last line."""
+    def current_line(self) -> str:
+        """The last line of its log while it runs."""
         return _last_line(self._log) if self.state == "working" else ""
 
     def cancel(self) -> None:
-        """Returns when the process is gone."""
+        """Stop the process and wait until it is gone."""
         self._stop.set()
         self._thread.join(10)
 
     # -- on its own thread ------------------------------------------------------------------------------------------
 
-    def _live(self) -> None:
+    def _supervise(self) -> None:
         with tempfile.TemporaryFile() as out:
             state, failure = self._run(out.fileno())
             if state == "done":
                 out.seek(0)
                 try:
-                    self._finished(out.read())
+                    self._on_finished(out.read())
                 except ValueError as error:
                     state, failure = "failed", f"what it printed cannot be read: {error}"
         self.ended = time.monotonic()
         self.failure, self.state = failure, state
         self._log.close()
 
-    def _run(self, out: int) -> tuple[State, str]:
+    def _run(self, out: int) -> tuple[ReplayState, str]:
         environment = os.environ | {WITH_PARENT: str(os.getpid()), "HF_HUB_OFFLINE": "1"}
         try:
             process = subprocess.Popen(
@@ -109,7 +117,7 @@ class ReplayProcess:
             return "failed", f"the process cannot be started: {error}"
         try:
             while (code := process.poll()) is None:
-                if self._stop.wait(LOOK_SECONDS):
+                if self._stop.wait(POLL_SECONDS):
                     return "cancelled", ""
                 if self.seconds > self._limit:
                     return "failed", f"it took longer than {self._limit:g} seconds: replay it in a terminal instead"
@@ -127,7 +135,7 @@ class ReplayProcess:
 
 
 def _last_line(log: IO[bytes]) -> str:
-    """Without the command's name before it."""
+    """The last line of a log, without the prefix `paceline: `."""
     try:
         size = os.fstat(log.fileno()).st_size
         text = os.pread(log.fileno(), 4096, max(0, size - 4096)).decode("utf-8", "replace")
@@ -137,7 +145,7 @@ def _last_line(log: IO[bytes]) -> str:
     return lines[-1].removeprefix("paceline: ") if lines else ""
 
 
-MOST = 6
+MOST_RESULTS = 6
 """Results that are remembered, of all runs together."""
 
 
@@ -152,7 +160,7 @@ class RecentResults:
         with self._lock:
             self._results.pop((path, key), None)
             self._results[path, key] = result
-            while len(self._results) > MOST:
+            while len(self._results) > MOST_RESULTS:
                 del self._results[next(iter(self._results))]
 
     def get(self, path: Path, key: str) -> ReplayResult | None:
@@ -161,42 +169,42 @@ class RecentResults:
                 self._results[path, key] = found  # the newest is last
             return found
 
-    def of(self, path: Path) -> dict[str, ReplayResult]:
-        """Those of one run, the newest last."""
+    def of_run(self, path: Path) -> dict[str, ReplayResult]:
+        """The results of one run, the newest last."""
         with self._lock:
             return {key: result for (where, key), result in self._results.items() if where == path}
 
 
 class ReplayRunner:
-    """Lives as long as the app, and its children no longer than it."""
+    """Starts and cancels replays; its processes end with the app."""
 
     def __init__(self, limit: float = LIMIT_SECONDS) -> None:
         self._limit = limit
         self._lock = threading.Lock()
         self._children: dict[Path, ReplayProcess] = {}
         self.results = RecentResults()
-        self.close = weakref.finalize(self, _end, self._children)
+        self.close = weakref.finalize(self, _cancel_all, self._children)
 
     def start(self, run: RunFolder, step: int, changes: dict[str, Value]) -> dict[str, Any]:
         """Replay a step, with some settings changed; refused while another replay of the run goes on."""
         config = run.config()
         if not config:
             raise HTTPException(409, "the run has no run file that can be read, so its model and loss are unknown")
-        if reason := own_code(config):
+        if reason := replay_refusal(config):
             raise HTTPException(409, f"{reason}: paceline replay {run.path} {step}")
         if step not in run.batches():
             raise HTTPException(404, f"the samples of step {step} are not kept")
-        written = flags(run.path / "config.toml", config, changes)
-        key, path, results = name_of(step, changes), run.path, self.results  # a child must not hold on to the runner
+        written = change_flags(run.path / "config.toml", config, changes)
+        key, path, results = result_key(step, changes), run.path, self.results  # a child must not hold on to the runner
 
-        def finished(data: bytes) -> None:
+        def on_finished(data: bytes) -> None:
             results.put(path, key, ReplayResult(data, step, changes))
 
         with self._lock:
             before = self._children.get(run.path)
             if before is not None and before.state == "working":
                 raise HTTPException(409, "a step of this run is being replayed already: wait for it, or cancel it")
-            self._children[run.path] = ReplayProcess(run.path, step, written, finished, self._limit, key)
+            self._children[run.path] = ReplayProcess(run.path, step, written, on_finished, self._limit, key)
         return self.job(run) or {}
 
     def cancel(self, run: RunFolder) -> None:
@@ -204,7 +212,7 @@ class ReplayRunner:
             child.cancel()
 
     def job(self, run: RunFolder) -> dict[str, Any] | None:
-        """The run's last replay: how it stands, and the name of what came of it."""
+        """The run's last replay: its state and the key of its result."""
         child = self._children.get(run.path)
         if child is None:
             return None
@@ -212,22 +220,22 @@ class ReplayRunner:
             "key": child.key,
             "step": child.step,
             "state": child.state,
-            "doing": child.doing(),
+            "doing": child.current_line(),
             "failure": child.failure,
             "seconds": child.seconds,
             "limit": self._limit,
         }
 
 
-def name_of(step: int, changes: dict[str, Value]) -> str:
-    """The same for the same step and settings, so that an address can hold it."""
+def result_key(step: int, changes: dict[str, Value]) -> str:
+    """A stable key of a step and its changed settings, fit for a URL."""
     if not changes:
         return str(step)
     written = json.dumps(changes, sort_keys=True)
     return f"{step}-{hashlib.sha256(written.encode()).hexdigest()[:10]}"
 
 
-def _end(children: dict[Path, ReplayProcess]) -> None:
+def _cancel_all(children: dict[Path, ReplayProcess]) -> None:
     for child in list(children.values()):
         child.cancel()
 
@@ -241,7 +249,7 @@ def _runner(request: Request) -> ReplayRunner:
     return request.app.state.replays
 
 
-def _own_page(request: Request) -> None:
+def _require_own_page(request: Request) -> None:
     """Starting a process is for our own pages: a page elsewhere can send a form to a loopback address, but neither JSON
     nor our origin with it."""
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
@@ -274,12 +282,12 @@ def replay(run: OneRun, runner: Runner) -> Response:
             "path": str(run.path),
             "steps": run.batches(),
             "checkpoints": sorted(int(match[1]) for match in found if match),
-            "settings": [setting.model_dump() for setting in settings(config)],
-            "refusal": own_code(config),
+            "settings": [setting.model_dump() for setting in form_fields(config)],
+            "refusal": replay_refusal(config),
             "job": runner.job(run),
             "results": [
                 {"key": key, "step": result.step, "changes": result.changes}
-                for key, result in runner.results.of(run.path).items()
+                for key, result in runner.results.of_run(run.path).items()
             ],
         }
     )
@@ -287,19 +295,19 @@ def replay(run: OneRun, runner: Runner) -> Response:
 
 @router.get("/replay/job")
 def job(run: OneRun, runner: Runner) -> Response:
-    """How the run's last replay stands."""
+    """The state of the run's last replay."""
     return FiniteJsonResponse({"job": runner.job(run)})
 
 
-@router.post("/replay/start", dependencies=[Depends(_own_page)])
+@router.post("/replay/start", dependencies=[Depends(_require_own_page)])
 def start(run: OneRun, runner: Runner, request: ReplayRequest) -> Response:
     """Replay a step in a process of its own."""
     return FiniteJsonResponse({"job": runner.start(run, request.step, request.settings)})
 
 
-@router.post("/replay/cancel", dependencies=[Depends(_own_page)])
+@router.post("/replay/cancel", dependencies=[Depends(_require_own_page)])
 def cancel(run: OneRun, runner: Runner) -> Response:
-    """End it."""
+    """Cancel the replay."""
     runner.cancel(run)
     return FiniteJsonResponse({"job": runner.job(run)})
 
@@ -310,7 +318,7 @@ def result(run: OneRun, runner: Runner, of: Key = "", against: Key = "", compone
     one, other = runner.results.get(run.path, of), runner.results.get(run.path, against) if against else None
     if one is None or (against and other is None):
         return FiniteJsonResponse({"result": None})
-    return FiniteJsonResponse({"result": summary(one, other, component)})
+    return FiniteJsonResponse({"result": result_summary(one, other, component)})
 
 
 @router.get("/replay/sample")
@@ -319,4 +327,4 @@ def one_sample(
 ) -> Response:
     """All tokens of one sample. Null: the result is not known any more."""
     one, other = runner.results.get(run.path, of), runner.results.get(run.path, against) if against else None
-    return FiniteJsonResponse({"sample": None if one is None else sample(one, other, sample_)})
+    return FiniteJsonResponse({"sample": None if one is None else sample_view(one, other, sample_)})

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from paceline.config import ConfigError, load
-from paceline.config.fields import Spot
+from paceline.config.fields import SchemaNode
 from paceline.config.trainer import KLConfig, ProximalConfig, TrainerConfig
 
-TOP = 60
+MOST_TOKENS = 60
 """Tokens that are listed."""
-ROWS = 500
+MOST_SAMPLES = 500
 """Samples that are listed."""
 
 
@@ -37,32 +37,32 @@ class ReplayResult:
         self._totals: dict[str, list[NDArray]] = {}
 
     def shares(self, component: str) -> list[NDArray]:
-        """Of each sample the shares of its trained tokens: of one component, or with "" of all of them."""
+        """The loss shares of the trained tokens by sample: of one component, or with "" their sum."""
         if component not in self._totals:
-            self._totals[component] = [_shares(sample["trained"], component) for sample in self.samples]
+            self._totals[component] = [_token_shares(sample["trained"], component) for sample in self.samples]
         return self._totals[component]
 
-    def rule(self, sample: int, token: int) -> str:
-        held = self.samples[sample]["trained"]["held_back"]
-        return "; ".join(one["rule"] for one in held if one["token"] == token)
+    def held_back_rule(self, sample: int, token: int) -> str:
+        held_back = self.samples[sample]["trained"]["held_back"]
+        return "; ".join(one["rule"] for one in held_back if one["token"] == token)
 
 
-def summary(one: ReplayResult, other: ReplayResult | None, component: str) -> dict[str, Any]:
+def result_summary(one: ReplayResult, other: ReplayResult | None, component: str) -> dict[str, Any]:
     """The loss, the samples by what they weigh, and the weightiest tokens; beside another by what differs."""
-    _check(one, other)
+    _check_same_samples(one, other)
     mine = one.shares(component)
     theirs = mine if other is None else other.shares(component)
     weights = mine if other is None else [b - a for a, b in zip(mine, theirs, strict=True)]
     sums = np.array([values.sum() for values in weights])
-    order = np.argsort(-np.abs(sums), kind="stable")[:ROWS]
+    order = np.argsort(-np.abs(sums), kind="stable")[:MOST_SAMPLES]
     return {
         "about": one.about,
         "changes": one.changes,
         "other": None if other is None else {"about": other.about, "changes": other.changes},
         "count": len(one.samples),
         "tokens": sum(len(values) for values in mine),
-        "held_back": sum(map(_held_back, one.samples)),
-        "other_held_back": None if other is None else sum(map(_held_back, other.samples)),
+        "held_back": sum(map(_held_back_count, one.samples)),
+        "other_held_back": None if other is None else sum(map(_held_back_count, other.samples)),
         "largest": max((float(np.abs(values).max()) for values in weights if len(values)), default=0.0),
         "samples": [
             {name: one.samples[at][name] for name in ("env", "ticket", "member", "rollout", "number")}
@@ -72,30 +72,34 @@ def summary(one: ReplayResult, other: ReplayResult | None, component: str) -> di
                 "trained": len(mine[at]),
                 "share": float(mine[at].sum()),
                 "other": None if other is None else float(theirs[at].sum()),
-                "held_back": _held_back(one.samples[at]),
+                "held_back": _held_back_count(one.samples[at]),
                 "skipped": bool((one.samples[at]["trained"] or {}).get("skipped")),
             }
             for at in order.tolist()
         ],
         "top": [
-            _token(one, number, token)
+            _token_view(one, number, token)
             | {"share": float(mine[number][token])}
-            | ({"other": float(theirs[number][token]), "other_rule": other.rule(number, token)} if other else {})
-            for number, token in _weightiest(weights)
+            | (
+                {"other": float(theirs[number][token]), "other_rule": other.held_back_rule(number, token)}
+                if other
+                else {}
+            )
+            for number, token in _largest_tokens(weights)
         ],
     }
 
 
-def sample(one: ReplayResult, other: ReplayResult | None, number: int) -> dict[str, Any]:
+def sample_view(one: ReplayResult, other: ReplayResult | None, number: int) -> dict[str, Any]:
     """One sample with all its tokens."""
     if not 0 <= number < len(one.samples):
         raise HTTPException(404, f"there is no sample {number}: the step has {len(one.samples)}")
-    _check(one, other)
+    _check_same_samples(one, other)
     found = {"sample": number, "other": None if other is None else other.samples[number]["trained"]}
     return one.samples[number] | found
 
 
-def _shares(trained: dict[str, Any] | None, component: str) -> NDArray:
+def _token_shares(trained: dict[str, Any] | None, component: str) -> NDArray:
     if trained is None:
         return np.zeros(0)
     total = np.zeros(len(trained["places"]))
@@ -105,14 +109,14 @@ def _shares(trained: dict[str, Any] | None, component: str) -> NDArray:
     return total
 
 
-def _weightiest(weights: Sequence[NDArray]) -> Iterator[tuple[int, int]]:
-    """Sample and token of the largest weights."""
+def _largest_tokens(weights: Sequence[NDArray]) -> Iterator[tuple[int, int]]:
+    """Sample and token of the largest absolute weights, largest first."""
     lengths = [len(values) for values in weights]
     if not sum(lengths):
         return
     flat = np.abs(np.concatenate(weights))
     ends = np.cumsum(lengths)
-    best = np.argpartition(-flat, min(TOP, len(flat)) - 1)[:TOP]
+    best = np.argpartition(-flat, min(MOST_TOKENS, len(flat)) - 1)[:MOST_TOKENS]
     for place in best[np.argsort(-flat[best], kind="stable")]:
         if not flat[place]:
             return
@@ -120,7 +124,7 @@ def _weightiest(weights: Sequence[NDArray]) -> Iterator[tuple[int, int]]:
         yield number, int(place - ends[number] + lengths[number])
 
 
-def _token(result: ReplayResult, number: int, token: int) -> dict[str, Any]:
+def _token_view(result: ReplayResult, number: int, token: int) -> dict[str, Any]:
     sample = result.samples[number]
     trained, place = sample["trained"], sample["trained"]["places"][token]
     return {
@@ -131,17 +135,17 @@ def _token(result: ReplayResult, number: int, token: int) -> dict[str, Any]:
         "text": None if sample["text"] is None else sample["text"][place],
         "rollout": sample["rollout"],
         "number": sample["number"],
-        "rule": result.rule(number, token),
+        "rule": result.held_back_rule(number, token),
     } | {name: trained[name][token] for name in ("ratio", "advantage", "logprob")}
 
 
-def _held_back(sample: dict[str, Any]) -> int:
+def _held_back_count(sample: dict[str, Any]) -> int:
     """Tokens of a sample that a bound held back."""
     return len({one["token"] for one in sample["trained"]["held_back"]}) if sample["trained"] else 0
 
 
-def _check(*results: ReplayResult | None) -> None:
-    """A run that went back in between has other samples under the same step."""
+def _check_same_samples(*results: ReplayResult | None) -> None:
+    """Raise if the results are of different samples, as after a roll-back of the run."""
     tokens = [[(s["ids"], s["trained"] and s["trained"]["places"]) for s in one.samples] for one in results if one]
     if tokens[0] != tokens[-1]:
         raise HTTPException(
@@ -149,8 +153,8 @@ def _check(*results: ReplayResult | None) -> None:
         )
 
 
-PLAIN = ("normalise", "fixed_length", "entropy_coef", "clip_skip_threshold")
-OWN_CODE = "custom"
+TRAINER_KEYS = ("normalise", "fixed_length", "entropy_coef", "clip_skip_threshold")
+CUSTOM_LOSS = "custom"
 
 Value = str | int | float | bool | None
 Kind = Literal["choice", "number", "integer", "flag"]
@@ -171,11 +175,11 @@ class FormField(BaseModel):
     """The loss it belongs to; empty for all."""
 
 
-def own_code(config: Mapping[str, Any]) -> str:
+def replay_refusal(config: Mapping[str, Any]) -> str:
     """Why a run may not be replayed from a page: a folder from elsewhere could name code of its own. Empty: it may."""
-    model, trainer = _table(config, "model"), _table(config, "trainer")
+    model, trainer = _subtable(config, "model"), _subtable(config, "trainer")
     named = "model.trust_remote_code" if model.get("trust_remote_code") else ""
-    if _table(trainer, "loss").get("type") == OWN_CODE:
+    if _subtable(trainer, "loss").get("type") == CUSTOM_LOSS:
         named = "trainer.loss.import_path"
     if not named:
         return ""
@@ -184,42 +188,42 @@ def own_code(config: Mapping[str, Any]) -> str:
     )
 
 
-def settings(config: Mapping[str, Any]) -> list[FormField]:
+def form_fields(config: Mapping[str, Any]) -> list[FormField]:
     """The settings that may be changed, with the run's values."""
-    trainer = _table(config, "trainer")
-    loss = _table(trainer, "loss")
-    sections = Spot.of_field(TrainerConfig.model_fields["loss"]).sections
-    types = [name for name in sections if name != OWN_CODE]
+    trainer = _subtable(config, "trainer")
+    loss = _subtable(trainer, "loss")
+    sections = SchemaNode.of_field(TrainerConfig.model_fields["loss"]).sections
+    types = [name for name in sections if name != CUSTOM_LOSS]
     chosen = loss.get("type", types[0])
     found = [FormField(key="trainer.loss.type", kind="choice", options=types, value=chosen)]
     for name in types:
-        found += _fields("trainer.loss", sections[name], loss if chosen == name else {}, of=name)
-    found += _fields("trainer", TrainerConfig, trainer, only=PLAIN)
+        found += _section_fields("trainer.loss", sections[name], loss if chosen == name else {}, of=name)
+    found += _section_fields("trainer", TrainerConfig, trainer, only=TRAINER_KEYS)
     if trainer.get("proximal"):
-        found += _fields("trainer.proximal", ProximalConfig, trainer["proximal"])
-    if _table(trainer, "kl").get("how") == "loss":
-        found += _fields("trainer.kl", KLConfig, trainer["kl"], only=("coef", "kind"))
+        found += _section_fields("trainer.proximal", ProximalConfig, trainer["proximal"])
+    if _subtable(trainer, "kl").get("how") == "loss":
+        found += _section_fields("trainer.kl", KLConfig, trainer["kl"], only=("coef", "kind"))
     return found
 
 
-def flags(file: Path, config: Mapping[str, Any], changes: Mapping[str, Value]) -> list[str]:
-    """Changes as flags; refused with a sentence where a name or a value does not fit."""
-    known = settings(config)
+def change_flags(file: Path, config: Mapping[str, Any], changes: Mapping[str, Value]) -> list[str]:
+    """The changes as command-line flags; raises HTTPException for an unknown key or invalid value."""
+    known = form_fields(config)
     loss = changes.get("trainer.loss.type", known[0].value)
     allowed = {setting.key: setting for setting in known if setting.of in ("", loss)}
-    written = []
+    arguments = []
     for key, value in changes.items():
         if key not in allowed:
             raise HTTPException(400, f"`{key}` cannot be changed here: choose among {', '.join(allowed)}")
-        written.append(_flag(allowed[key], value))
+        arguments.append(_change_flag(allowed[key], value))
     try:
-        load(file, written)
+        load(file, arguments)
     except ConfigError as error:
         raise HTTPException(400, "; ".join(error.problems).replace("command line: --", "")) from None
-    return written
+    return arguments
 
 
-def _flag(setting: FormField, value: Value) -> str:
+def _change_flag(setting: FormField, value: Value) -> str:
     fits = {
         "choice": lambda: value in setting.options,
         "flag": lambda: isinstance(value, bool),
@@ -229,18 +233,18 @@ def _flag(setting: FormField, value: Value) -> str:
     if value is None and setting.optional:
         return f"--no-{setting.key}"
     if not fits[setting.kind]():
-        wanted = f"one of {', '.join(setting.options)}" if setting.options else f"a {setting.kind}"
-        raise HTTPException(400, f"`{setting.key}` must be {wanted}")
+        expected = f"one of {', '.join(setting.options)}" if setting.options else f"a {setting.kind}"
+        raise HTTPException(400, f"`{setting.key}` must be {expected}")
     return f"--{setting.key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def _fields(
+def _section_fields(
     above: str, section: type[BaseModel], given: Mapping[str, Any], only: tuple[str, ...] = (), of: str = ""
 ) -> Iterator[FormField]:
     for name, field in section.model_fields.items():
         if name == "type" or (only and name not in only):
             continue
-        spot = Spot.of_field(field)
+        spot = SchemaNode.of_field(field)
         options = list(get_args(spot.annotation)) if get_origin(spot.annotation) is Literal else []
         yield FormField(
             key=f"{above}.{name}",
@@ -253,6 +257,6 @@ def _fields(
         )
 
 
-def _table(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _subtable(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     found = table.get(key)
     return found if isinstance(found, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Routes of rollouts: a filtered page, one of them in full, its group side by side, its episode, and the league."""
+"""Routes of rollouts: a filtered page, one rollout, its group, its episode, and the league."""
 
 import json
 from dataclasses import asdict, replace
@@ -8,24 +8,24 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, HTTPException, Response
-from fastapi import Query as Asked
+from fastapi import Query as QueryParam
 from pydantic import BaseModel, Field
 
 from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.monitor.text import one_line
-from paceline.observe.record import Gone, Query, Row, RunFolder, Told
+from paceline.observe.record import Query, RolloutNotFound, Row, RunFolder, StoredRollout
 from paceline.observe.record.layout import DOMAINS
 from paceline.observe.record.rollouts import SORTS, Rollouts
 from paceline.observe.web.http import FiniteJsonResponse
-from paceline.observe.web.messages import conversations, episode_story, flat_text
+from paceline.observe.web.messages import conversations, episode_timeline, flat_text
 from paceline.observe.web.runs import OneRun
 from paceline.selfplay.payoff import Payoff
 
-STATE = "state.json"
+STATE_FILE = "state.json"
 MOST_TRIES = 64
 """Columns that a page can hold."""
-MOST_SAID = 20_000
+MOST_TEXT = 20_000
 """Characters of one message there; the rollout's own page has all of them."""
 
 RoleTexts = list[tuple[str, str]]
@@ -34,14 +34,14 @@ RoleTexts = list[tuple[str, str]]
 
 def compare_tries(rollouts: Rollouts, index: int) -> dict[str, Any]:
     """The messages that all tries begin with, and those of each from there on."""
-    rows = tries(rollouts, index)
+    rows = comparable_tries(rollouts, index)
     bodies = [get_or_none(rollouts, row.index) for row in rows[:MOST_TRIES]]
     texts = [_role_texts(one) if one is not None else [] for one in bodies]
     nonempty = [one for one in texts if one]
-    shared = _shared(nonempty)
+    shared = _shared_messages(nonempty)
     first = nonempty[0] if nonempty else []
     return {
-        "begin": [{"role": role, "text": text[:MOST_SAID]} for role, text in first[:shared]],
+        "begin": [{"role": role, "text": text[:MOST_TEXT]} for role, text in first[:shared]],
         "tries": [
             {
                 "row": row,
@@ -56,33 +56,33 @@ def compare_tries(rollouts: Rollouts, index: int) -> dict[str, Any]:
     }
 
 
-def tries(rollouts: Rollouts, index: int) -> list[Row]:
+def comparable_tries(rollouts: Rollouts, index: int) -> list[Row]:
     """The rollouts that one is compared with, itself included: of one actor in one kind of episode, not a
     buyer with a seller. Where an episode has several of them, such as solvers of one question, those."""
     mine = rollouts.row(index)
-    rows = [rollouts.row(at) for at in rollouts.mates(index)]
+    rows = [rollouts.row(at) for at in rollouts.group_members(index)]
     alike = [row for row in rows if (row.actor, row.kind) == (mine.actor, mine.kind)]
     here = [row for row in alike if row.member == mine.member]
     return here if len(here) > 1 else sorted(alike, key=lambda row: row.member)
 
 
 def split_from_first(first: RoleTexts, other: RoleTexts) -> list[dict[str, Any]]:
-    """Messages in pieces: what is as in the first, and from where they part on what is not."""
-    together = True
+    """Each message split into the text it shares with the first rollout and the rest."""
+    is_same = True
     pieces = []
     for at, (role, text) in enumerate(other):
         same = 0
-        if together and at < len(first) and first[at][0] == role:
-            same = common(first[at][1], text)
-        together = together and at < len(first) and first[at] == (role, text)
-        begin = text[:same] if same <= MOST_SAID else f"…{text[same - MOST_SAID : same]}"
-        rest, left_out = text[same : same + MOST_SAID], max(0, len(text) - same - MOST_SAID)
+        if is_same and at < len(first) and first[at][0] == role:
+            same = common_prefix(first[at][1], text)
+        is_same = is_same and at < len(first) and first[at] == (role, text)
+        begin = text[:same] if same <= MOST_TEXT else f"…{text[same - MOST_TEXT : same]}"
+        rest, left_out = text[same : same + MOST_TEXT], max(0, len(text) - same - MOST_TEXT)
         pieces.append({"role": role, "same": begin, "rest": rest, "left_out": left_out})
     return pieces
 
 
-def common(one: str, other: str) -> int:
-    """How many characters both begin with."""
+def common_prefix(one: str, other: str) -> int:
+    """The length of the common prefix."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -90,22 +90,22 @@ def common(one: str, other: str) -> int:
     return low
 
 
-def get_or_none(rollouts: Rollouts, index: int) -> Told | None:
+def get_or_none(rollouts: Rollouts, index: int) -> StoredRollout | None:
     """The rollout; None where it cannot be read, or the run went back since it was found."""
     try:
         return rollouts.get(index)
-    except Gone:
+    except RolloutNotFound:
         return None
 
 
-def _role_texts(rollout: Told) -> RoleTexts:
+def _role_texts(rollout: StoredRollout) -> RoleTexts:
     if rollout.turns and rollout.turns[-1].messages is None:
         return [("assistant", turn.text) for turn in rollout.turns]
     return [(str(m.get("role", "")) if isinstance(m, dict) else "", flat_text(m)) for m in rollout.messages]
 
 
-def _shared(texts: list[RoleTexts]) -> int:
-    """How many messages all begin with; the last one is always the tries' own."""
+def _shared_messages(texts: list[RoleTexts]) -> int:
+    """How many messages all tries have in common at the start, without the last message of any."""
     most = min((len(one) - 1 for one in texts), default=0)
     alike = takewhile(lambda at: all(one[at] == texts[0][at] for one in texts), range(most))
     return sum(1 for _ in alike)
@@ -113,49 +113,49 @@ def _shared(texts: list[RoleTexts]) -> int:
 
 EXCERPT = 160
 """Characters of what was said that a line of the table has room for."""
-Small = Annotated[int | None, Field(ge=-(2**31), lt=2**31)]
-Large = Annotated[int | None, Field(ge=-(2**62), lt=2**62)]
-Word = Annotated[str | None, Field(max_length=1000)]
+SmallInt = Annotated[int | None, Field(ge=-(2**31), lt=2**31)]
+LargeInt = Annotated[int | None, Field(ge=-(2**62), lt=2**62)]
+ShortText = Annotated[str | None, Field(max_length=1000)]
 
 
 class RolloutFilters(BaseModel):
-    """The filters of a request; those that are left out do not matter. Ranges include both ends."""
+    """The filters of a request; None matches everything. Ranges include both ends."""
 
     env: list[str] | None = None
-    actor: Word = None
-    state: Word = None
-    finish: Word = None
-    error: Word = None
+    actor: ShortText = None
+    state: ShortText = None
+    finish: ShortText = None
+    error: ShortText = None
     """`any`, `none` or a kind of failure."""
-    domain: Word = None
-    step_from: Small = None
-    step_to: Small = None
+    domain: ShortText = None
+    step_from: SmallInt = None
+    step_to: SmallInt = None
     reward_from: float | None = None
     reward_to: float | None = None
-    length_from: Small = None
-    length_to: Small = None
-    ticket: Large = None
-    row: Large = None
+    length_from: SmallInt = None
+    length_to: SmallInt = None
+    ticket: LargeInt = None
+    row: LargeInt = None
     text: Annotated[str, Field(max_length=1000)] = ""
     sort: str = "-step"
     offset: Annotated[int, Field(ge=0, lt=2**62)] = 0
     limit: Annotated[int, Field(ge=0, le=200)] = 50
 
 
-def _query(filters: Annotated[RolloutFilters, Asked()]) -> Query:
-    given: dict[str, Any] = filters.model_dump()
-    sort, error = given["sort"], given["error"]
+def _query(filters: Annotated[RolloutFilters, QueryParam()]) -> Query:
+    values: dict[str, Any] = filters.model_dump()
+    sort, error = values["sort"], values["error"]
     if sort.removeprefix("-") not in SORTS:
         raise HTTPException(400, f"rollouts cannot be sorted by `{sort}`: choose one of {', '.join(SORTS)}")
     for name in ("step", "reward", "length"):
-        given[name] = given.pop(f"{name}_from"), given.pop(f"{name}_to")
-    return Query(**given | {"error": {"any": True, "none": False}.get(error, error)})
+        values[name] = values.pop(f"{name}_from"), values.pop(f"{name}_to")
+    return Query(**values | {"error": {"any": True, "none": False}.get(error, error)})
 
 
 OneQuery = Annotated[Query, Depends(_query)]
 
 
-def counts(run: RunFolder) -> dict[str, dict[str, int]]:
+def column_counts(run: RunFolder) -> dict[str, dict[str, int]]:
     """How many rollouts of the run have each value of the columns that can be chosen from."""
     view = run.rollouts.view()
     found = {}
@@ -177,16 +177,16 @@ def table_line(run: RunFolder, row: Row, text: str) -> dict[str, Any]:
 
 
 def _excerpt(texts: list[str], text: str) -> str:
-    wanted = text.casefold()
-    for words in texts if wanted else ():
-        if (at := words.casefold().find(wanted)) >= 0:
+    needle = text.casefold()
+    for words in texts if needle else ():
+        if (at := words.casefold().find(needle)) >= 0:
             start = max(0, at - EXCERPT // 3)
             return ("…" if start else "") + one_line(words[start : start + EXCERPT + len(text)])
     last = next((words for words in reversed(texts) if words.strip()), "")
     return one_line(last[: 4 * EXCERPT])[:EXCERPT]
 
 
-REASONS = {
+DROP_REASONS = {
     "zero_advantage": "every advantage in the group is zero, so it carries no gradient (filters.zero_advantage)",
     "group_too_small": "fewer rollouts survived than the environment's min_group_size",
     "stale": "its oldest trained token was more than `staleness` versions old when its batch was to ship",
@@ -197,7 +197,7 @@ REASONS = {
     "environment": "the environment let this episode go: it answered with no outcome",
     "no_sample": "nothing of it was left to train on: its samples were too old, or could not be scored",
 }
-STATES = {
+STATE_TEXTS = {
     "trained": "It trained.",
     "replayed": "It trained once more: a replay under a ticket of its own.",
     "skipped": "Its step was left out, since the gradient was bad.",
@@ -205,52 +205,52 @@ STATES = {
     "matched": "Played against the league to rate the policy; it never trains.",
     "failed": "The episode failed, so it is outside the group's baseline and does not train.",
 }
-TRAINS = ("trained", "replayed")
+TRAINED_STATES = ("trained", "replayed")
 
 
-def fate(state: str) -> str:
+def state_text(state: str) -> str:
     """A rollout's state as a sentence."""
     if state.startswith("dropped:"):
         return f"Dropped, so it did not train: {why_dropped(state.removeprefix('dropped:'))}."
-    return STATES.get(state, state)
+    return STATE_TEXTS.get(state, state)
 
 
 def why_dropped(reason: str) -> str:
     """A reason for a drop, in words."""
-    return REASONS.get(reason, reason)
+    return DROP_REASONS.get(reason, reason)
 
 
 def has_league(run: RunFolder) -> bool:
-    """Whether anything says that versions of the policy meet in this run: its run file, or what it measured."""
+    """Whether the run has a league, by its run file or its metrics."""
     envs = run.config().get("env")
-    asked = isinstance(envs, list) and any(isinstance(env, dict) and env.get("league") for env in envs)
-    return asked or any(name.startswith("league/") for name in run.metrics())
+    configured = isinstance(envs, list) and any(isinstance(env, dict) and env.get("league") for env in envs)
+    return configured or any(name.startswith("league/") for name in run.metrics())
 
 
-def leagues(run: RunFolder) -> dict[str, Any]:
+def latest_leagues(run: RunFolder) -> dict[str, Any]:
     """Each environment's league, strongest player first, and the step of the checkpoint it is from."""
-    path = _newest(RunDirectory(run.path).checkpoints)
+    path = _latest_checkpoint(RunDirectory(run.path).checkpoints)
     if path is None:
         return {"step": None, "leagues": []}
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
         saved = {name: state["environments"][name]["league"]["payoff"] for name in state.get("leagues", ())}
-        found = [_league(name, payoff) for name, payoff in saved.items()]
+        found = [_league_view(name, payoff) for name, payoff in saved.items()]
     except FileNotFoundError:  # a newer checkpoint has just taken its place
         raise PacelineError("the checkpoint was replaced while it was read: ask once more") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise PacelineError(f"the league in {path / STATE} cannot be read: {error}") from error
+        raise PacelineError(f"the league in {path / STATE_FILE} cannot be read: {error}") from error
     return {"step": state.get("step"), "leagues": found}
 
 
-def _newest(folder: Path) -> Path | None:
+def _latest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that `latest` names, or the newest whole one: a copied folder may have lost the link."""
-    whole = sorted(path for path in folder.glob("step-*") if (path / STATE).is_file())
+    whole = sorted(path for path in folder.glob("step-*") if (path / STATE_FILE).is_file())
     latest = folder / "latest"
-    return latest if (latest / STATE).is_file() else whole[-1] if whole else None
+    return latest if (latest / STATE_FILE).is_file() else whole[-1] if whole else None
 
 
-def _league(name: str, saved: Any) -> dict[str, Any]:
+def _league_view(name: str, saved: Any) -> dict[str, Any]:
     payoff = Payoff()
     payoff.load(saved)
     ratings = payoff.ratings()
@@ -265,12 +265,12 @@ def _league(name: str, saved: Any) -> dict[str, Any]:
 
 router = APIRouter(prefix="/rollouts")
 
-Index = Annotated[int, Asked(alias="id", ge=0, lt=2**62)]
+Index = Annotated[int, QueryParam(alias="id", ge=0, lt=2**62)]
 
 
 @router.get("")
 def rollouts(run: OneRun, query: OneQuery) -> Response:
-    """A page of what is asked for, how many there are, and what can be asked for. With a limit of 0 only counted."""
+    """One page of the matching rollouts, their number, and the values to filter by. A limit of 0 only counts."""
     found = run.rollouts.find(query)
     if not query.limit:
         return FiniteJsonResponse({"total": found.total, "all": run.rollouts.count})
@@ -279,8 +279,8 @@ def rollouts(run: OneRun, query: OneQuery) -> Response:
             "total": found.total,
             "all": run.rollouts.count,
             "rows": [table_line(run, row, query.text) for row in found.rows],
-            "counts": counts(run),
-            "kept": run.rollouts.kept,
+            "counts": column_counts(run),
+            "kept": run.rollouts.keeps_all,
             "problems": run.rollouts.problems(),
             "league": has_league(run),
         }
@@ -288,10 +288,10 @@ def rollouts(run: OneRun, query: OneQuery) -> Response:
 
 
 @router.get("/one")
-def one(run: OneRun, index: Index, query: OneQuery) -> Response:
-    """One rollout: its conversations, what it earned, and its neighbours among those that are asked for."""
+def one_rollout(run: OneRun, index: Index, query: OneQuery) -> Response:
+    """One rollout: its conversations, its reward, and its neighbours among the matching rollouts."""
     rollout = run.rollouts.get(index)
-    beside = run.rollouts.beside(index, replace(query, offset=0, limit=None))
+    beside = run.rollouts.neighbours(index, replace(query, offset=0, limit=None))
     return FiniteJsonResponse(
         {
             "row": rollout.row,
@@ -302,9 +302,9 @@ def one(run: OneRun, index: Index, query: OneQuery) -> Response:
             "error": rollout.error,
             "talks": conversations(rollout),
             "beside": beside and asdict(beside),
-            "tries": len(tries(run.rollouts, index)),
+            "tries": len(comparable_tries(run.rollouts, index)),
             "seats": len(run.rollouts.episode(index)),
-            "kept": run.rollouts.kept,
+            "kept": run.rollouts.keeps_all,
         }
     )
 
@@ -317,11 +317,11 @@ def group(run: OneRun, index: Index) -> Response:
 
 @router.get("/episode")
 def episode(run: OneRun, index: Index) -> Response:
-    """All seats of its episode in one line of time."""
-    return FiniteJsonResponse(episode_story(run.rollouts, index))
+    """All turns of its episode in order."""
+    return FiniteJsonResponse(episode_timeline(run.rollouts, index))
 
 
 @router.get("/league")
 def league(run: OneRun) -> Response:
     """The leagues of the run."""
-    return FiniteJsonResponse(leagues(run))
+    return FiniteJsonResponse(latest_leagues(run))

@@ -1,4 +1,4 @@
-"""Opens the runs of a folder by names that cannot lead out of it, and reads again only what has changed."""
+"""Opens the runs of a folder by name and caches them; no name leads out of the folder."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from fastapi import Depends, HTTPException, Query, Request
 from paceline.errors import PacelineError
 from paceline.observe.analysis.vitals import table_row
 from paceline.observe.monitor.directory import RunDirectory
-from paceline.observe.record import Changed, RunFolder, find_runs
+from paceline.observe.record import ChangedKey, RunFolder, find_runs
 from paceline.observe.record.folder import Columns
 
 Signature = tuple[int, int, int]
@@ -26,27 +26,29 @@ class CachedRunFolder(RunFolder):
 
     def __init__(self, path: Path) -> None:
         super().__init__(RunDirectory(path))
-        self._reading = threading.Lock()
+        self._read_lock = threading.Lock()
         self._columns: Columns = {}
         self._signature: Signature = (0, 0, 0)
-        self._changed: tuple[Signature, list[Changed]] | None = None
+        self._changed: tuple[Signature, list[ChangedKey]] | None = None
 
-    def changed(self) -> list[Changed]:
+    def changed_keys(self) -> list[ChangedKey]:
         now = signature(self.path / "config.toml")
         if self._changed is None or self._changed[0] != now:
-            self._changed = now, super().changed()
+            self._changed = now, super().changed_keys()
         return self._changed[1]
 
     def metrics(self, since: int = 0) -> Columns:
         if since:
             return super().metrics(since)
-        with self._reading:
+        with self._read_lock:
             now = signature(self.path / "metrics.jsonl")
             if now != self._signature or not self._columns:
                 steps = self._columns.get("step", [])
                 goes_on = steps and now[0] == self._signature[0] and now[1] >= self._signature[1]
                 last = int(max(step or 0 for step in steps)) if goes_on else -1
-                self._columns = joined(self._columns, super().metrics(last + 1)) if goes_on else super().metrics()
+                self._columns = (
+                    concat_columns(self._columns, super().metrics(last + 1)) if goes_on else super().metrics()
+                )
                 self._signature = now
             return self._columns
 
@@ -59,16 +61,16 @@ def signature(path: Path) -> Signature:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def joined(columns: Columns, more: Columns) -> Columns:
-    """One behind the other; a metric that only one of them has is None in the other's lines."""
+def concat_columns(columns: Columns, more: Columns) -> Columns:
+    """Append columns; a metric that only one side has is None in the lines of the other."""
     before, added = len(columns.get("step", [])), len(more.get("step", []))
     names = dict.fromkeys([*columns, *more])
     return {name: columns.get(name, [None] * before) + more.get(name, [None] * added) for name in names}
 
 
 STATE_FILES = ("metrics.jsonl", "events.jsonl", "config.toml", "run.lock")
-"""Files that say how a run is."""
-ELSEWHERE = ("checkpoints", "export")
+"""Files that determine the state of a run."""
+LINKABLE_FOLDERS = ("checkpoints", "export")
 
 
 class _TableRow(NamedTuple):
@@ -77,16 +79,16 @@ class _TableRow(NamedTuple):
     row: dict[str, Any]
 
 
-def link_out(run: Path) -> str | None:
+def outside_link(run: Path) -> str | None:
     """A file or folder of the run that is a link to somewhere else. Checkpoints and exports, of which no page shows a
     file's text, may lie on another disk."""
     with os.scandir(run) as entries:
-        links = [entry.name for entry in entries if entry.is_symlink() and entry.name not in ELSEWHERE]
+        links = [entry.name for entry in entries if entry.is_symlink() and entry.name not in LINKABLE_FOLDERS]
     return next((name for name in links if not (run / name).resolve().is_relative_to(run.resolve())), None)
 
 
 class Runs:
-    """Looks anew at each request: runs come and go while the page is open.
+    """The runs of a folder. Every request scans it again, since runs come and go while a page is open.
 
     A name is looked up among those that were found, never joined to a path, so no name reaches another folder. A link
     that leads out of the folder is no run of it either, nor is a run shown whose own files are such links.
@@ -96,27 +98,27 @@ class Runs:
         self.folder = folder.resolve()
         self._open: dict[Path, RunFolder] = {}
         self._rows: dict[Path, _TableRow] = {}
-        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._lock, self._read_lock = threading.Lock(), threading.Lock()
 
-    def names(self) -> dict[str, Path]:
+    def paths(self) -> dict[str, Path]:
         """Every run by its name. A folder that is a run itself holds that one alone."""
-        return {path.name: path for path in self._found() if link_out(path) is None}
+        return {path.name: path for path in self._run_paths() if outside_link(path) is None}
 
-    def _found(self) -> list[Path]:
+    def _run_paths(self) -> list[Path]:
         return [path for path in find_runs(self.folder) if path.resolve().is_relative_to(self.folder)]
 
     def open(self, name: str) -> RunFolder:
-        """The run of this name, or a refusal that says what to do."""
-        path = self.names().get(name)
+        """The run of this name; raises an HTTPException that says what to do."""
+        path = self.paths().get(name)
         if path is None:
-            for found in self._found():
-                if found.name == name and (link := link_out(found)):
+            for found in self._run_paths():
+                if found.name == name and (link := outside_link(found)):
                     raise HTTPException(403, f"`{name}` is not shown: its `{link}` is a link that leads out of the run")
             raise HTTPException(404, f"there is no run `{name}` in {self.folder}: go back to the list of runs")
-        return self.at(path)
+        return self.open_path(path)
 
-    def at(self, path: Path) -> RunFolder:
-        """The open run at a path that `names` gave; one object each, so that what was read once is kept."""
+    def open_path(self, path: Path) -> RunFolder:
+        """The open run at a path that `paths` returned; one object per path, which caches what it read."""
         with self._lock:
             if path not in self._open:
                 self._open[path] = CachedRunFolder(path)
@@ -124,28 +126,28 @@ class Runs:
 
     def table(self, patient: bool) -> dict[str, dict[str, Any]]:
         """Every run's row, by its name. Only what may have changed is read again: files that did, and a run that lives,
-        since a process dies without writing. Journals of tickets take long to read and have little to say here, so that
-        each call with `patient` reads one more."""
-        names = self.names()
-        rows = {name: self._row(name, path) for name, path in names.items()}
+        since a process dies without writing. Ticket journals are slow to read, so each
+        call with `patient` reads one more."""
+        paths = self.paths()
+        rows = {name: self._row(name, path) for name, path in paths.items()}
         if patient:
-            with self._reading:
-                for name in [name for name, path in names.items() if not self._rows[path].has_tickets][:1]:
-                    rows[name] = self._row(name, names[name], read=True)
+            with self._read_lock:
+                for name in [name for name, path in paths.items() if not self._rows[path].has_tickets][:1]:
+                    rows[name] = self._row(name, paths[name], read=True)
         return rows
 
     def read_ahead(self) -> None:
-        """Read what takes long the first time, of the newest run, before a page asks for it."""
+        """Fill the caches of the newest run before a page asks for it."""
         with contextlib.suppress(OSError, PacelineError):
-            for path in list(self.names().values())[:1]:
-                self.at(path).problems()
+            for path in list(self.paths().values())[:1]:
+                self.open_path(path).problems()
 
     def _row(self, name: str, path: Path, read: bool = False) -> dict[str, Any]:
         files = [signature(path / file) for file in STATE_FILES]
         before = self._rows.get(path)
         if before is None or files != before.files or before.row["alive"] or read:
-            run, has_tickets = self.at(path), read or (before is not None and before.has_tickets)
-            row = table_row(name, run, run.problems(patient=read) if has_tickets else run.brief_problems())
+            run, has_tickets = self.open_path(path), read or (before is not None and before.has_tickets)
+            row = table_row(name, run, run.problems(patient=read) if has_tickets else run.quick_problems())
             self._rows[path] = before = _TableRow(files, has_tickets, row)
         return before.row
 

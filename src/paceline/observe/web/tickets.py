@@ -1,4 +1,4 @@
-"""Routes of tickets (a page of them, and the life of one from the draw to the gradient) and of the tokens of a rollout.
+"""Routes of tickets (a page, and the life of one from draw to gradient) and of a rollout's tokens.
 
 The journal knows states and no times. Times come from what surrounds them: a version is published at a known moment, so
 what it sampled came after; a step's phases are lanes.
@@ -11,14 +11,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, HTTPException, Query, Response
 
 from paceline.data import State
-from paceline.observe.analysis.text import four_digits as figure
+from paceline.observe.analysis.text import format_four_digits as figure
 from paceline.observe.record import Query as RolloutQuery
-from paceline.observe.record import Row, RunFolder, Told
-from paceline.observe.web.card import card_of
+from paceline.observe.record import Row, RunFolder, StoredRollout
+from paceline.observe.web.card import token_card
 from paceline.observe.web.http import FiniteJsonResponse
 from paceline.observe.web.rollouts import why_dropped
 from paceline.observe.web.runs import OneRun
-from paceline.observe.web.tokens import Strip, newest, page_of, strip_of
+from paceline.observe.web.tokens import TokenStrip, newest_rollout, select_strip, token_page
 
 MOST_ROLLOUTS = 400
 """Rollouts of a ticket that are listed."""
@@ -49,7 +49,7 @@ def tickets(
     return FiniteJsonResponse(
         {
             "total": found.total,
-            "rows": listed(run, found.rows),
+            "rows": ticket_rows(run, found.rows),
             "states": {name: standing.get(name, 0) for name in STATES},
             "reasons": dict(sorted(dropped.items(), key=lambda item: -item[1])),
             "envs": [name for name in envs if isinstance(name, str)],
@@ -66,67 +66,67 @@ def ticket(run: OneRun, ticket: Annotated[int | None, Query(ge=0, lt=1 << 62)] =
         if not rows:
             return FiniteJsonResponse({"nothing": "No ticket was drawn yet."})
         ticket = rows[0]["number"]
-    life = life_of(run, ticket)
+    life = ticket_life(run, ticket)
     if life is None:
         raise HTTPException(404, f"there is no ticket {ticket} in this run: go back to the list of tickets")
     return FiniteJsonResponse(life)
 
 
 Place = Annotated[int | None, Query(ge=0, lt=1 << 31)]
-NOTHING = {"nothing": "No rollout is recorded yet.", "rollout": None}
+NO_ROLLOUT = {"nothing": "No rollout is recorded yet.", "rollout": None}
 
 
 def _sequence(run: OneRun, id: Place = None, sample: Place = None, turn: Place = None) -> tuple | None:
-    index = newest(run) if id is None else id
-    return None if index is None else (rollout := run.rollouts.get(index), strip_of(rollout, sample, turn))
+    index = newest_rollout(run) if id is None else id
+    return None if index is None else (rollout := run.rollouts.get(index), select_strip(rollout, sample, turn))
 
 
-TokenSequence = Annotated[tuple[Told, Strip | None] | None, Depends(_sequence)]
+TokenSequence = Annotated[tuple[StoredRollout, TokenStrip | None] | None, Depends(_sequence)]
 """A rollout (without an id the last one that trained), and the sample or turn of it that is asked for."""
 
 
 @router.get("/tokens")
-def tokens(run: OneRun, asked: TokenSequence) -> Response:
+def tokens(run: OneRun, sequence: TokenSequence) -> Response:
     """One sample of a rollout, or one turn of it, with every stream."""
-    return FiniteJsonResponse(NOTHING if asked is None else page_of(run, *asked))
+    return FiniteJsonResponse(NO_ROLLOUT if sequence is None else token_page(run, *sequence))
 
 
 @router.get("/tokens/card")
-def card(run: OneRun, asked: TokenSequence, at: Annotated[int, Query(ge=0)] = 0) -> Response:
+def card(run: OneRun, sequence: TokenSequence, at: Annotated[int, Query(ge=0)] = 0) -> Response:
     """The card of the token at a place of that sequence."""
-    if asked is None:
-        return FiniteJsonResponse(NOTHING)
-    rollout, strip = asked
+    if sequence is None:
+        return FiniteJsonResponse(NO_ROLLOUT)
+    rollout, strip = sequence
     if strip is None or at >= len(strip.ids):
         raise HTTPException(404, f"there is no token {at}: the sequence has {0 if strip is None else len(strip.ids)}")
-    return FiniteJsonResponse(card_of(run, rollout, strip, at))
+    return FiniteJsonResponse(token_card(run, rollout, strip, at))
 
 
-def listed(run: RunFolder, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tickets of a page, each with how often it was played and why it was dropped."""
+def ticket_rows(run: RunFolder, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tickets with their number of attempts and the reason for a drop."""
     out = []
     for ticket in rows:
-        journal = run.tickets.life(ticket["number"], ticket["env"])
+        journal = run.tickets.history(ticket["number"], ticket["env"])
         why = why_dropped(ticket["reason"]) if "reason" in ticket else ""
-        first = _first(journal)
+        first = _replayed_ticket(journal)
         replays = {} if first is None else {"replays": first}
-        out.append(ticket | {"attempts": _flights(journal), "why": why} | replays)
+        out.append(ticket | {"attempts": _attempts(journal), "why": why} | replays)
     return out
 
 
-def _flights(journal: Journal) -> int:
+def _attempts(journal: Journal) -> int:
     """How often the ticket was played."""
     return sum(line["state"] == "in flight" for line in journal)
 
 
-def _first(journal: Journal) -> int | None:
+def _replayed_ticket(journal: Journal) -> int | None:
     """The ticket that this one replays, if it does."""
     return next((line["replays"] for line in journal if "replays" in line), None)
 
 
-def life_of(run: RunFolder, number: int) -> dict[str, Any] | None:
-    """All that is known of a ticket; None where no file has heard of it."""
-    journal = run.tickets.life(number)
+def ticket_life(run: RunFolder, number: int) -> dict[str, Any] | None:
+    """All recorded stages of a ticket; None where no file mentions it."""
+    journal = run.tickets.history(number)
     found = run.rollouts.find(RolloutQuery(ticket=number, domain="training", sort="step", limit=MOST_ROLLOUTS))
     if not journal and not found.total:
         return None
@@ -137,12 +137,12 @@ def life_of(run: RunFolder, number: int) -> dict[str, Any] | None:
         "journal": journal,
         "rollouts": [asdict(row) for row in found.rows],
         "rollouts_total": found.total,
-        "kept": run.rollouts.kept,
+        "kept": run.rollouts.keeps_all,
     }
 
 
 def _stages(run: RunFolder, number: int, journal: Journal, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    last, first = journal[-1] if journal else {}, _first(journal)
+    last, first = journal[-1] if journal else {}, _replayed_ticket(journal)
     if journal:
         line = journal[0]
         place = f"row {line['row']} of `{line['env']}`: draw {line['draw']}, epoch {line['epoch']}"
@@ -151,9 +151,9 @@ def _stages(run: RunFolder, number: int, journal: Journal, rows: Sequence[Row]) 
         else:
             text = f"The group of ticket {first} entered once more ({place})."
             yield {"name": "replayed", "text": text, "ticket": first}
-    yield _sampled(run, rows, journal, first)
+    yield _sampled_stage(run, rows, journal, first)
     if rows:
-        yield _scored(rows)
+        yield _scored_stage(rows)
     credit = [row.advantage for row in rows if row.advantage is not None]
     spread = f" Advantages from {figure(min(credit))} to {figure(max(credit))}." if credit else ""
     if any(line["state"] == "buffered" for line in journal):
@@ -164,18 +164,18 @@ def _stages(run: RunFolder, number: int, journal: Journal, rows: Sequence[Row]) 
         stage = {"name": "dropped", "text": f"Dropped (`{reason}`): {why_dropped(reason)}.{spread}", "reason": reason}
         yield stage | ({"step": rows[0].step, "by": rows[0].time} if rows else {})
     if last.get("state") == "trained":
-        yield from _trained(run, last.get("step"))
+        yield from _trained_stages(run, last.get("step"))
         # Tickets under which the group trained again: same environment, row and draw, and the journal says of whom.
         query = RolloutQuery(
             env=last["env"], row=last["row"], state="replayed", domain="training", sort="step", limit=MOST_ROLLOUTS
         )
         for ticket, step in dict.fromkeys((row.ticket, row.step) for row in run.rollouts.find(query).rows):
-            if any(line.get("replays") == number for line in run.tickets.life(ticket)):
+            if any(line.get("replays") == number for line in run.tickets.history(ticket)):
                 text = f"Trained once more in step {step}, as ticket {ticket}."
                 yield {"name": "replayed", "text": text, "ticket": ticket, "step": step}
 
 
-def _sampled(run: RunFolder, rows: Sequence[Row], journal: Journal, first: int | None) -> dict[str, Any]:
+def _sampled_stage(run: RunFolder, rows: Sequence[Row], journal: Journal, first: int | None) -> dict[str, Any]:
     if not rows:
         last = journal[-1]["state"] if journal else ""
         texts = {"in flight": "It is being played, or was when the run stopped.", "dropped": "It left no rollout."}
@@ -183,34 +183,36 @@ def _sampled(run: RunFolder, rows: Sequence[Row], journal: Journal, first: int |
     versions = [row.version_min for row in rows if row.version_min >= 0] + [row.version_max for row in rows]
     low, high = min(versions), max(versions)
     tokens = sum(row.tokens for row in rows)
-    text = f"{_many(len(rows), 'rollout')}, {tokens:,} tokens sampled"
+    text = f"{_plural(len(rows), 'rollout')}, {tokens:,} tokens sampled"
     if high >= 0:
         text += f" by version {low}" + (f" to {high}: new weights came while it played" if high > low else "")
-    if (flights := _flights(journal)) > 1:
+    if (flights := _attempts(journal)) > 1:
         text += f"; played in {flights} attempts, since the run stopped in between"
     stage: dict[str, Any] = {"name": "sampled", "text": f"{text}.", "versions": [low, high]}
     if first is not None:
         stage["text"] = f"Sampled for ticket {first}: {stage['text']}"
-    elif high >= 0 and (since := _published(run, high)) is not None:
+    elif high >= 0 and (since := _publish_time(run, high)) is not None:
         stage |= {"after": since}
     return stage
 
 
-def _scored(rows: Sequence[Row]) -> dict[str, Any]:
-    paid = [row.reward for row in rows if row.reward is not None and not row.error]
+def _scored_stage(rows: Sequence[Row]) -> dict[str, Any]:
+    rewards = [row.reward for row in rows if row.reward is not None and not row.error]
     failed = [row for row in rows if row.error]
     parts = []
-    if paid:
-        parts.append(f"Rewards from {figure(min(paid))} to {figure(max(paid))}, mean {figure(sum(paid) / len(paid))}")
+    if rewards:
+        parts.append(
+            f"Rewards from {figure(min(rewards))} to {figure(max(rewards))}, mean {figure(sum(rewards) / len(rewards))}"
+        )
     if failed:
-        parts.append(f"{_many(len(failed), 'rollout')} failed ({', '.join(sorted({row.error for row in failed}))})")
+        parts.append(f"{_plural(len(failed), 'rollout')} failed ({', '.join(sorted({row.error for row in failed}))})")
     return {"name": "scored", "text": "; ".join(parts) + "." if parts else "No reward was given."}
 
 
-def _trained(run: RunFolder, step: int | None) -> Iterator[dict[str, Any]]:
+def _trained_stages(run: RunFolder, step: int | None) -> Iterator[dict[str, Any]]:
     if step is None:
         return
-    measured, phases = _measured(run, step), _phases(run, step)
+    measured, phases = _step_metrics(run, step), _phases(run, step)
     loss = [f"{name} {figure(measured[name])}" for name in ("loss", "grad_norm", "lr") if name in measured]
     text = f"Shipped and trained in step {step}" + (f" ({', '.join(loss)})" if loss else "") + "."
     ends = {phase["name"]: phase["end"] for phase in phases}
@@ -220,8 +222,8 @@ def _trained(run: RunFolder, step: int | None) -> Iterator[dict[str, Any]]:
 
 
 def _phases(run: RunFolder, step: int) -> list[dict[str, Any]]:
-    """The phases of a step's batch, with their times. The step's line was written when all of it was over."""
-    measured = _measured(run, step)
+    """The phases of a step's batch, with their times. The metrics line of a step is written after its last phase."""
+    measured = _step_metrics(run, step)
     if "time" not in measured:
         return []
     took = sum(value for name, value in measured.items() if name.startswith("time/"))
@@ -230,14 +232,14 @@ def _phases(run: RunFolder, step: int) -> list[dict[str, Any]]:
     return [{"name": span.kind, "start": span.start, "end": span.end} for span in mine]
 
 
-def _published(run: RunFolder, version: int) -> float | None:
-    """When a version began to sample; the first is there when the run begins."""
+def _publish_time(run: RunFolder, version: int) -> float | None:
+    """When a version began to sample; version 0 does when the run begins."""
     if version == 0:
         return run.status().began
     return next((phase["end"] for phase in _phases(run, version) if phase["name"] == "publish"), None)
 
 
-def _measured(run: RunFolder, step: int) -> dict[str, float]:
+def _step_metrics(run: RunFolder, step: int) -> dict[str, float]:
     columns = run.metrics()
     steps = columns.get("step", [])
     place = next((place for place in range(len(steps) - 1, -1, -1) if steps[place] == step), None)
@@ -246,5 +248,5 @@ def _measured(run: RunFolder, step: int) -> dict[str, float]:
     return {name: value for name, values in columns.items() if (value := values[place]) is not None}
 
 
-def _many(count: int, what: str) -> str:
+def _plural(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Reads one token sequence of a rollout: its streams (a sample's or a turn's) and the text of each token.
+"""Reads one token sequence of a rollout, a sample or a turn: its streams and the text of each token.
 
 Token ids become text byte for byte, by the `tokenizer.json` of the run's model. That needs no tokenizer library: a
 vocabulary is a table.
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from paceline.config import RunConfig
 from paceline.config.model import QUICKSTART
 from paceline.data import Sample
-from paceline.observe.record import Query, Row, RunFolder, Told, ToldTurn
-from paceline.observe.web.rollouts import TRAINS, fate
+from paceline.observe.record import Query, Row, RunFolder, StoredRollout, StoredTurn
+from paceline.observe.web.rollouts import TRAINED_STATES, state_text
 
-LARGEST = 256 << 20
+MOST_BYTES = 256 << 20
 """Bytes of a tokenizer.json that is read."""
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 
 
@@ -37,7 +37,7 @@ def _byte_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(rest)}
 
 
-_LETTERS = _byte_letters()
+_LETTER_BYTES = _byte_letters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +50,20 @@ class TokenTexts:
 
 
 class VocabularyIndex:
-    """A vocabulary, the other way round."""
+    """Maps token ids to bytes and text."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         vocabulary = spec["model"]["vocab"]
         pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((e[0], n) for n, e in enumerate(vocabulary))
         self._tokens = {number: token for token, number in pairs}
         self._added = {token["id"]: token["content"] for token in spec.get("added_tokens") or ()}
-        kinds = set(_kinds([spec.get("decoder"), spec.get("pre_tokenizer")]))
+        kinds = set(_stage_types([spec.get("decoder"), spec.get("pre_tokenizer")]))
         self._bytewise = "ByteLevel" in kinds
         self._spaced = bool(kinds & {"Metaspace", "Replace"})
 
-    def read(self, ids: Sequence[int]) -> TokenTexts:
+    def decode(self, ids: Sequence[int]) -> TokenTexts:
         pieces = [self.bytes_of(number) for number in ids]
-        texts = [None if one is None else _text_or_none(one) for one in pieces]
+        texts = [None if one is None else _decode_or_none(one) for one in pieces]
         parts: dict[int, dict[str, str]] = {}
         for is_gap, places in groupby(enumerate(pieces), lambda item: texts[item[0]] is None):
             if is_gap:
@@ -73,15 +73,17 @@ class VocabularyIndex:
         return TokenTexts(texts, parts)
 
     def bytes_of(self, number: int) -> bytes | None:
-        """None where the vocabulary does not have it."""
+        """The bytes of a token id; None where the vocabulary lacks it."""
         if (added := self._added.get(number)) is not None:
             return added.encode(errors="replace")
         token = self._tokens.get(number)
         if token is None:
             return None
         if self._bytewise:
-            return b"".join(bytes([_LETTERS[c]]) if c in _LETTERS else c.encode(errors="replace") for c in token)
-        if found := _BYTE.fullmatch(token):
+            return b"".join(
+                bytes([_LETTER_BYTES[c]]) if c in _LETTER_BYTES else c.encode(errors="replace") for c in token
+            )
+        if found := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(found[1], 16)])
         return (token.replace(_SPACE, " ") if self._spaced else token).encode(errors="replace")
 
@@ -89,19 +91,19 @@ class VocabularyIndex:
 def vocabulary_of(run: RunFolder) -> tuple[VocabularyIndex | None, str]:
     """The vocabulary of the run's model, and where it was found or why it was not."""
     tried = []
-    for path in _places(run):
+    for path in _tokenizer_paths(run):
         tried.append(str(path))
         try:
             status = path.stat()
-            if status.st_size <= LARGEST:
-                return _opened(path, status.st_mtime_ns, status.st_size), str(path)
+            if status.st_size <= MOST_BYTES:
+                return _load_vocabulary(path, status.st_mtime_ns, status.st_size), str(path)
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             continue
     where = ", ".join(tried) or "nowhere, since config.toml names no model"
     return None, f"Token ids are shown, since no tokenizer.json that can be read was found (looked at {where})."
 
 
-def _places(run: RunFolder) -> Iterator[Path]:
+def _tokenizer_paths(run: RunFolder) -> Iterator[Path]:
     """Paths where the tokenizer may be: with the model, in the hub's cache, or in what the run exported."""
     model = run.config().get("model")
     name = (model.get("tokenizer") or model.get("name")) if isinstance(model, dict) else None
@@ -109,12 +111,12 @@ def _places(run: RunFolder) -> Iterator[Path]:
         yield Path(str(importlib.resources.files("paceline") / "quickstart" / "tokenizer.json"))
     elif isinstance(name, str) and name:
         yield Path(name).expanduser() / "tokenizer.json"
-        if (cached := _cached(name)) is not None:
+        if (cached := _hub_cache_path(name)) is not None:
             yield cached
     yield run.path / "export" / "tokenizer.json"
 
 
-def _cached(name: str) -> Path | None:
+def _hub_cache_path(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache  # a second to import, and seldom needed
     from huggingface_hub.errors import HFValidationError
 
@@ -126,37 +128,37 @@ def _cached(name: str) -> Path | None:
 
 
 @lru_cache(maxsize=4)
-def _opened(path: Path, changed: int, size: int) -> VocabularyIndex:
+def _load_vocabulary(path: Path, changed: int, size: int) -> VocabularyIndex:
     return VocabularyIndex(orjson.loads(path.read_bytes()))
 
 
-def _kinds(parts: Any) -> Iterator[str]:
+def _stage_types(parts: Any) -> Iterator[str]:
     """The types that a tokenizer's stages have, however deep they are nested."""
     if isinstance(parts, list):
         for part in parts:
-            yield from _kinds(part)
+            yield from _stage_types(part)
     elif isinstance(parts, dict):
         yield str(parts.get("type"))
-        yield from _kinds(parts.get("decoders"))
-        yield from _kinds(parts.get("pretokenizers"))
+        yield from _stage_types(parts.get("decoders"))
+        yield from _stage_types(parts.get("pretokenizers"))
 
 
-def _text_or_none(data: bytes) -> str | None:
+def _decode_or_none(data: bytes) -> str | None:
     try:
         return data.decode()
     except UnicodeDecodeError:
         return None
 
 
-BARE = "No tokens were kept of this rollout, only what its row says."
-READABLE = "This run keeps readable conversations alone (record.all = false): there are no tokens to look at."
+NO_TOKENS = "No tokens were kept of this rollout, only what its row says."
+NO_RECORD = "This run keeps readable conversations alone (record.all = false): there are no tokens to look at."
 
-CREDIT = {"trainer", "env", "algo", "length", "filters", "staleness", "on_stale", "batch_size", "group_size"}
+CREDIT_KEYS = {"trainer", "env", "algo", "length", "filters", "staleness", "on_stale", "batch_size", "group_size"}
 """Keys of the run file that say how a token trains."""
 
 
 @dataclass(frozen=True, slots=True)
-class Strip:
+class TokenStrip:
     """The token sequence that the page shows."""
 
     kind: str
@@ -172,19 +174,19 @@ class Strip:
     sample: Sample | None = None
 
 
-def strip_of(rollout: Told, sample: int | None, turn: int | None) -> Strip | None:
-    """The sequence that is asked for; where none is, the first sample, or else the first turn, if there is one."""
-    prints = {version: mark for one in rollout.turns for version, mark in one.weights.items()}
+def select_strip(rollout: StoredRollout, sample: int | None, turn: int | None) -> TokenStrip | None:
+    """The requested sample or turn; by default the first sample, or else the first turn, if any."""
+    fingerprints = {version: mark for one in rollout.turns for version, mark in one.weights.items()}
     if turn is None and (rollout.samples or sample is not None):
-        number, one = _chosen(rollout.samples, sample, "sample")
+        number, one = _pick_part(rollout.samples, sample, "sample")
         streams = {name: stream for name, stream in one.streams().items() if name != "token_ids"}
-        return Strip("sample", number, one.token_ids, streams, list(one.spans), one.ended, prints, one)
+        return TokenStrip("sample", number, one.token_ids, streams, list(one.spans), one.ended, fingerprints, one)
     if not rollout.turns and turn is None:
         return None
-    return _turn(*_chosen(rollout.turns, turn, "turn"), prints)
+    return _turn_strip(*_pick_part(rollout.turns, turn, "turn"), fingerprints)
 
 
-def _chosen(parts: Sequence[Any], number: int | None, what: str) -> tuple[int, Any]:
+def _pick_part(parts: Sequence[Any], number: int | None, what: str) -> tuple[int, Any]:
     """The number that is asked for, or 0, and the part it names."""
     number = number or 0
     if not 0 <= number < len(parts):
@@ -192,7 +194,7 @@ def _chosen(parts: Sequence[Any], number: int | None, what: str) -> tuple[int, A
     return number, parts[number]
 
 
-def _turn(number: int, turn: ToldTurn, prints: dict[int, str]) -> Strip:
+def _turn_strip(number: int, turn: StoredTurn, fingerprints: dict[int, str]) -> TokenStrip:
     start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
 
     def sampled(values: NDArray, before: float, dtype: type) -> NDArray:
@@ -207,10 +209,10 @@ def _turn(number: int, turn: ToldTurn, prints: dict[int, str]) -> Strip:
     if turn.log_z is not None:
         streams["log_z"] = sampled(turn.log_z, 0.0, np.float32)
     aligned = {name: stream for name, stream in streams.items() if len(stream) == end}
-    return Strip("turn", number, turn.full_ids, aligned, [(start, end)], turn.finish, prints)
+    return TokenStrip("turn", number, turn.full_ids, aligned, [(start, end)], turn.finish, fingerprints)
 
 
-def trained_by(strip: Strip) -> dict[str, NDArray]:
+def loss_weights(strip: TokenStrip) -> dict[str, NDArray]:
     """The weight of each loss component on each token of a sample; empty for a turn."""
     sample = strip.sample
     if sample is None:
@@ -221,33 +223,33 @@ def trained_by(strip: Strip) -> dict[str, NDArray]:
     return {"rl": sample.rl, "ce": ce, "ref_kl": pull}
 
 
-SHIPPED = ("trained", "replayed", "skipped")
+SHIPPED_STATES = ("trained", "replayed", "skipped")
 """States of rollouts that were part of a batch."""
 
 
 def shipped_rows(run: RunFolder, step: int) -> list[Row]:
     """The rollouts of a step's batch, in the order they shipped in."""
-    return run.rollouts.find(Query(step=(step, step), state=SHIPPED, sort="step", limit=None)).rows
+    return run.rollouts.find(Query(step=(step, step), state=SHIPPED_STATES, sort="step", limit=None)).rows
 
 
-def place_of(run: RunFolder, rollout: Told, number: int) -> int | None:
-    """Which sample of its step's batch it is; None where it did not train."""
-    rows = shipped_rows(run, rollout.row.step) if rollout.row.state in SHIPPED else []
+def batch_position(run: RunFolder, rollout: StoredRollout, number: int) -> int | None:
+    """The sample's position in its step's batch; None where it did not train."""
+    rows = shipped_rows(run, rollout.row.step) if rollout.row.state in SHIPPED_STATES else []
     return sum(row.samples for row in rows if row.index < rollout.row.index) + number if rows else None
 
 
-def newest(run: RunFolder) -> int | None:
-    """The rollout to begin with: the last that trained, or else the last of all."""
-    for query in (Query(state=TRAINS, limit=1), Query(limit=1)):
+def newest_rollout(run: RunFolder) -> int | None:
+    """The rollout shown by default: the last that trained, or else the last of all."""
+    for query in (Query(state=TRAINED_STATES, limit=1), Query(limit=1)):
         if rows := run.rollouts.find(query).rows:
             return rows[0].index
     return None
 
 
-def settings_of(run: RunFolder) -> RunConfig | None:
+def credit_config(run: RunFolder) -> RunConfig | None:
     """The run file, if this version understands what credit and loss are made of. Other sections may be another
     version's; but what is missing is not filled in with defaults."""
-    known = {key: value for key, value in run.config().items() if key in CREDIT}
+    known = {key: value for key, value in run.config().items() if key in CREDIT_KEYS}
     if not {"trainer", "env"} <= known.keys():
         return None
     try:
@@ -256,21 +258,21 @@ def settings_of(run: RunFolder) -> RunConfig | None:
         return None
 
 
-def page_of(run: RunFolder, rollout: Told, strip: Strip | None) -> dict[str, Any]:
+def token_page(run: RunFolder, rollout: StoredRollout, strip: TokenStrip | None) -> dict[str, Any]:
     """Everything that the page shows before a token is chosen."""
     row = rollout.row
-    mates = [asdict(run.rollouts.row(index)) for index in run.rollouts.mates(row.index)]
+    mates = [asdict(run.rollouts.row(index)) for index in run.rollouts.group_members(row.index)]
     head = {
-        "rollout": asdict(row) | {"fate": fate(row.state), "error_text": rollout.error},
+        "rollout": asdict(row) | {"fate": state_text(row.state), "error_text": rollout.error},
         "count": run.rollouts.count,
-        "mates": [{key: one[key] for key in _MATE} for one in mates],
+        "mates": [{key: one[key] for key in _MATE_COLUMNS} for one in mates],
         "samples": len(rollout.samples),
         "turns": len(rollout.turns),
     }
     if strip is None:
-        return head | {"nothing": BARE if run.rollouts.kept else READABLE}
+        return head | {"nothing": NO_TOKENS if run.rollouts.keeps_all else NO_RECORD}
     vocabulary, source = vocabulary_of(run)
-    read = vocabulary.read(strip.ids.tolist()) if vocabulary is not None else None
+    decoded = vocabulary.decode(strip.ids.tolist()) if vocabulary is not None else None
     return head | {
         "kind": strip.kind,
         "number": strip.number,
@@ -278,14 +280,14 @@ def page_of(run: RunFolder, rollout: Told, strip: Strip | None) -> dict[str, Any
         "spans": strip.spans,
         "weights": {str(version): mark for version, mark in strip.weights.items()},
         "ids": strip.ids,
-        "texts": read.texts if read else None,
-        "parts": {str(place): part for place, part in read.parts.items()} if read else {},
+        "texts": decoded.texts if decoded else None,
+        "parts": {str(place): part for place, part in decoded.parts.items()} if decoded else {},
         "tokenizer": source,
         "streams": strip.streams,
-        "trained": trained_by(strip) if row.domain == "training" else {},
-        "trains": row.state in TRAINS,
-        "place": place_of(run, rollout, strip.number) if strip.kind == "sample" else None,
+        "trained": loss_weights(strip) if row.domain == "training" else {},
+        "trains": row.state in TRAINED_STATES,
+        "place": batch_position(run, rollout, strip.number) if strip.kind == "sample" else None,
     }
 
 
-_MATE = ("index", "member", "actor", "reward", "advantage", "tokens", "state", "error")
+_MATE_COLUMNS = ("index", "member", "actor", "reward", "advantage", "tokens", "state", "error")

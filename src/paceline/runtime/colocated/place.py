@@ -25,16 +25,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedTokenizerBase
 
-from paceline.clients.link import EngineLink, received
-from paceline.clients.rpc import HEAD, EngineHello, EngineHost, FromEngine, frame, opened, read_frame
+from paceline.clients.link import EngineLink, receive_frame
+from paceline.clients.rpc import (
+    FRAME_HEADER,
+    EngineHello,
+    EngineHost,
+    FromEngine,
+    encode_frame,
+    open_streams,
+    read_frame,
+)
 from paceline.config import RunConfig
 from paceline.engine import EmbeddedEngine
 from paceline.errors import PacelineError
-from paceline.model import attach_lora, end_tokens, engine_twin, load_tokenizer, quick_handover, small_products
+from paceline.model import attach_lora, clone_for_engine, end_tokens, load_tokenizer, quick_handover, small_products
 from paceline.observe.monitor import RunDirectory
 from paceline.runtime import rpc
 from paceline.runtime.colocated import ranks
-from paceline.runtime.local import Placed, prepare, share_cores
+from paceline.runtime.local import RunParts, prepare, share_cores
 from paceline.runtime.torch_backend import engine_for, load_rank_model, pick_device, torch_trainer
 from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.batch import cost_of
@@ -43,7 +51,7 @@ from paceline.util.process_exit import ORPHANED, exit_with_stdin
 from paceline.weights.update import WeightUpdate
 
 
-class HeldTensors(dict[str, Tensor]):
+class InPlaceTensors(dict[str, Tensor]):
     """Tensors of an update that the engine of every rank holds already: its own rank has put them there."""
 
 
@@ -51,14 +59,14 @@ class ColocatedEngine(EmbeddedEngine):
     """The engine of this process. It gets its weights from its rank; what the pool publishes then is no news."""
 
     async def load_weights(self, update: WeightUpdate) -> float:
-        return 0.0 if isinstance(update.tensors, HeldTensors) else await super().load_weights(update)
+        return 0.0 if isinstance(update.tensors, InPlaceTensors) else await super().load_weights(update)
 
 
 class ColocatedLink(EngineLink):
     """The same for the engine of another rank: nothing is sent."""
 
     async def load_weights(self, update: WeightUpdate) -> float:
-        return 0.0 if isinstance(update.tensors, HeldTensors) else await super().load_weights(update)
+        return 0.0 if isinstance(update.tensors, InPlaceTensors) else await super().load_weights(update)
 
 
 class ColocatedWorker(rpc.TrainerRpcHandler):
@@ -79,7 +87,7 @@ class ColocatedWorker(rpc.TrainerRpcHandler):
         """Load the model for both, which never compute at once. Under LoRA they share the frozen base unless it is
         sharded: then there is never a second whole model beside the engine's."""
         model, place = load_rank_model(config, group)
-        served = engine_twin(model, config.model)
+        served = clone_for_engine(model, config.model)
         served.to(place)
         self.model, self.device = attach_lora(model, config.model, config.seed), place.type
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -116,7 +124,7 @@ class ColocatedWorker(rpc.TrainerRpcHandler):
         self.trainer.close()
 
 
-def meet(info: ranks.RankInfo, config: RunConfig) -> ProcessGroup | None:
+def init_rank_group(info: ranks.RankInfo, config: RunConfig) -> ProcessGroup | None:
     """Wait for the other ranks; a GPU is chosen for the calling thread."""
     if info.world == 1:
         return None
@@ -136,24 +144,24 @@ END = b"end"
 """Rank 0's last word to a rank that did its work."""
 
 
-def follow(config: RunConfig, info: ranks.RankInfo) -> None:
+def run_follower(config: RunConfig, info: ranks.RankInfo) -> None:
     """Be a rank until rank 0 ends the run, however it does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would not hear it while it waits for the others
-    group = meet(info, config)
+    group = init_rank_group(info, config)
     assert group is not None
     sockets = ranks.connect_to_rank_0(info, *share_address(group))
     # From here on rank 0 is the one to hear signals: it ends the run in good order, and all others with itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     ended = watch_rank_0(sockets.life)
-    if (text := received(sockets.trainer)) is None:
+    if (text := receive_frame(sockets.trainer)) is None:
         raise PacelineError("rank 0 ended before it said what to do")
     config = RunConfig.model_validate_json(text)
     tokenizer = load_tokenizer(config.model)
     try:
         worker = ColocatedWorker(config, info, group, tokenizer, Path(config.runs) / config.name / "dumps")
     except PacelineError as error:
-        sockets.engine.sendall(b"".join(frame(FromEngine([EngineHello(0, (), f"rank {info.rank}: {error}")]))))
+        sockets.engine.sendall(b"".join(encode_frame(FromEngine([EngineHello(0, (), f"rank {info.rank}: {error}")]))))
         raise
     with small_products(worker.model.dtype), quick_handover(worker.device):
         asyncio.run(_serve(sockets, worker, end_tokens(tokenizer, worker.model)))
@@ -167,9 +175,9 @@ def follow(config: RunConfig, info: ranks.RankInfo) -> None:
 async def _serve(sockets: ranks.RankSockets, worker: ColocatedWorker, ends: tuple[int, ...]) -> None:
     """Train and sample until rank 0 hangs up."""
     sampling = asyncio.ensure_future(EngineHost(worker.engine, ends).serve(sockets.engine))
-    reader, writer = await opened(sockets.trainer)
+    reader, writer = await open_streams(sockets.trainer)
     while (body := await read_frame(reader)) is not None:
-        writer.write(rpc.framed(await worker.answer(rpc.decode_call(body))))
+        writer.write(rpc.encode_frame(await worker.answer(rpc.decode_call(body))))
     sampling.cancel()
     await asyncio.wait([sampling], timeout=1.0)
 
@@ -205,8 +213,8 @@ class RankLink:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def answer(self, call: rpc.RpcCall) -> rpc.RpcAnswer:
-        self._streams = reader, writer = self._streams or await opened(self._sock)
-        writer.write(rpc.framed(call))
+        self._streams = reader, writer = self._streams or await open_streams(self._sock)
+        writer.write(rpc.encode_frame(call))
         if (body := await read_frame(reader)) is None:
             raise ConnectionError  # the rank is gone
         answer = rpc.decode_answer(body)
@@ -240,7 +248,7 @@ class ColocatedTrainer(rpc.RankGroup):
             raise TrainerError(f"the ranks hold different weights, as version and fingerprint say: {marks}")
         update = self._worker.update
         assert update is not None
-        return replace(update, tensors=HeldTensors(update.tensors))
+        return replace(update, tensors=InPlaceTensors(update.tensors))
 
     def close(self) -> None:
         """The other ranks end: rank 0 says nothing more to them."""
@@ -264,7 +272,7 @@ class ColocatedTrainer(rpc.RankGroup):
 @asynccontextmanager
 async def in_place(
     info: ranks.RankInfo, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any
-) -> AsyncGenerator[Placed]:
+) -> AsyncGenerator[RunParts]:
     """Meet the other ranks, load the model on all of them, and end them with the run."""
     async with AsyncExitStack() as stack:
         driver = prepare(config, phase, given)
@@ -276,12 +284,12 @@ async def in_place(
 
         phase(f"loading {config.model.name} on {info.world} ranks")
         build = partial(ColocatedWorker, tokenizer=driver.tokenizer, dumps=dumps, log=live / "rank-0.log")
-        worker, sockets = await _unless_dead(processes, lambda: _gather(info, config, build))
+        worker, sockets = await _run_unless_rank_dies(processes, lambda: _connect_ranks(info, config, build))
         trainer = ColocatedTrainer(config, worker, [RankLink(other.trainer) for other in sockets], processes.cause)
-        stack.callback(_part, trainer, worker, sockets)
+        stack.callback(_disconnect_ranks, trainer, worker, sockets)
         links = [ColocatedLink(other.engine) for other in sockets]
         for link in links:
-            await _unless_dead(processes, link.start)
+            await _run_unless_rank_dies(processes, link.start)
             stack.callback(link.close)
         pool = driver.pool([worker.engine, *links])
         stack.callback(pool.close)
@@ -293,20 +301,20 @@ async def in_place(
             yield driver.placed(pool, trainer, ends, worker.device, worker.parameters)
 
 
-def _gather(
+def _connect_ranks(
     info: ranks.RankInfo, config: RunConfig, build: Callable[..., ColocatedWorker]
 ) -> tuple[ColocatedWorker, list[ranks.RankSockets]]:
     """All of it on one thread, for a thread is what a GPU is chosen for."""
     sockets: list[ranks.RankSockets] = []
-    group = meet(info, config)
+    group = init_rank_group(info, config)
     try:
         if group is not None:
-            with ranks.listening(info.host if info.neighbours == info.world else "") as sock:
+            with ranks.open_listener(info.host if info.neighbours == info.world else "") as sock:
                 _, token = share_address(group, sock.getsockname()[1], secrets.token_bytes(ranks.TOKEN_BYTES))
                 sockets = ranks.accept_ranks(sock, info.world, token)
         text = config.model_dump_json().encode()
         for other in sockets:
-            other.trainer.sendall(HEAD.pack(len(text)) + text)
+            other.trainer.sendall(FRAME_HEADER.pack(len(text)) + text)
         return build(config, info, group), sockets
     except BaseException:
         for other in sockets:
@@ -314,7 +322,7 @@ def _gather(
         raise
 
 
-async def _unless_dead(processes: ranks.RankProcesses, work: Callable[[], T]) -> T:
+async def _run_unless_rank_dies(processes: ranks.RankProcesses, work: Callable[[], T]) -> T:
     """Run `work`, which waits for other ranks, in a thread that is left behind if one of them dies first."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
@@ -337,7 +345,7 @@ async def _unless_dead(processes: ranks.RankProcesses, work: Callable[[], T]) ->
         waiting.cancel()
 
 
-def _part(trainer: ColocatedTrainer, worker: ColocatedWorker, sockets: Sequence[ranks.RankSockets]) -> None:
+def _disconnect_ranks(trainer: ColocatedTrainer, worker: ColocatedWorker, sockets: Sequence[ranks.RankSockets]) -> None:
     """A run that ends in good order says so, and the others end too; after a failure they are gone, or are left to end
     by themselves, and what this rank still waits for from them is called off."""
     broken = trainer.broken
@@ -360,7 +368,7 @@ def main() -> int:
     info = ranks.RankInfo.found()
     assert info is not None
     try:
-        follow(config, info)
+        run_follower(config, info)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr, flush=True)
         return 1

@@ -25,7 +25,7 @@ from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints
 from paceline.util.process_exit import end_child, free_port, start_child
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
 
 
@@ -45,7 +45,7 @@ class RankInfo:
     @classmethod
     def found(cls) -> "RankInfo | None":
         """Read from the environment variables that torchrun sets; None if they are not set."""
-        if any(not os.environ.get(name) for name in VARIABLES):
+        if any(not os.environ.get(name) for name in TORCHRUN_VARIABLES):
             return None
         world = _number("WORLD_SIZE")
         neighbours = _number("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else world
@@ -147,7 +147,7 @@ def find_rank(config: RunConfig) -> tuple[RunConfig, RankInfo]:
         raise PacelineError(f"torchrun started {info.world} processes: {causes}") from None
 
 
-def again(config: RunConfig) -> RunConfig:
+def without_first_resume(config: RunConfig) -> RunConfig:
     """Drop `--resume latest` from the first start under a torchrun that restarts lost ranks: there is no checkpoint."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     directory = RunDirectory(Path(config.runs) / config.name)
@@ -195,7 +195,7 @@ class RankSockets(NamedTuple):
 
 
 @contextmanager
-def listening(host: str) -> Generator[socket.socket]:
+def open_listener(host: str) -> Generator[socket.socket]:
     """A listening socket for the other ranks: at `host`, which is this machine, or on all interfaces if it is empty. A
     machine may know its own name as a loopback address, at which other machines do not find it."""
     try:

@@ -19,23 +19,23 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from paceline.clients import HttpEngine
-from paceline.clients.rpc import HEAD, read_frame
+from paceline.clients.rpc import FRAME_HEADER, read_frame
 from paceline.config import RunConfig
 from paceline.config.env.base import ArenaEnvConfig
 from paceline.config.serve import ServeConfig
 from paceline.data import Sample, encode
 from paceline.errors import EngineError, PacelineError
 from paceline.model import end_tokens, load_tokenizer, small_products
-from paceline.observe.monitor import Monitors, watching
+from paceline.observe.monitor import Monitors, watch_run
 from paceline.observe.monitor.plain import PlainLines
 from paceline.runtime import rpc
-from paceline.runtime.local import Placed, make_room_for_adapters, prepare, share_cores
+from paceline.runtime.local import RunParts, prepare, share_cores, with_adapter_slots
 from paceline.runtime.processes.supervisor import FATAL, OUTCOME, LaunchSpec
 from paceline.runtime.serving import serve_model
 from paceline.runtime.session import run_session
 from paceline.runtime.torch_backend import build_trainer
 from paceline.trainer import StepReport, Trainer, TrainerLost
-from paceline.util.deadlines import beat, waiting
+from paceline.util.deadlines import named_wait, record_progress
 from paceline.util.process_exit import exit_process, exit_with_stdin
 from paceline.weights.transports import WeightPath
 from paceline.weights.update import WeightUpdate
@@ -49,7 +49,7 @@ WARN_SECONDS = 20.0
 """How often a warning is logged while waiting for one."""
 FIRST_DELAY, MOST_DELAY = 0.05, 1.0
 LOOK_SECONDS = 0.25
-LARGEST = 1 << 36
+MAX_MESSAGE_BYTES = 1 << 36
 log = logging.getLogger("paceline.trainer")
 
 
@@ -116,7 +116,7 @@ class RemoteTrainer:
     # -- the wire -----------------------------------------------------------------------------------------------------
 
     async def _call(
-        self, what: rpc.What, *, path: Path | None = None, data: bytes = b"", order: Sequence[int] = ()
+        self, what: rpc.RpcMethod, *, path: Path | None = None, data: bytes = b"", order: Sequence[int] = ()
     ) -> rpc.RpcResult:
         where = "" if path is None else str(path.resolve())
         call = rpc.RpcCall(self._name, next(self._numbers), what, where, data, list(order))
@@ -137,12 +137,12 @@ class RemoteTrainer:
 
     async def _ask(self, call: rpc.RpcCall) -> rpc.RpcAnswer:
         reader, writer = self._streams or await self._connect()
-        writer.write(rpc.framed(call))
+        writer.write(rpc.encode_frame(call))
         async with asyncio.timeout(self._silent * 10):
             await writer.drain()
         while True:
             answer = await self._receive(reader)
-            beat()  # a trainer at work is progress of the run
+            record_progress()  # a trainer at work is progress of the run
             if isinstance(answer, rpc.RpcAnswer) and answer.number == call.number:
                 return answer
             if not isinstance(answer, rpc.Alive):
@@ -151,8 +151,8 @@ class RemoteTrainer:
     async def _receive(self, reader: asyncio.StreamReader) -> rpc.RpcHello | rpc.Alive | rpc.RpcAnswer:
         try:
             async with asyncio.timeout(self._silent):
-                (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-                if length > LARGEST:
+                (length,) = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
+                if length > MAX_MESSAGE_BYTES:
                     raise ConnectionError(f"a frame of {length} bytes was announced")
                 return rpc.decode_answer(await reader.readexactly(length))
         except TimeoutError:
@@ -237,15 +237,15 @@ class TrainerHost(rpc.TrainerRpcHandler):
                 caller.close()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(rpc.framed(self._hello))
+        writer.write(rpc.encode_frame(self._hello))
         self._callers.add(writer)
         with contextlib.suppress(ConnectionError, TimeoutError):
             while (body := await read_frame(reader)) is not None:
                 answer = self._once(rpc.decode_call(body))
                 while not (await asyncio.wait({answer}, timeout=PULSE_SECONDS))[0]:
-                    writer.write(rpc.framed(rpc.Alive()))
+                    writer.write(rpc.encode_frame(rpc.Alive()))
                     await asyncio.wait_for(writer.drain(), PULSE_SECONDS)
-                writer.write(rpc.framed(answer.result()))  # bounded: it is done
+                writer.write(rpc.encode_frame(answer.result()))  # bounded: it is done
         self._callers.discard(writer)
         writer.close()
 
@@ -261,7 +261,7 @@ class TrainerHost(rpc.TrainerRpcHandler):
         if before is not None and not before.done():
             # What a lost caller asked for is finished first: not all of it is done by the trainer's one thread.
             await asyncio.wait({before})  # bounded: as the call itself was
-        with waiting(f"to {call.what}, as the orchestrator asked"):
+        with named_wait(f"to {call.what}, as the orchestrator asked"):
             return await self.answer(call)
 
     async def _weights(self) -> rpc.SentWeights:
@@ -270,7 +270,7 @@ class TrainerHost(rpc.TrainerRpcHandler):
         expected = stored_update.expected or await asyncio.to_thread(update.fingerprint)
         stored = stored_update.tensors
         assert isinstance(stored, StoredTensors)
-        deltas, delta = [str(file) for file in stored.deltas], str(self._store.link or "")
+        deltas, delta = [str(file) for file in stored.deltas], str(self._store.last_delta or "")
         return rpc.SentWeights(
             update.version, str(stored.files[0]), update.adapter, expected, update.canary, deltas, delta
         )
@@ -279,7 +279,7 @@ class TrainerHost(rpc.TrainerRpcHandler):
 def server(spec: LaunchSpec) -> int:
     """`paceline serve`, which may read the weights the trainer leaves, and nothing else."""
     leagues = [env.league for env in spec.run.env if isinstance(env, ArenaEnvConfig)]
-    config = make_room_for_adapters(spec.run, sum(league.size for league in leagues if league is not None))
+    config = with_adapter_slots(spec.run, sum(league.size for league in leagues if league is not None))
     settings = ServeConfig(port=spec.port, api_key=spec.key, allow=[str(spec.weights)], grace=0)
     try:
         serve_model(config, settings)
@@ -307,7 +307,7 @@ def orchestrator(spec: LaunchSpec) -> int:
     """The training loop, with server and trainer at the addresses of `spec`."""
     result = run_session(
         spec.run,
-        lambda config, dumps, phase, given: connected(config, spec, phase),
+        lambda config, dumps, phase, given: connect_parts(config, spec, phase),
         overwrite=spec.overwrite,
         screen=sys.stdout if spec.screen else None,
     )
@@ -321,7 +321,7 @@ def main(role: str) -> int:
     try:
         if role == "orchestrator":  # which watches over itself
             return orchestrator(spec)
-        with watching(Monitors(PlainLines(sys.stderr)), Path(spec.folder).parent, 0, part=role):
+        with watch_run(Monitors(PlainLines(sys.stderr)), Path(spec.folder).parent, 0, part=role):
             return {"server": server, "trainer": trainer}[role](spec)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr, flush=True)
@@ -329,7 +329,7 @@ def main(role: str) -> int:
 
 
 @contextlib.asynccontextmanager
-async def connected(config: RunConfig, spec: LaunchSpec, phase: Callable[[str], None]) -> AsyncGenerator[Placed]:
+async def connect_parts(config: RunConfig, spec: LaunchSpec, phase: Callable[[str], None]) -> AsyncGenerator[RunParts]:
     """Wait for server and trainer, and let go of them at the end."""
     driver = prepare(config, phase)
     phase(f"waiting for a server and a trainer of {config.model.name}")
@@ -337,7 +337,7 @@ async def connected(config: RunConfig, spec: LaunchSpec, phase: Callable[[str], 
     engine = HttpEngine(spec.url, api_key=spec.key, folder=spec.weights, path=config.weights.path)
     try:
         hello = await trainer.meet()
-        await _up(engine)
+        await _wait_until_up(engine)
         driver = replace(driver, config=share_cores(config, hello.parameters))
         pool = driver.pool([engine])
         try:
@@ -349,7 +349,7 @@ async def connected(config: RunConfig, spec: LaunchSpec, phase: Callable[[str], 
         trainer.close()
 
 
-async def _up(engine: HttpEngine) -> None:
+async def _wait_until_up(engine: HttpEngine) -> None:
     began, warned_at = time.monotonic(), 0.0
     while True:
         try:

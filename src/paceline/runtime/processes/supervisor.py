@@ -28,15 +28,15 @@ from pydantic import TypeAdapter
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.model import ModelError, resolve
-from paceline.observe.monitor import RunDirectory, RunOutcome, RunRecorder, read_sound
-from paceline.observe.monitor.waitgraph import chain
+from paceline.observe.monitor import RunDirectory, RunOutcome, RunRecorder, read_valid_jsonl
+from paceline.observe.monitor.waitgraph import blocking_chain
 from paceline.observe.monitor.watchdog import waits_file
 from paceline.orchestrator import Checkpoints
 from paceline.runtime.session import RunResult, result_of
 from paceline.util.private_folder import PREFIX, PrivateFolder, socket_parent
 from paceline.util.process_exit import end_child, free_port, start_child
 
-MOST_DEATHS = 10
+MAX_DEATHS = 10
 """Deaths of one process in a row, without a trained step between them, before the run stops."""
 LOOK_SECONDS = 0.1
 CLOSE_SECONDS = 10.0
@@ -47,7 +47,7 @@ SOCKET_BYTES = len(f"/.{PREFIX}12345678/{SOCKET}")
 ROLES = ("server", "trainer", "orchestrator")
 FATAL = 2
 """Exit code of a child for which starting again would not help."""
-ENDINGS = (0, 1, FATAL, 130)
+FINAL_EXIT_CODES = (0, 1, FATAL, 130)
 """Exit codes by which the orchestrator says that the run is over."""
 OUTCOME = TypeAdapter(RunOutcome)
 """How a run ended, as JSON."""
@@ -156,7 +156,7 @@ class Supervisor:
                 for child in self.children.values():
                     if (code := child.process.poll()) is None:
                         continue
-                    if child.role == "orchestrator" and (code in ENDINGS or self.signals):
+                    if child.role == "orchestrator" and (code in FINAL_EXIT_CODES or self.signals):
                         self._end_all()
                         for role in ROLES:  # no process waits any more
                             (self.directory.root / f"waits-{role}.json").unlink(missing_ok=True)
@@ -212,7 +212,7 @@ class Supervisor:
         child.deaths = 1 if step > child.step else child.deaths + 1
         child.step = max(step, child.step)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        if child.deaths >= MOST_DEATHS:
+        if child.deaths >= MAX_DEATHS:
             last = f": {words}" if words else ""
             return f"the {child.role} {how}, the {child.deaths}th time without a step in between{last}"
         text = f"the {child.role} {how}; starting it again" + (f" (it said: {words})" if code > 0 else "")
@@ -317,7 +317,7 @@ class Supervisor:
         return self.screen
 
     def _step(self) -> int:
-        lines, _ = read_sound(self.directory.metrics_file, {"step": int})
+        lines, _ = read_valid_jsonl(self.directory.metrics_file, {"step": int})
         return max((line["step"] for line in lines), default=0)
 
     def _last_word(self, child: ManagedProcess) -> str:
@@ -332,7 +332,7 @@ class Supervisor:
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         if words or last:
             return words or f"{last} (all of it is in {child.log})"
-        if trouble := _unwritable(child.log):
+        if trouble := _write_error(child.log):
             return f"nothing, and {child.log.parent} cannot be written ({trouble}): make room, then add --resume latest"
         return self._last_wait(child) or f"nothing (all of it is in {child.log})"
 
@@ -342,7 +342,7 @@ class Supervisor:
         part = "" if child.role == "orchestrator" else child.role
         try:
             state = json.loads(waits_file(self.directory.root, part).read_text())
-            doing = chain(state["waits"]) if state["pid"] == child.process.pid else ""
+            doing = blocking_chain(state["waits"]) if state["pid"] == child.process.pid else ""
         except (OSError, ValueError, KeyError, TypeError):
             return ""
         hint = "; user code that ends the process, by os._exit or a crash in native code, ends the run"
@@ -362,7 +362,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     end_child(process, CLOSE_SECONDS, CLOSE_SECONDS)
 
 
-def _unwritable(log: Path) -> str:
+def _write_error(log: Path) -> str:
     """Why no more can be written beside a log, such as a full disk; empty where it can."""
     try:
         with tempfile.TemporaryFile(dir=log.parent) as probe:

@@ -23,20 +23,20 @@ from torch import Tensor
 
 from paceline.clients import rpc
 from paceline.clients.link import FramedEngine
-from paceline.clients.remote import in_one_piece
+from paceline.clients.remote import deliver_whole
 from paceline.config import RunConfig
 from paceline.engine.base import Completion, GenerateRequest, Listener
 from paceline.engine.engine import DecodingEngine
 from paceline.errors import EngineError, RequestError, Unreachable, UpdateLost
 from paceline.runtime.scorer import Scorer
-from paceline.runtime.serving import Ends, embedded, leave, scoring, watch
+from paceline.runtime.serving import Ends, embedded_engine, embedded_scorer, exit_after_failure, watch_engine
 from paceline.trainer import TrainerLost
 from paceline.weights import tensors as libraries
 from paceline.weights.broadcast import Receiver
 from paceline.weights.update import WeightUpdate
 
 if TYPE_CHECKING:
-    from paceline.runtime.ray.ranks import Round, WeightsGroup
+    from paceline.runtime.ray.ranks import BroadcastRound, WeightsGroup
 
 CONTROL = "control"
 """The group of calls that are answered however many requests there are; it has an event loop of its own."""
@@ -108,18 +108,18 @@ def row_of(weights: NDArray) -> Tensor:
         return torch.from_numpy(weights)
 
 
-EACH_TURN = 8
+CALLS_PER_TURN = 8
 """Calls between two turns of the event loop. Handing one to Ray takes 0.1 to 0.5 ms, during which nothing else runs."""
 
 
-class Pace:
+class CallThrottle:
     """Lets so many callers through in each turn of the event loop, first come first served.
 
     New weights go to every engine at once, and a batch that ships makes room for hundreds of requests in one moment:
     256 calls in a row kept the event loop from all else for 140 ms.
     """
 
-    def __init__(self, each_turn: int = EACH_TURN) -> None:
+    def __init__(self, each_turn: int = CALLS_PER_TURN) -> None:
         self._each_turn = each_turn
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -132,7 +132,7 @@ class Pace:
         loop.call_soon(self._places.release)
 
 
-PACE = Pace()
+THROTTLE = CallThrottle()
 """Of all calls of this process."""
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -148,18 +148,20 @@ class EngineActor(RayActor):
     Control calls have places of their own beside those of requests: a full engine must still take new weights.
     """
 
-    serves: ClassVar[Callable[[RunConfig], AbstractContextManager[tuple[DecodingEngine | Scorer, Ends]]]] = embedded
+    serves: ClassVar[Callable[[RunConfig], AbstractContextManager[tuple[DecodingEngine | Scorer, Ends]]]] = (
+        embedded_engine
+    )
 
     def __init__(self, config: str, name: str, live: str) -> None:
         super().__init__(config, name, live)
         self._stack = contextlib.ExitStack()
         self._engine, _ = self._stack.enter_context(type(self).serves(self.config))
         self._receiver: Receiver | None = None
-        watch(self._engine, leave)
+        watch_engine(self._engine, exit_after_failure)
 
     async def answer(self, question: bytes) -> bytes:
         (message,) = rpc.decode_to_engine(question).messages
-        return self._framed(await rpc.answer(self._engine, message))
+        return self._framed(await rpc.handle_message(self._engine, message))
 
     @ray.method(concurrency_group=CONTROL)
     async def order(self, question: bytes) -> bytes:
@@ -188,7 +190,7 @@ class EngineActor(RayActor):
             update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary)
             answer: rpc.EngineMessage = rpc.Answer(message.id, seconds=await self._engine.load_weights(update))
         except Exception as error:
-            answer = rpc.FailureFrame.of(message.id, error)
+            answer = rpc.FailureFrame.from_error(message.id, error)
         return self._framed(answer)
 
     @ray.method(concurrency_group=CONTROL)
@@ -208,7 +210,7 @@ class EngineActor(RayActor):
 class ScorerActor(EngineActor):
     """One scorer, which never samples. Started again after a death it is as good as before: its model is frozen."""
 
-    serves = scoring
+    serves = embedded_scorer
 
 
 class RayEngine(FramedEngine):
@@ -221,7 +223,7 @@ class RayEngine(FramedEngine):
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
         done = await self._send(rpc.Generate(next(self._numbers), request, False))
-        return in_one_piece(done.completion, listener)
+        return deliver_whole(done.completion, listener)
 
     async def load_weights(self, update: WeightUpdate) -> float:
         tensors = (await self.keep(update)).tensors
@@ -231,7 +233,7 @@ class RayEngine(FramedEngine):
             data = await self._group.deliver(self, framed, tensors)
             if data is not None:
                 return self._decode(data).seconds
-        await PACE.turn()
+        await THROTTLE.turn()
         return (await self._result(self.actor.load.remote(framed, tensors.reference))).seconds
 
     async def keep(self, update: WeightUpdate) -> WeightUpdate:
@@ -250,7 +252,7 @@ class RayEngine(FramedEngine):
         ray.kill(self.actor)
 
     async def _send(self, message: Any) -> Any:
-        await PACE.turn()
+        await THROTTLE.turn()
         method = self.actor.order if isinstance(message, rpc.Ask) else self.actor.answer
         return await self._result(method.remote(_encode(rpc.ToEngine([message]))))
 
@@ -284,13 +286,13 @@ class ObjectTensors(Mapping[str, Tensor]):
 
     def __init__(self, reference: Any) -> None:
         self.reference = reference
-        self.round: Round | None = None
+        self.round: BroadcastRound | None = None
         """The broadcast of these, where there was one."""
         self._tensors: dict[str, Tensor] | None = None
 
     @classmethod
     def put(cls, tensors: Mapping[str, Tensor]) -> "ObjectTensors":
-        return cls(ray.put(packed(tensors)))
+        return cls(ray.put(pack_tensors(tensors)))
 
     def __getitem__(self, name: str) -> Tensor:
         return self._read()[name]
@@ -303,13 +305,13 @@ class ObjectTensors(Mapping[str, Tensor]):
 
     def _read(self) -> dict[str, Tensor]:
         if self._tensors is None:
-            self._tensors = rpc.unpacked(ray.get(self.reference, timeout=FETCH_SECONDS).tobytes())
+            self._tensors = rpc.unpack_tensors(ray.get(self.reference, timeout=FETCH_SECONDS).tobytes())
         return self._tensors
 
 
 FETCH_SECONDS = 900.0
 
 
-def packed(tensors: Mapping[str, Tensor]) -> NDArray:
+def pack_tensors(tensors: Mapping[str, Tensor]) -> NDArray:
     """Safetensors bytes as an array, which Ray keeps and maps without copying."""
-    return np.frombuffer(libraries.packed(tensors), dtype=np.uint8)
+    return np.frombuffer(libraries.serialize(tensors), dtype=np.uint8)

@@ -22,15 +22,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import PreTrainedTokenizerBase
 
 from paceline.clients import Pool
-from paceline.clients.frozen import SAMPLE, FrozenPool, attach, same_words
+from paceline.clients.frozen import PROBE_TEXT, FrozenPool, attach, check_same_vocabulary
 from paceline.config import RunConfig
-from paceline.config.cluster import scored_here
+from paceline.config.cluster import scored_models
 from paceline.config.model import ModelConfig, ModelRef
-from paceline.envs.workers import elsewhere
+from paceline.envs.workers import run_remotely
 from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
 from paceline.observe.monitor import RunDirectory
-from paceline.runtime.local import Placed, prepare, with_sections
+from paceline.runtime.local import RunParts, prepare, with_sections
 from paceline.runtime.ray.engines import CONTROL, EngineActor, RayEngine, ScorerActor, last_line
 from paceline.runtime.ray.ranks import RankActor, RayTrainer, RayWorkers, WeightsGroup, WorkerActor
 from paceline.util.private_folder import shorten_ray_sockets
@@ -47,7 +47,7 @@ Resources = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class ResourceNeeds:
     """How many actors of each part a run has, and the resources that each of them asks for."""
 
     counts: dict[str, int]
@@ -55,13 +55,13 @@ class Needs:
     each: dict[str, Resources]
 
     @classmethod
-    def of(cls, config: RunConfig, gpus: float) -> "Needs":
+    def of(cls, config: RunConfig, gpus: float) -> "ResourceNeeds":
         c = config.cluster
         parts = {
             "engine": (c.engines, c.engine_cpus, c.engine_gpus),
             "rank": (config.trainer.parallel.ranks, c.rank_cpus, c.rank_gpus),
             "worker": (c.workers, c.worker_cpus, 0.0),
-            "scorer": (c.scorers * len(scored_here(config)), c.scorer_cpus, c.scorer_gpus),
+            "scorer": (c.scorers * len(scored_models(config)), c.scorer_cpus, c.scorer_gpus),
         }
         one = 1.0 if gpus and config.device != "cpu" else 0.0
         each = {part: {"CPU": cpus, "GPU": one if gpu is None else gpu} for part, (_, cpus, gpu) in parts.items()}
@@ -88,7 +88,7 @@ class Needs:
 
 
 @contextmanager
-def joined(config: RunConfig) -> Generator[None]:
+def join_cluster(config: RunConfig) -> Generator[None]:
     """Be part of the cluster that the run file names, or of one that lives as long as the run does."""
     if ray.is_initialized():
         yield
@@ -105,7 +105,7 @@ def joined(config: RunConfig) -> Generator[None]:
             ) from error
     else:
         # Alone on a machine, cores are only counted: what must fit is memory, and that the planner looks at.
-        cores = max(os.cpu_count() or 1, math.ceil(Needs.of(config, 0).total("CPU")))
+        cores = max(os.cpu_count() or 1, math.ceil(ResourceNeeds.of(config, 0).total("CPU")))
         shorten_ray_sockets()
         ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
     try:
@@ -114,14 +114,14 @@ def joined(config: RunConfig) -> Generator[None]:
         ray.shutdown()
 
 
-class Room:
+class Reservation:
     """Reserved places, one for each actor of a run. All are reserved or none, so two runs cannot each hold half."""
 
     def __init__(self, group: PlacementGroup, bundles: Sequence[Resources]) -> None:
         self._group, self._bundles = group, bundles
 
     @classmethod
-    async def reserve(cls, needs: Needs) -> "Room":
+    async def reserve(cls, needs: ResourceNeeds) -> "Reservation":
         """Room for a whole run, within a bound."""
         there = ray.cluster_resources()
         for name, unit in (("GPU", "GPUs"), ("CPU", "cores")):
@@ -142,7 +142,7 @@ class Room:
             ) from None
 
     @classmethod
-    async def when_free(cls, bundles: Sequence[Resources]) -> "Room":
+    async def when_free(cls, bundles: Sequence[Resources]) -> "Reservation":
         """Wait for room, each bundle on one machine. A caller that stops waiting leaves nothing behind."""
         group = placement_group([_bundle(one) for one in bundles], strategy="PACK")
         try:
@@ -205,15 +205,15 @@ log = logging.getLogger("paceline.ray")
 
 
 @asynccontextmanager
-async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any) -> AsyncGenerator[Placed]:
+async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any) -> AsyncGenerator[RunParts]:
     """Reserve room, start engines, ranks and workers, and end them all with the run."""
     async with AsyncExitStack() as stack:
         driver = prepare(config, phase, given)
         config = driver.config
         phase("joining Ray")
-        stack.enter_context(joined(config))
-        needs = Needs.of(config, ray.cluster_resources().get("GPU", 0.0))
-        room = await Room.reserve(needs)
+        stack.enter_context(join_cluster(config))
+        needs = ResourceNeeds.of(config, ray.cluster_resources().get("GPU", 0.0))
+        room = await Reservation.reserve(needs)
         stack.callback(room.give_back)
         parts = RayParts(config, room, needs, RunDirectory(dumps.parent).live)
         trainer = RayTrainer(config, parts.ranks)
@@ -229,18 +229,18 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
         if needs.counts["worker"]:
             workers = RayWorkers([parts.worker(number) for number in range(needs.counts["worker"])])
             stack.callback(workers.close)
-            stack.enter_context(elsewhere(workers.call))
+            stack.enter_context(run_remotely(workers.call))
         hello = await trainer.meet()
         await parts.up(served)
         pool = driver.pool(engines)
         stack.callback(pool.close)
         placed = driver.placed(pool, trainer, hello.ends, hello.device, hello.parameters)
         if config.cluster.most_engines is not None:
-            await stack.enter_async_context(growing(parts, pool, config.cluster.most_engines))
+            await stack.enter_async_context(grow_pool(parts, pool, config.cluster.most_engines))
         yield replace(placed, attach=partial(attach_scorers, config, driver.tokenizer, teachers))
 
 
-def weights_group(config: RunConfig, needs: Needs, first_rank: Callable[[], Any]) -> WeightsGroup | None:
+def weights_group(config: RunConfig, needs: ResourceNeeds, first_rank: Callable[[], Any]) -> WeightsGroup | None:
     """The group a run broadcasts in, if it is to. Over NCCL where every member has a GPU of its own."""
     own = min(needs.each[part]["GPU"] for part in ("engine", "rank")) >= 1
     path = config.weights.path
@@ -252,7 +252,7 @@ def weights_group(config: RunConfig, needs: Needs, first_rank: Callable[[], Any]
 class RayParts:
     """Makes the actors of one run."""
 
-    def __init__(self, config: RunConfig, room: Room, needs: Needs, live: Path) -> None:
+    def __init__(self, config: RunConfig, room: Reservation, needs: ResourceNeeds, live: Path) -> None:
         live.mkdir(parents=True, exist_ok=True)
         self.needs = needs
         self._config, self._room, self._live = config, room, str(live.resolve())
@@ -260,9 +260,9 @@ class RayParts:
         """Times the ranks were started."""
         self.group: WeightsGroup | None = None
         """In which weights are broadcast, if they are."""
-        self._text = config_elsewhere(config, config.cluster.engine_cpus)
+        self._text = remote_config(config, config.cluster.engine_cpus)
 
-    def engine(self, number: int, room: Room | None = None) -> RayEngine:
+    def engine(self, number: int, room: Reservation | None = None) -> RayEngine:
         """An engine in its place of the run's room, or in a room of its own."""
         name = f"engine-{number}"
         return RayEngine(self._start(EngineActor, "engine", number, room=room), name, self.group)
@@ -271,8 +271,8 @@ class RayParts:
         """For each teacher of the run's own, all that score for it."""
         found: dict[str, list[RayEngine]] = {}
         numbers = count()
-        for model in scored_here(self._config):
-            text = config_elsewhere(of_teacher(self._config, model), self._config.cluster.scorer_cpus)
+        for model in scored_models(self._config):
+            text = remote_config(teacher_config(self._config, model), self._config.cluster.scorer_cpus)
             found[model] = [
                 RayEngine(self._start(ScorerActor, "scorer", number, text), f"scorer-{number}")
                 for number in islice(numbers, self._config.cluster.scorers)
@@ -312,7 +312,7 @@ class RayParts:
         number: int,
         text: str = "",
         *,
-        room: Room | None = None,
+        room: Reservation | None = None,
         suffix: str = "",
         again: bool = True,
     ) -> Any:
@@ -324,18 +324,18 @@ class RayParts:
 
 
 @asynccontextmanager
-async def growing(parts: RayParts, pool: Pool, most: int) -> AsyncGenerator[None]:
+async def grow_pool(parts: RayParts, pool: Pool, most: int) -> AsyncGenerator[None]:
     """Ask Ray for room for one engine more, again and again, and let each join the pool. It serves as soon as it has
     the current weights.
 
     Ray gives the room once one machine has all of it: what is free on several together would hold no engine.
     """
-    more: list[tuple[Room, RayEngine]] = []
+    more: list[tuple[Reservation, RayEngine]] = []
 
     async def grow() -> None:
         try:
             for number in range(parts.needs.counts["engine"], most):
-                room = await Room.when_free([parts.needs.each["engine"]])  # unbounded: as long as the run lasts
+                room = await Reservation.when_free([parts.needs.each["engine"]])  # unbounded: as long as the run lasts
                 engine = parts.engine(number, room)
                 more.append((room, engine))
                 log.warning("there is room for %s: it joins", engine.name)
@@ -360,12 +360,12 @@ async def attach_scorers(
     """The scorers of a reference: the run's own actors, which share requests by least load, or an endpoint."""
     if ref.base_url is not None:
         return await attach(ref, tokenizer)
-    theirs = await asyncio.to_thread(load_tokenizer, of_teacher(config, ref.name).model)
-    same_words(f"`{ref.name}`", tokenizer.encode(SAMPLE), theirs.encode(SAMPLE))
+    theirs = await asyncio.to_thread(load_tokenizer, teacher_config(config, ref.name).model)
+    check_same_vocabulary(f"`{ref.name}`", tokenizer.encode(PROBE_TEXT), theirs.encode(PROBE_TEXT))
     return FrozenPool(teachers[ref.name], ref)
 
 
-def of_teacher(config: RunConfig, name: str) -> RunConfig:
+def teacher_config(config: RunConfig, name: str) -> RunConfig:
     """The config of a scorer of this model: the run's settings, with another model and no adapter."""
     policy = config.model
     teacher = ModelConfig(
@@ -374,7 +374,7 @@ def of_teacher(config: RunConfig, name: str) -> RunConfig:
     return config.model_copy(update={"model": teacher})
 
 
-def config_elsewhere(config: RunConfig, engine_cpus: float) -> str:
+def remote_config(config: RunConfig, engine_cpus: float) -> str:
     """The run file as parts elsewhere read it. Each has its own cores, and is told how many: it would take all that its
     machine has. Folders are named in full: other processes stand elsewhere."""
     threads = config.engine.threads or max(1, int(engine_cpus))

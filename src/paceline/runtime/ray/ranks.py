@@ -29,7 +29,16 @@ from paceline.data.balance import Cost
 from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed, WorkerLimits, Workers
 from paceline.model import end_tokens, load_tokenizer
 from paceline.runtime import rpc
-from paceline.runtime.ray.engines import ROW, ObjectTensors, RayActor, RayEngine, first_line, last_line, packed, row_of
+from paceline.runtime.ray.engines import (
+    ROW,
+    ObjectTensors,
+    RayActor,
+    RayEngine,
+    first_line,
+    last_line,
+    pack_tensors,
+    row_of,
+)
 from paceline.runtime.torch_backend import build_trainer, pick_device
 from paceline.trainer import TrainerError, TrainerLost
 from paceline.trainer.batch import cost_of
@@ -76,7 +85,7 @@ class RankActor(RayActor):
         """The weights' metadata and the weights themselves, on the first rank; the others help to gather them."""
         update = await self._handler.trainer.weights()
         expected = await asyncio.to_thread(update.fingerprint)
-        data = await asyncio.to_thread(packed, update.tensors)
+        data = await asyncio.to_thread(pack_tensors, update.tensors)
         return _encode(rpc.SentWeights(update.version, "", update.adapter, expected, update.canary)), data
 
     async def open_group(self, members: int, device: str, seconds: float) -> list[dict[str, Any]]:
@@ -181,7 +190,7 @@ MOST_FAILURES = 3
 
 
 @dataclass(eq=False, slots=True)
-class Round:
+class BroadcastRound:
     """One update on its way to those who asked for it before it left."""
 
     wanted: dict[RayEngine, asyncio.Future[bytes | None]] = field(default_factory=dict)
@@ -206,7 +215,7 @@ class WeightsGroup:
         if self._failures >= MOST_FAILURES:
             return None
         if tensors.round is None:
-            this = tensors.round = Round()
+            this = tensors.round = BroadcastRound()
             this.task = asyncio.ensure_future(self._broadcast(this, head, tensors.reference))
         if tensors.round.begun:
             self._met = None  # it comes late, or a second time: a restarted engine is in no group
@@ -214,7 +223,7 @@ class WeightsGroup:
         mine = tensors.round.wanted[engine] = asyncio.get_running_loop().create_future()
         return await mine  # bounded: each step of a broadcast is
 
-    async def _broadcast(self, this: Round, head: bytes, reference: Any) -> None:
+    async def _broadcast(self, this: BroadcastRound, head: bytes, reference: Any) -> None:
         try:
             async with self._turn:  # bounded: by the broadcast before
                 this.begun = True  # all engines that were asked in the same moment have said so
@@ -230,7 +239,9 @@ class WeightsGroup:
                 if not answer.done():
                     answer.set_result(None)
 
-    async def _try(self, members: list[RayEngine], this: Round, head: bytes, reference: Any) -> list[RayEngine]:
+    async def _try(
+        self, members: list[RayEngine], this: BroadcastRound, head: bytes, reference: Any
+    ) -> list[RayEngine]:
         """Reach all of them; answers with those for whom it is worth another try."""
 
         async def row(engine: RayEngine, size: int) -> bytes:

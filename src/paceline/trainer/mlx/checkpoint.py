@@ -1,4 +1,4 @@
-"""Writes and reads an mlx trainer's part of a checkpoint, and exports the trained policy as a Hugging Face folder."""
+"""Writes and reads an mlx trainer's checkpoint, and exports the policy as a Hugging Face folder."""
 
 import copy
 import json
@@ -15,7 +15,15 @@ from paceline.model.dtypes import dtype_name, export_dtype
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.mlx.lora import LoraLinear, adapted_layers
 from paceline.trainer.base import TrainerError
-from paceline.trainer.checkpoint import FILE, FOLDER, check_files, read_state, reading, under, write_state
+from paceline.trainer.checkpoint import (
+    FILE,
+    FOLDER,
+    check_files,
+    read_state,
+    strip_prefix,
+    wrap_checkpoint_errors,
+    write_state,
+)
 from paceline.weights.manifest import write_manifest
 from paceline.weights.mlx_arrays import load_file
 from paceline.weights.tensors import write_tensors
@@ -28,7 +36,7 @@ def write(folder: Path, tensors: Mapping[str, mx.array], state: Mapping) -> None
 
 def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
     """All tensors, in memory, and the state."""
-    with reading(folder):
+    with wrap_checkpoint_errors(folder):
         state = read_state(folder)
         return _tensors(folder), state
 
@@ -36,9 +44,9 @@ def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
 def masters(folder: Path) -> dict[str, mx.array]:
     """The float32 weights of a checkpoint by parameter name."""
     check_files(folder)
-    with reading(folder):
+    with wrap_checkpoint_errors(folder):
         tensors = _tensors(folder)
-    return under("master/", tensors)
+    return strip_prefix("master/", tensors)
 
 
 def _tensors(folder: Path) -> dict[str, mx.array]:
@@ -55,7 +63,7 @@ def export(model: MlxModel, folder: Path, tokenizer: PreTrainedTokenizerBase | N
     """Weights with adapters merged, config and tokenizer; the adapters also apart, in peft's and mlx-lm's form."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = export_dtype(model.base, dtype_name(model.dtype))
-    weights = {name: array.astype(getattr(mx, dtype)) for name, array in merged(model).items()}
+    weights = {name: array.astype(getattr(mx, dtype)) for name, array in merged_weights(model).items()}
     write_tensors(weights, folder / "model.safetensors", {"format": "pt"})
     config = copy.deepcopy(model.config)
     for name in QUANTISED:
@@ -73,7 +81,7 @@ def export(model: MlxModel, folder: Path, tokenizer: PreTrainedTokenizerBase | N
     write_manifest(folder)
 
 
-def merged(model: MlxModel) -> dict[str, mx.array]:
+def merged_weights(model: MlxModel) -> dict[str, mx.array]:
     """All weights by Hugging Face's names, dequantised; base + scale * B A is computed in float32 and rounded once."""
     state = dict(tree_flatten(model.net.parameters()))
     for path, module in model.net.named_modules():

@@ -1,4 +1,4 @@
-"""Packed samples through an mlx model: hidden states in padded rows, log probabilities only where a token trains."""
+"""Runs packed samples through an mlx model: padded rows, log probabilities of trained tokens only."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,33 +17,33 @@ LOGIT_ELEMENTS = 1 << 25
 
 
 class MlxForwardPass:
-    """One model's forward pass over micro-batches; `again` recomputes each layer's activations in the backward pass."""
+    """One model's forward pass over micro-batches; `recompute` drops activations until the backward pass."""
 
-    def __init__(self, model: MlxModel, again: bool = False) -> None:
-        self._model, self._again = model, again
-        self.draws = 0
+    def __init__(self, model: MlxModel, recompute: bool = False) -> None:
+        self._model, self._recompute = model, recompute
+        self.dropout_draws = 0
         """Passes that drew noise for dropout so far: what the next one draws depends on it and on nothing else."""
 
     def logprobs(
-        self, micro_batch: MicroBatch, places: NDArray, entropy: bool = False, entropy_grad: bool = False
+        self, micro_batch: MicroBatch, positions: NDArray, entropy: bool = False, entropy_grad: bool = False
     ) -> tuple[mx.array, mx.array | None]:
-        """Log probabilities of the tokens at `places`, and their entropy if asked for, with its gradient too."""
+        """Log probabilities of the tokens at `positions`, and their entropy if asked for, with its gradient too."""
         score = _scorer(self._model, entropy, entropy_grad)
-        pieces = list(self._pieces(micro_batch, places))
+        pieces = list(self._pieces(micro_batch, positions))
         if len(pieces) > 1:
             net = self._model.net
-            score = recomputed(getattr(net, "lm_head", None) or net.model.embed_tokens, score)
+            score = checkpoint_activations(getattr(net, "lm_head", None) or net.model.embed_tokens, score)
         values, *spread = (mx.concatenate(part) for part in zip(*(score(*piece) for piece in pieces), strict=True))
         return values, spread[0] if spread else None
 
     def scores(self, micro_batch: MicroBatch) -> NDArray:
         """Log probabilities of the sampled tokens, on the host and without a gradient."""
-        places = micro_batch.loss_mask.nonzero()[0]
-        if not len(places):
+        positions = micro_batch.loss_mask.nonzero()[0]
+        if not len(positions):
             return np.zeros(0, np.float32)
         score = _scorer(self._model, False, False)
         # Each computed before the next: else they are all held at once.
-        return np.concatenate([np.asarray(score(*piece)[0]) for piece in self._pieces(micro_batch, places)])
+        return np.concatenate([np.asarray(score(*piece)[0]) for piece in self._pieces(micro_batch, positions)])
 
     def sequence(self, token_ids: Sequence[int]) -> list[float]:
         """Log probability of each token given those before it, at temperature 1; 0.0 for the first."""
@@ -51,23 +51,23 @@ class MlxForwardPass:
         (logprobs,) = _scorer(self._model, False, False)(self._model.hidden(ids[None])[0, :-1], ids[1:], mx.ones(1))
         return [0.0, *logprobs.tolist()]
 
-    def _pieces(self, micro_batch: MicroBatch, places: NDArray) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
-        """Hidden states, targets and temperatures for as many places at a time as logits may be held of."""
-        hidden = self.before(micro_batch, places)
-        targets, temperatures = (mx.array(x[places]) for x in (micro_batch.token_ids, micro_batch.temperatures))
+    def _pieces(self, micro_batch: MicroBatch, positions: NDArray) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
+        """Hidden states, targets and temperatures for as many positions at a time as logits may be held of."""
+        hidden = self.before(micro_batch, positions)
+        targets, temperatures = (mx.array(x[positions]) for x in (micro_batch.token_ids, micro_batch.temperatures))
         rows = max(1, LOGIT_ELEMENTS // self._model.vocabulary)
-        for start in range(0, len(places), rows):
+        for start in range(0, len(positions), rows):
             at = slice(start, start + rows)
             yield hidden[at], targets[at], temperatures[at]
 
-    def before(self, micro_batch: MicroBatch, places: NDArray) -> mx.array:
-        """The hidden states that the tokens at `places` are predicted from, a row each.
+    def before(self, micro_batch: MicroBatch, positions: NDArray) -> mx.array:
+        """The hidden states that the tokens at `positions` are predicted from, a row each.
 
         Sequences of similar length are rows of one call, padded on the right, where causality hides it.
         """
         lengths = micro_batch.lengths.tolist()
         starts = np.cumsum(micro_batch.lengths) - micro_batch.lengths
-        owners = np.repeat(np.arange(len(lengths)), micro_batch.lengths)[places]
+        owners = np.repeat(np.arange(len(lengths)), micro_batch.lengths)[positions]
         parts, order = [], []
         for group in similar_lengths(lengths):
             width = max(lengths[i] for i in group)
@@ -80,7 +80,7 @@ class MlxForwardPass:
             if not len(asked):
                 continue
             whose = owners[asked]
-            at = row_of[whose] * width + places[asked] - 1 - starts[whose]
+            at = row_of[whose] * width + positions[asked] - 1 - starts[whose]
             hidden = self._hidden(mx.array(tokens))
             parts.append(mx.take(hidden.reshape(-1, hidden.shape[-1]), mx.array(at), axis=0))
             order.append(asked)
@@ -93,9 +93,9 @@ class MlxForwardPass:
         body = self._model.net.model
         if not body.training:
             return self._model.hidden(tokens)
-        self.draws += 1
+        self.dropout_draws += 1
         layers = body.layers
-        body.layers = [_Layer(layer, (self.draws << 16) + i, self._again) for i, layer in enumerate(layers)]
+        body.layers = [_Layer(layer, (self.dropout_draws << 16) + i, self._recompute) for i, layer in enumerate(layers)]
         try:
             return self._model.hidden(tokens)
         finally:
@@ -105,8 +105,8 @@ class MlxForwardPass:
 class _Layer:
     """Stands in for a layer during a pass that trains."""
 
-    def __init__(self, layer: Any, seed: int, again: bool) -> None:
-        self._layer, self._seed, self._again = layer, mix_int(seed), again
+    def __init__(self, layer: Any, seed: int, recompute: bool) -> None:
+        self._layer, self._seed, self._recompute = layer, mix_int(seed), recompute
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -116,10 +116,10 @@ class _Layer:
             mx.random.seed(self._seed)  # a thread's own, so no other thread draws from it
             return self._layer(x, *args, **kwargs)
 
-        return recomputed(self._layer, seeded)(x) if self._again else seeded(x)
+        return checkpoint_activations(self._layer, seeded)(x) if self._recompute else seeded(x)
 
 
-def recomputed(module: Any, work: Callable[..., Any]) -> Callable[..., Any]:
+def checkpoint_activations(module: Any, work: Callable[..., Any]) -> Callable[..., Any]:
     """Checkpointed work: it keeps only its arguments, the module's weights among them, which else get no gradient."""
 
     def inner(weights: Any, *args: mx.array) -> Any:

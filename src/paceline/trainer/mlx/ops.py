@@ -38,7 +38,7 @@ def put(x: mx.array, index: mx.array, values: mx.array) -> mx.array:
     return x.at[index].add(values.astype(x.dtype) - x[index])
 
 
-def places(mask: mx.array) -> mx.array:
+def flatnonzero(mask: mx.array) -> mx.array:
     return mx.array(np.flatnonzero(np.asarray(mask)))
 
 

@@ -1,4 +1,4 @@
-"""AdamW over float32 masters, gradient clipping, and the tensors that train, under torch's and peft's names."""
+"""AdamW over float32 masters, gradient clipping, and trainable tensors under torch's and peft's names."""
 
 from collections.abc import Callable, Mapping
 from math import sqrt
@@ -24,37 +24,37 @@ class MlxTensors:
         self._types = {name: array.dtype for name, array in self.current().items()}
 
     def current(self) -> dict[str, mx.array]:
-        return named(self._net.trainable_parameters())
+        return flatten_tree(self._net.trainable_parameters())
 
     @property
     def adapters_only(self) -> bool:
         return all(name.endswith(ADAPTER) for name in self.current())
 
-    def put(self, arrays: Mapping[str, mx.array]) -> None:
+    def put(self, tensors: Mapping[str, mx.array]) -> None:
         """Replace some, rounded to the model's type."""
-        rounded = {name: array.astype(self._types[name]) for name, array in arrays.items()}
+        rounded = {name: tensor.astype(self._types[name]) for name, tensor in tensors.items()}
         mx.eval(rounded)
-        self._net.update(tree(rounded))
+        self._net.update(unflatten_tree(rounded))
 
     def set_aside(self, names: Mapping[str, mx.array]) -> dict[str, mx.array]:
         current = self.current()
         return {name: current[name] for name in names}
 
-    def copy(self, array: mx.array, wide: bool) -> mx.array:
-        kept = array.astype(mx.float32) if wide else array
+    def copy(self, tensor: mx.array, wide: bool) -> mx.array:
+        kept = tensor.astype(mx.float32) if wide else tensor
         mx.eval(kept)
         return kept
 
-    def copy_into(self, kept: dict[str, mx.array], arrays: Mapping[str, mx.array]) -> None:
-        kept |= {name: array.astype(kept[name].dtype) for name, array in arrays.items()}
+    def copy_into(self, kept: dict[str, mx.array], tensors: Mapping[str, mx.array]) -> None:
+        kept |= {name: tensor.astype(kept[name].dtype) for name, tensor in tensors.items()}
         mx.eval(kept)
 
     def average_into(self, kept: dict[str, mx.array], name: str, master: mx.array, weight: float) -> None:
         kept[name] += weight * (master - kept[name])
         mx.eval(kept[name])
 
-    def for_checkpoint(self, name: str, array: mx.array) -> mx.array:
-        return array
+    def for_checkpoint(self, name: str, tensor: mx.array) -> mx.array:
+        return tensor
 
     def fingerprint(self, kept: Mapping[str, mx.array]) -> str:
         return fingerprint(kept.items())
@@ -76,17 +76,17 @@ class MlxTensors:
             (_, beside), gradients = mx.value_and_grad(scaled)(self._net.trainable_parameters())
         finally:
             self._net.update(held)
-        return beside, named(gradients)
+        return beside, flatten_tree(gradients)
 
 
-def named(tree: Any) -> dict[str, mx.array]:
-    """A module's tree of arrays, flat."""
+def flatten_tree(tree: Any) -> dict[str, mx.array]:
+    """A module's tree of arrays as a flat dict."""
     halves = (".lora_A", ".lora_B")
     return {name + ADAPTER if name.endswith(halves) else name: array for name, array in tree_flatten(tree)}
 
 
-def tree(arrays: Mapping[str, mx.array]) -> Any:
-    """And back."""
+def unflatten_tree(arrays: Mapping[str, mx.array]) -> Any:
+    """The tree of a flat dict of arrays."""
     return tree_unflatten([(name.removesuffix(ADAPTER), array) for name, array in arrays.items()])
 
 

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
-from paceline.config.apple import refused_of_trainer as refused
+from paceline.config.apple import unsupported_trainer_settings as refused
 from paceline.data import MicroBatch, Sample
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.mlx.lora import adapter_tensors
 from paceline.trainer.backend import Losses
 from paceline.trainer.base import TrainerError, process_bytes
-from paceline.trainer.batch import BUDGET, Batch, TrainedTokens, streams_of, trained
+from paceline.trainer.batch import BUDGET, Batch, TrainedTokens, streams_of, trained_positions
 from paceline.trainer.loss import LossStats
 from paceline.trainer.mlx import checkpoint
 from paceline.trainer.mlx.critic import MlxValueModel
@@ -24,7 +24,7 @@ from paceline.trainer.mlx.forward import MlxForwardPass
 from paceline.trainer.mlx.optimizer import MlxAdamW, MlxTensors
 from paceline.trainer.optimizer import schedule_lengths
 from paceline.trainer.trainer import LocalTrainer
-from paceline.weights.mlx_arrays import settled
+from paceline.weights.mlx_arrays import evaluate
 from paceline.weights.update import Adapter, Canary, WeightUpdate, canary_ids, canary_of
 
 
@@ -53,7 +53,7 @@ class MlxPolicy:
         """The tokens that train, as the policy sees them now."""
         streams = {name: mx.array(stream) for name, stream in streams_of(micro_batch).items()}
         logprobs, entropy = self.forward.logprobs(
-            micro_batch, trained(micro_batch), entropy=True, entropy_grad=bool(self._config.entropy_coef)
+            micro_batch, trained_positions(micro_batch), entropy=True, entropy_grad=bool(self._config.entropy_coef)
         )
         assert entropy is not None
         return TrainedTokens(logprobs=logprobs, entropy=entropy, names=micro_batch.names, **streams)
@@ -67,13 +67,13 @@ class MlxPolicy:
         watch: Callable[[TrainedTokens], None] | None,
     ) -> LossStats:
         """A forward and a backward pass for each loss: what one has computed mlx does not keep for the next."""
-        sums, draws = LossStats({}), self.forward.draws
-        if not len(trained(micro_batch)):
+        sums, draws = LossStats({}), self.forward.dropout_draws
+        if not len(trained_positions(micro_batch)):
             return sums
         if watch is not None:
             watch(self.tokens(micro_batch))
         for name in names:
-            self.forward.draws = draws  # one micro-batch, one draw of noise
+            self.forward.dropout_draws = draws  # one micro-batch, one draw of noise
 
             def one(name: str = name) -> tuple[mx.array, dict[str, mx.array]]:
                 by_name, sums = losses(self.tokens(micro_batch))
@@ -118,21 +118,21 @@ class MlxPolicy:
     def weights(self, version: int) -> WeightUpdate:
         canary, adapter = self.canary(), adapter_tensors(self.net)
         if adapter is None:
-            return WeightUpdate(version, settled(self.parameters.current()), canary=canary)
+            return WeightUpdate(version, evaluate(self.parameters.current()), canary=canary)
         tensors, scale = adapter
-        return WeightUpdate(version, settled(tensors), Adapter("", scale), canary=canary)
+        return WeightUpdate(version, evaluate(tensors), Adapter("", scale), canary=canary)
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
         checkpoint.export(self._model, folder, tokenizer)
 
     def save(self, folder: Path, tensors: Mapping[str, mx.array], state: Mapping) -> None:
-        checkpoint.write(folder, tensors, {**state, "draws": self.forward.draws})
+        checkpoint.write(folder, tensors, {**state, "draws": self.forward.dropout_draws})
 
     def read(self, folder: Path) -> tuple[dict[str, mx.array], dict]:
         return checkpoint.read(folder)
 
     def restore_random(self, tensors: Mapping[str, mx.array], state: Mapping) -> None:
-        self.forward.draws = state.get("draws", 0)
+        self.forward.dropout_draws = state.get("draws", 0)
 
     def compute_dtype(self) -> mx.Dtype:
         return self._model.dtype

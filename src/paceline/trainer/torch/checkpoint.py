@@ -24,22 +24,22 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.model.dtypes import dtype_name, export_dtype
-from paceline.model.loading import trainable
+from paceline.model.loading import trainable_parameters
 from paceline.trainer.base import TrainerError
 from paceline.trainer.checkpoint import (
     FILE,
     FOLDER,
-    another_model,
     check_files,
     is_checkpoint,
+    mismatch_message,
     read_state,
-    reading,
-    under,
+    strip_prefix,
+    wrap_checkpoint_errors,
     write_state,
 )
-from paceline.trainer.torch.world import local
+from paceline.trainer.torch.world import local_shard
 from paceline.weights.manifest import write_manifest
-from paceline.weights.tensors import write_tensors, writing
+from paceline.weights.tensors import raise_os_errors, write_tensors
 
 Room = Callable[[str, torch.Size, torch.dtype], Tensor]
 """Memory for this rank's part of a tensor, by its name and what the checkpoint says of it."""
@@ -48,11 +48,11 @@ Room = Callable[[str, torch.Size, torch.dtype], Tensor]
 def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping, group: ProcessGroup | None) -> None:
     """Write this rank's parts, and as the first rank the state. Every rank must call it, with the same folder."""
     if group is None:
-        write_tensors({name: local(t).contiguous().cpu() for name, t in tensors.items()}, folder / FILE)
+        write_tensors({name: local_shard(t).contiguous().cpu() for name, t in tensors.items()}, folder / FILE)
     else:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         storage = HuggingFaceStorageWriter(str(folder / FOLDER), save_distributed=True)
-        with writing(), _plain_errors():
+        with raise_os_errors(), _raise_rank_errors():
             dcp.save(dict(tensors), storage_writer=storage, process_group=group)
     if group is None or get_rank(group) == 0:
         write_state(folder, state, 1 if group is None else get_world_size(group))
@@ -60,7 +60,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping, group: Pr
 
 def read(folder: Path, room: Room, group: ProcessGroup | None) -> tuple[dict[str, Tensor], dict]:
     """All tensors, of each what this rank has room for, and the state. However many ranks wrote them."""
-    with reading(folder):
+    with wrap_checkpoint_errors(folder):
         state = read_state(folder)
         whole = (folder / FILE).is_file()
         if whole and group is None:
@@ -82,7 +82,7 @@ def read(folder: Path, room: Room, group: ProcessGroup | None) -> tuple[dict[str
             if own is None or name in own:
                 assert isinstance(saved, TensorStorageMetadata)
                 tensors[name] = room(name, saved.size, saved.properties.dtype)
-        with _plain_errors():
+        with _raise_rank_errors():
             dcp.load(tensors, storage_reader=storage, process_group=group, no_dist=group is None)
         return tensors, state
 
@@ -91,26 +91,26 @@ def masters(folder: Path) -> dict[str, Tensor]:
     """The float32 weights of a checkpoint by parameter name, whole, whether one process or many ranks wrote it."""
     check_files(folder)
     if (folder / FILE).is_file():
-        with reading(folder), safe_open(folder / FILE, "pt") as file:
+        with wrap_checkpoint_errors(folder), safe_open(folder / FILE, "pt") as file:
             names = [name for name in file.keys() if name.startswith("master/")]  # noqa: SIM118 - no mapping
             tensors = {name: file.get_tensor(name) for name in names}
     else:
         tensors, _ = read(folder, lambda _, shape, dtype: torch.empty(shape, dtype=dtype), None)
-    return under("master/", tensors)
+    return strip_prefix("master/", tensors)
 
 
 def put_masters(model: nn.Module, folder: Path) -> None:
     """Give a model the weights of a checkpoint, rounded to the types it computes in."""
-    saved, own = masters(folder), trainable(model)
+    saved, own = masters(folder), trainable_parameters(model)
     if {name: t.shape for name, t in saved.items()} != {name: p.shape for name, p in own.items()}:
-        raise TrainerError(another_model(folder))
+        raise TrainerError(mismatch_message(folder))
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(saved.pop(name))
 
 
 @contextmanager
-def _plain_errors() -> Generator[None]:
+def _raise_rank_errors() -> Generator[None]:
     """Raise a rank's error as an ordinary exception: `except Exception` does not catch torch's own."""
     try:
         yield
@@ -145,7 +145,7 @@ def export(
     shell.config = copy.deepcopy(model.config)
     shell._hf_peft_config_loaded = False
     written = written or getattr(torch, export_dtype(model.name_or_path, dtype_name(dtype or model.dtype)))
-    shell.save_pretrained(folder, state_dict=_plain(state, written))
+    shell.save_pretrained(folder, state_dict=_to_saveable(state, written))
     if written != model.dtype:  # which saving takes from the module
         shell.config.dtype = written
         shell.config.save_pretrained(folder)
@@ -156,7 +156,7 @@ def export(
     write_manifest(folder)
 
 
-def _plain(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def _to_saveable(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Tensors to write. What two names share stays shared, so that saving leaves the second one out."""
     out: dict[str, Tensor] = {}
     seen: dict[tuple, Tensor] = {}

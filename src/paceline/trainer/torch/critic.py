@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch
-from paceline.model import trainable, twin
+from paceline.model import clone_model, trainable_parameters
 from paceline.trainer.torch.forward import ForwardPass
 from paceline.trainer.torch.optimizer import MasterAdamW
 from paceline.trainer.torch.world import RankLayout, Ranks
@@ -24,8 +24,8 @@ class TorchValueModel(nn.Module):
     ) -> None:
         super().__init__()
         self._ranks, self._device = ranks, policy.device
-        self.body = twin(policy)
-        names = trainable(policy).keys()
+        self.body = clone_model(policy)
+        names = trainable_parameters(policy).keys()
         unused = {id(p) for p in self.body.get_output_embeddings().parameters()}
         unused -= {id(p) for p in self.body.get_input_embeddings().parameters()}
         for name, parameter in self.body.named_parameters():
@@ -33,31 +33,31 @@ class TorchValueModel(nn.Module):
         self.value = nn.Linear(self.body.config.get_text_config().hidden_size, 1, device=policy.device)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
-        self.forwards = ForwardPass(self.body, compiled=compiled, context=ranks.context)
+        self.forward_pass = ForwardPass(self.body, compiled=compiled, context=ranks.context)
         self.eval()
-        self.optimizer = MasterAdamW(trainable(self), c, total_steps, RankLayout(policy.dtype))
+        self.optimizer = MasterAdamW(trainable_parameters(self), c, total_steps, RankLayout(policy.dtype))
 
-    def forward(self, micro_batch: MicroBatch, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Values of choosing at `places`, read off the token before; and a zero that reaches every parameter."""
+    def forward(self, micro_batch: MicroBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Values of choosing at `positions`, read off the token before; and a zero that reaches every parameter."""
         dtype = self.value.weight.dtype
-        values, zero = self.forwards.read(micro_batch, places, lambda before, _: self.value(before.to(dtype)))
+        values, zero = self.forward_pass.read(micro_batch, positions, lambda before, _: self.value(before.to(dtype)))
         return values[:, 0], zero + 0 * (self.value.weight.sum() + self.value.bias.sum())
 
     @torch.no_grad()
-    def values(self, micro_batch: MicroBatch, places: NDArray) -> NDArray:
-        values, _ = self(micro_batch, self._send(places))
+    def values(self, micro_batch: MicroBatch, positions: NDArray) -> NDArray:
+        values, _ = self(micro_batch, self._send(positions))
         return values.cpu().numpy()
 
     def backward(
-        self, micro_batch: MicroBatch, places: NDArray, targets: Sequence[NDArray], loss_of: Callable[..., Tensor]
+        self, micro_batch: MicroBatch, positions: NDArray, targets: Sequence[NDArray], loss_of: Callable[..., Tensor]
     ) -> Tensor:
-        values, anchor = self(micro_batch, self._send(places))
+        values, anchor = self(micro_batch, self._send(positions))
         loss = loss_of(values, *map(self._send, targets))
         self.optimizer.backward(loss, anchor)
         return loss.detach()
 
     def clip(self, losses: list[Tensor]) -> tuple[float, float]:
-        self._ranks.tokens.sum_gradients(self.optimizer.unsummed)
+        self._ranks.tokens.sum_gradients(self.optimizer.unsummed_masters)
         return self._ranks.data.sum(torch.stack(losses).sum()[None]).item(), self.optimizer.clip().item()
 
     def state(self) -> dict[str, int]:

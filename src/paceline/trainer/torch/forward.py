@@ -32,7 +32,7 @@ from paceline.model.varlen import VarlenPlan, can_varlen
 from paceline.trainer.torch.prefix import TreePlan, share_prefixes
 from paceline.trainer.torch.world import RankLayout, World
 
-NEVER = 1 << 40
+MASKED_POSITION = 1 << 40
 """A position that no query comes after."""
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -48,7 +48,7 @@ class Slice:
     end: int
 
 
-def dealt(lengths: Sequence[int], ranks: int) -> list[list[Slice]]:
+def assign_slices(lengths: Sequence[int], ranks: int) -> list[list[Slice]]:
     """Each rank's slices, in the order of the micro-batch.
 
     A token's work grows with its position, so a sequence is cut into two slices for each rank, and the one with an
@@ -67,26 +67,26 @@ def dealt(lengths: Sequence[int], ranks: int) -> list[list[Slice]]:
     return shares
 
 
-class Cut:
+class ContextShards:
     """One micro-batch, and which rank has which of its tokens. A rank without any computes the first once more and
     drops the result: all ranks must run every layer, since they meet in it."""
 
     def __init__(self, context: World, lengths: Sequence[int]) -> None:
         assert context.group is not None
         self._group, self._rank, self._size = context.group, context.rank, context.size
-        shares = dealt(lengths, self._size)
+        shares = assign_slices(lengths, self._size)
         held = [np.concatenate([np.arange(s.at + s.start, s.at + s.end) for s in share] or [[]]) for share in shares]
         self._width = max(map(len, held))
         """Tokens of the fullest rank: gathered parts are all padded to this."""
         self.slices = shares[self._rank] or [Slice(0, 0, 1)]
         own = held[self._rank].astype(int)
-        self.places = own if len(own) else np.zeros(1, int)
+        self.own_positions = own if len(own) else np.zeros(1, int)
         """Where in the micro-batch this rank's tokens are."""
         total = int(sum(lengths))
         self._owners, self.order, self.where = (np.zeros(total, int) for _ in range(3))
-        for rank, places in enumerate(held):
-            self._owners[places.astype(int)] = rank
-            self.order[places.astype(int)] = rank * self._width + np.arange(len(places))
+        for rank, positions in enumerate(held):
+            self._owners[positions.astype(int)] = rank
+            self.order[positions.astype(int)] = rank * self._width + np.arange(len(positions))
         self.where[own] = np.arange(len(own))
 
     def gather(self, k: Tensor, v: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,10 +97,10 @@ class Cut:
         gathered = _Gather.apply(padded, self._group, self._size)
         return gathered.index_select(0, order).unbind(1)
 
-    def own(self, places: Tensor) -> tuple[Tensor, Tensor]:
+    def own(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Of each of some tokens the rank that has the token before it; and those where that is this rank."""
-        owners = torch.from_numpy(self._owners).to(places.device).index_select(0, places - 1)
-        return owners, places[owners == self._rank]
+        owners = torch.from_numpy(self._owners).to(positions.device).index_select(0, positions - 1)
+        return owners, positions[owners == self._rank]
 
     def share_rows(self, values: Tensor, owners: Tensor) -> Tensor:
         """A row for each of `owners`, of whom this rank has computed its own."""
@@ -117,34 +117,34 @@ class Cut:
 class SlicedPlan:
     """Own queries over the keys of whole sequences, in padded calls with a mask; those of like length share one."""
 
-    def __init__(self, cut: Cut, device: torch.device) -> None:
-        self._cut = cut
-        self._order = torch.from_numpy(cut.order).to(device)
-        ends = [one.end for one in cut.slices]
+    def __init__(self, shards: ContextShards, device: torch.device) -> None:
+        self._shards = shards
+        self._order = torch.from_numpy(shards.order).to(device)
+        ends = [one.end for one in shards.slices]
         groups = similar_lengths(ends)
-        sizes = [one.end - one.start for one in cut.slices]
+        sizes = [one.end - one.start for one in shards.slices]
         starts = np.cumsum([0, *sizes])
-        self._rows = [_Rows([cut.slices[i] for i in group], device) for group in groups]
+        self._rows = [_QueryRows([shards.slices[i] for i in group], device) for group in groups]
         taken = [np.concatenate([np.arange(starts[i], starts[i + 1]) for i in group]) for group in groups]
-        self._taken = [torch.from_numpy(places).to(device) for places in taken]
+        self._taken = [torch.from_numpy(positions).to(device) for positions in taken]
         self._restore = torch.from_numpy(np.argsort(np.concatenate(taken))).to(device)
 
     @torch.compiler.disable
     def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        k, v = self._cut.gather(k, v, self._order)
+        k, v = self._shards.gather(k, v, self._order)
         parts = zip(self._rows, self._taken, strict=True)
         done = [rows.attend(q.index_select(0, taken), k, v, scale, window) for rows, taken in parts]
         return torch.cat(done).index_select(0, self._restore)
 
 
-class _Rows:
+class _QueryRows:
     """Slices as rows of queries, each beside a row of the keys up to its end."""
 
     def __init__(self, slices: Sequence[Slice], device: torch.device) -> None:
         shape = (len(slices), max(one.end - one.start for one in slices))
         # Padding asks as the first token, which every row has: a query that sees nothing would turn into NaN.
         queries, real = np.zeros(shape, int), np.zeros(shape, bool)
-        keys = np.full((len(slices), max(one.end for one in slices)), NEVER)
+        keys = np.full((len(slices), max(one.end for one in slices)), MASKED_POSITION)
         source = np.zeros(keys.shape, int)
         for row, one in enumerate(slices):
             size = one.end - one.start
@@ -152,36 +152,36 @@ class _Rows:
             keys[row, : one.end], source[row, : one.end] = np.arange(one.end), np.arange(one.at, one.at + one.end)
         self._shape = shape
         self._queries, self._keys = (torch.from_numpy(x).to(device) for x in (queries, keys))
-        self._places = torch.from_numpy(real.ravel().nonzero()[0]).to(device)
+        self._indices = torch.from_numpy(real.ravel().nonzero()[0]).to(device)
         self._source = torch.from_numpy(source).to(device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        padded = q.new_zeros(self._shape[0] * self._shape[1], *q.shape[1:]).index_copy(0, self._places, q)
+        padded = q.new_zeros(self._shape[0] * self._shape[1], *q.shape[1:]).index_copy(0, self._indices, q)
         k, v = (x.index_select(0, self._source.ravel()).view(*self._source.shape, *x.shape[1:]) for x in (k, v))
         mask = window_mask(self._queries, self._keys, window)[:, None]
         out = sdpa(padded.view(*self._shape, *q.shape[1:]), k, v, scale, mask)
-        return out.reshape(-1, *q.shape[1:]).index_select(0, self._places)
+        return out.reshape(-1, *q.shape[1:]).index_select(0, self._indices)
 
 
 class SlicedVarlenPlan:
     """The same by FlashAttention, without padding: it lets the last query see the last key, the one before it all but
     one, and so on, which is what a slice at the end of its keys needs."""
 
-    def __init__(self, cut: Cut, device: torch.device) -> None:
-        self._cut = cut
-        self._order = torch.from_numpy(cut.order).to(device)
-        sizes, ends = [one.end - one.start for one in cut.slices], [one.end for one in cut.slices]
+    def __init__(self, shards: ContextShards, device: torch.device) -> None:
+        self._shards = shards
+        self._order = torch.from_numpy(shards.order).to(device)
+        sizes, ends = [one.end - one.start for one in shards.slices], [one.end for one in shards.slices]
         self._queries, self._keys = (
             torch.tensor([0, *some], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
             for some in (sizes, ends)
         )
         self._longest = max(sizes), max(ends)
-        source = np.concatenate([np.arange(one.at, one.at + one.end) for one in cut.slices])
+        source = np.concatenate([np.arange(one.at, one.at + one.end) for one in shards.slices])
         self._source = torch.from_numpy(source).to(device)
 
     @torch.compiler.disable
     def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        k, v = (x.index_select(0, self._source) for x in self._cut.gather(k, v, self._order))
+        k, v = (x.index_select(0, self._source) for x in self._shards.gather(k, v, self._order))
         sides = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
         return torch.ops.aten._flash_attention_forward(
             q, k, v, self._queries, self._keys, *self._longest, 0.0, True, False, scale=scale, **sides
@@ -231,14 +231,14 @@ class ForwardPass:
         model: PreTrainedModel,
         fp32_head: bool = False,
         compiled: bool = False,
-        again: bool = False,
+        retain_graph: bool = False,
         context: World | None = None,
         device: torch.device | None = None,
     ) -> None:
         self._decoder = model.get_decoder()
         self._device = model.device if device is None else device
         self._varlen = can_varlen(model, self._device)
-        self.is_compiled, self._compile, self._again = compiled, compiled, again
+        self.is_compiled, self._compile, self._retain_graph = compiled, compiled, retain_graph
         self._context = context if context is not None and context.size > 1 else None
         self.head = LMHead(model, fp32_head)
         self.layout = RankLayout(model.dtype)
@@ -255,26 +255,30 @@ class ForwardPass:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def read(
-        self, micro_batch: MicroBatch, places: Tensor, of: Callable[[Tensor, Tensor], Tensor]
+        self, micro_batch: MicroBatch, positions: Tensor, of: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The rows that `of` computes from the hidden states before `places`, and a zero that depends on all hidden
-        states. It may be given only some of the places: ranks that share sequences ask each other for the rest."""
-        cut = None if self._context is None else Cut(self._context, micro_batch.lengths.tolist())
-        hidden, where = self._hidden(micro_batch, cut)
-        owners, own = (None, places) if cut is None else cut.own(places)
+        """The rows that `of` computes from the hidden states before `positions`, and a zero that depends on all hidden
+        states. It may be given only some of the positions: ranks that share sequences ask each other for the rest."""
+        shards = None if self._context is None else ContextShards(self._context, micro_batch.lengths.tolist())
+        hidden, where = self._hidden(micro_batch, shards)
+        owners, own = (None, positions) if shards is None else shards.own(positions)
         rows = of(hidden.index_select(0, where.index_select(0, own - 1)), own)
-        if cut is not None and owners is not None:
-            rows = cut.share_rows(rows, owners)
+        if shards is not None and owners is not None:
+            rows = shards.share_rows(rows, owners)
         return rows, (hidden * 0).sum()
 
-    def _hidden(self, micro_batch: MicroBatch, cut: Cut | None) -> tuple[Tensor, Tensor]:
+    def _hidden(self, micro_batch: MicroBatch, shards: ContextShards | None) -> tuple[Tensor, Tensor]:
         """Hidden states, and for each token of the micro-batch, if it is here, the place of its own."""
         if self._compile:  # here and not earlier, because the compiler's settings belong to a thread
-            compile_blocks(self._decoder, again=self._again)
+            compile_blocks(self._decoder, retain_graph=self._retain_graph)
             self._compile = False
-        if cut is not None:
-            plan: AttentionPlan = (SlicedVarlenPlan if self._varlen else SlicedPlan)(cut, self._device)
-            streams = (micro_batch.token_ids[cut.places], micro_batch.positions[cut.places], cut.where)
+        if shards is not None:
+            plan: AttentionPlan = (SlicedVarlenPlan if self._varlen else SlicedPlan)(shards, self._device)
+            streams = (
+                micro_batch.token_ids[shards.own_positions],
+                micro_batch.positions[shards.own_positions],
+                shards.where,
+            )
         elif self._varlen:
             plan = VarlenPlan(micro_batch.lengths.tolist(), self._device)
             streams = (micro_batch.token_ids, micro_batch.positions, np.arange(len(micro_batch)))
@@ -290,11 +294,11 @@ class ForwardPass:
         return out.last_hidden_state[0], where
 
     def logprobs(
-        self, micro_batch: MicroBatch, places: Tensor, entropy: bool = False, entropy_grad: bool = False
+        self, micro_batch: MicroBatch, positions: Tensor, entropy: bool = False, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Log probabilities of the tokens at `places`, their entropy if asked for (with its gradient too), and a zero
-        that depends on the hidden states: added to a loss it gives every parameter a gradient even if no token trains.
-        """
+        """Log probabilities of the tokens at `positions`, their entropy if asked for (with its gradient too), and a
+        zero that depends on the hidden states: added to a loss it gives every parameter a gradient even if no token
+        trains."""
 
         def scores(before: Tensor, own: Tensor) -> Tensor:
             targets, temperatures = (
@@ -304,7 +308,7 @@ class ForwardPass:
             return values[:, None] if spread is None else torch.stack((values, spread), 1)
 
         def work() -> tuple[Tensor, Tensor | None, Tensor]:
-            rows, zero = self.read(micro_batch, places, scores)
+            rows, zero = self.read(micro_batch, positions, scores)
             values, *spread = (column.clone() for column in rows.unbind(1))  # FSDP must not hand out views
             return values, spread[0] if spread else None, zero
 

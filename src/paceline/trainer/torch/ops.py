@@ -32,7 +32,7 @@ def put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
     return x.index_copy(0, index, values.to(x.dtype))
 
 
-def places(mask: Tensor) -> Tensor:
+def flatnonzero(mask: Tensor) -> Tensor:
     return mask.nonzero()[:, 0]
 
 

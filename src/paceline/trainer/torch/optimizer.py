@@ -8,9 +8,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
-from paceline.model import trainable
+from paceline.model import trainable_parameters
 from paceline.trainer.optimizer import Schedule
-from paceline.trainer.torch.world import RankLayout, local
+from paceline.trainer.torch.world import RankLayout, local_shard
 
 
 class TorchTensors:
@@ -19,7 +19,7 @@ class TorchTensors:
 
     def __init__(self, model: PreTrainedModel, layout: RankLayout, offload: bool) -> None:
         self._layout = layout
-        self._parameters = {name: local(p.detach()) for name, p in trainable(model).items()}
+        self._parameters = {name: local_shard(p.detach()) for name, p in trainable_parameters(model).items()}
         self._place = torch.device("cpu") if offload else None
         self.adapters_only = hasattr(model, "peft_config")
 
@@ -35,21 +35,21 @@ class TorchTensors:
         return {name: (p := self._parameters[name]).to(self._place or p.device, copy=True) for name in names}
 
     def copy(self, tensor: Tensor, wide: bool) -> Tensor:
-        dtype = self._layout.narrow(tensor)
+        dtype = self._layout.compute_dtype(tensor)
         kept = tensor.to(self._place or tensor.device, copy=True)
         return kept.to(torch.float32 if wide and dtype.itemsize < 4 else dtype)
 
     @torch.no_grad()
     def copy_into(self, kept: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            kept[name].copy_(local(tensor))
+            kept[name].copy_(local_shard(tensor))
 
     @torch.no_grad()
     def average_into(self, kept: dict[str, Tensor], name: str, master: Tensor, weight: float) -> None:
         kept[name].lerp_(master.to(kept[name].device), weight)
 
     def for_checkpoint(self, name: str, tensor: Tensor) -> Tensor:
-        return self._layout.like(name, tensor)
+        return self._layout.shard_like(name, tensor)
 
     def fingerprint(self, kept: Mapping[str, Tensor]) -> str:
         return self._layout.fingerprint(kept)
@@ -79,22 +79,22 @@ class MasterAdamW:
         pairs = [(self.masters[name], p) for name, p in self._parameters.items()]
         self._apart = [(master, p) for master, p in pairs if master is not p]
         """Masters whose gradients arrive elsewhere."""
-        self._rounded = [(master, local(p.detach())) for master, p in pairs if not _in_place(p, c.offload)]
+        self._rounded = [(master, local_shard(p.detach())) for master, p in pairs if not _in_place(p, c.offload)]
         """Masters whose values the model holds a copy of."""
         self._adam = torch.optim.AdamW(
             self.masters.values(), lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay, fused=True
         )
 
     @property
-    def unsummed(self) -> list[nn.Parameter]:
+    def unsummed_masters(self) -> list[nn.Parameter]:
         """Masters whose gradients are this rank's alone: a sharded parameter's come summed."""
-        return [master for name, master in self.masters.items() if not self._layout.summed(name)]
+        return [master for name, master in self.masters.items() if not self._layout.is_summed(name)]
 
-    def backward(self, loss: Tensor, anchor: Tensor, again: bool = False) -> None:
+    def backward(self, loss: Tensor, anchor: Tensor, retain_graph: bool = False) -> None:
         """Add a loss's gradient to the masters', scaled until `clip`. The anchor is a zero that gives every parameter a
-        gradient even when no token trains; it may be float16, to which a scale can be infinite. `again`: another loss
-        of the same forward pass follows."""
-        (loss * self.schedule.scale + anchor).backward(retain_graph=again)
+        gradient even when no token trains; it may be float16, to which a scale can be infinite. `retain_graph`:
+        another loss of the same forward pass follows."""
+        (loss * self.schedule.scale + anchor).backward(retain_graph=retain_graph)
         self.gather()
 
     def take_gradients(self) -> dict[str, Tensor]:
@@ -115,9 +115,9 @@ class MasterAdamW:
         begun: list[tuple[Tensor, Tensor]] = []
         for master, parameter in self._apart:
             if parameter.grad is not None and master.grad is not None:
-                begun.append((master.grad, local(parameter.grad).to(master.device)))
+                begun.append((master.grad, local_shard(parameter.grad).to(master.device)))
             elif parameter.grad is not None:
-                master.grad = local(parameter.grad).to(master)
+                master.grad = local_shard(parameter.grad).to(master)
             parameter.grad = None
         if begun:
             sums, grads = zip(*begun, strict=True)
@@ -136,7 +136,7 @@ class MasterAdamW:
             return nn.utils.get_total_norm(_gradients(self.masters.values()))
         alike: dict[int, list[nn.Parameter]] = {}
         for name, master in self.masters.items():
-            alike.setdefault(self._layout.copies(name), []).append(master)
+            alike.setdefault(self._layout.replica_count(name), []).append(master)
         norms = {copies: nn.utils.get_total_norm(_gradients(some)).double() for copies, some in alike.items()}
         squares = torch.stack([norm.square() / copies for copies, norm in norms.items()])
         return self._layout.shards.sum(squares.sum()[None])[0].sqrt().float()
@@ -156,11 +156,13 @@ class MasterAdamW:
         self._adam.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        out = {f"master/{name}": self._layout.like(name, master.detach()) for name, master in self.masters.items()}
+        out = {
+            f"master/{name}": self._layout.shard_like(name, master.detach()) for name, master in self.masters.items()
+        }
         for name, master in self.masters.items():
             state = self._adam.state.get(master, {})
             held = [key for key in ("exp_avg", "exp_avg_sq") if key in state]
-            out |= {f"{key}/{name}": self._layout.like(name, state[key]) for key in held}
+            out |= {f"{key}/{name}": self._layout.shard_like(name, state[key]) for key in held}
         return out
 
     @torch.no_grad()
@@ -168,13 +170,13 @@ class MasterAdamW:
         self.schedule.load(steps, scale)
         self._adam.state.clear()
         for name, master in self.masters.items():
-            master.copy_(local(tensors[f"master/{name}"]))
-            local(self._parameters[name].detach()).copy_(master)
+            master.copy_(local_shard(tensors[f"master/{name}"]))
+            local_shard(self._parameters[name].detach()).copy_(master)
             if f"exp_avg/{name}" in tensors:
                 self._adam.state[master] = {
                     "step": torch.tensor(float(steps), device=master.device),
-                    "exp_avg": local(tensors[f"exp_avg/{name}"]).to(master.device, copy=True),
-                    "exp_avg_sq": local(tensors[f"exp_avg_sq/{name}"]).to(master.device, copy=True),
+                    "exp_avg": local_shard(tensors[f"exp_avg/{name}"]).to(master.device, copy=True),
+                    "exp_avg_sq": local_shard(tensors[f"exp_avg_sq/{name}"]).to(master.device, copy=True),
                 }
 
 
@@ -184,9 +186,9 @@ def _in_place(parameter: nn.Parameter, offload: bool) -> bool:
 
 def _master(parameter: nn.Parameter, offload: bool) -> nn.Parameter:
     if _in_place(parameter, offload):
-        return nn.Parameter(local(parameter.detach())) if isinstance(parameter, DTensor) else parameter
+        return nn.Parameter(local_shard(parameter.detach())) if isinstance(parameter, DTensor) else parameter
     place = torch.device("cpu") if offload else parameter.device
-    return nn.Parameter(local(parameter.detach()).to(place, torch.float32, copy=True))
+    return nn.Parameter(local_shard(parameter.detach()).to(place, torch.float32, copy=True))
 
 
 def _gradients(masters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Common prompts computed once: the tries of one example share their first tokens, and so their hidden states.
+"""Computes common prompts once: samples of one group share their first tokens and hidden states.
 
 A token's hidden state depends only on the tokens before it, so samples that begin alike can share the states of that
 beginning exactly, gradient included. A group becomes a tree: the common prefix is its trunk, each sample's rest a
@@ -38,7 +38,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedPrefixes:
     """A micro-batch with its common prefixes stored once."""
 
     token_ids: NDArray
@@ -48,7 +48,7 @@ class Shared:
     """For each token of the micro-batch, where its hidden state is found."""
 
 
-def share_prefixes(batch: MicroBatch) -> Shared:
+def share_prefixes(batch: MicroBatch) -> SharedPrefixes:
     """Store each common prefix of neighbouring samples once, where that saves work."""
     starts = np.concatenate([[0], np.cumsum(batch.lengths)])
     samples = [batch.token_ids[a:b] for a, b in pairwise(starts)]
@@ -56,7 +56,7 @@ def share_prefixes(batch: MicroBatch) -> Shared:
     at = 0
     for run in _runs(samples):
         first, *others = (samples[i] for i in run)
-        trunk = min((_common(first, other) for other in others), default=len(first))
+        trunk = min((_common_prefix(first, other) for other in others), default=len(first))
         tree = Tree(trunk, tuple(len(samples[i]) - trunk for i in run))
         for i, length in zip(run, tree.branches, strict=True):
             rest = at + tree.trunk + sum(tree.branches[: i - run[0]])
@@ -65,7 +65,7 @@ def share_prefixes(batch: MicroBatch) -> Shared:
         trees.append(tree)
         at += len(tree)
     positions = np.concatenate([tree.positions() for tree in trees])
-    return Shared(np.concatenate(tokens), positions, trees, np.concatenate(where))
+    return SharedPrefixes(np.concatenate(tokens), positions, trees, np.concatenate(where))
 
 
 def _runs(samples: Sequence[NDArray]) -> list[list[int]]:
@@ -73,8 +73,8 @@ def _runs(samples: Sequence[NDArray]) -> list[list[int]]:
     runs: list[list[int]] = []
     trunk = 0
     for i, sample in enumerate(samples):
-        joined = min(trunk, _common(samples[runs[-1][0]], sample)) if runs else 0
-        if runs and _worth_it(joined, [len(samples[j]) for j in runs[-1]] + [len(sample)]):
+        joined = min(trunk, _common_prefix(samples[runs[-1][0]], sample)) if runs else 0
+        if runs and _saves_work(joined, [len(samples[j]) for j in runs[-1]] + [len(sample)]):
             runs[-1].append(i)
             trunk = joined
         else:
@@ -83,12 +83,12 @@ def _runs(samples: Sequence[NDArray]) -> list[list[int]]:
     return runs
 
 
-def _worth_it(trunk: int, lengths: list[int]) -> bool:
+def _saves_work(trunk: int, lengths: list[int]) -> bool:
     tree = sum(lengths) - trunk * (len(lengths) - 1)
     return 2 * trunk > min(lengths) and tree**2 <= WASTE * sum(length**2 for length in lengths)
 
 
-def _common(a: NDArray, b: NDArray) -> int:
+def _common_prefix(a: NDArray, b: NDArray) -> int:
     """Length of the common beginning."""
     short = min(len(a), len(b))
     same = a[:short] == b[:short]
@@ -129,15 +129,15 @@ class _TreeBucket:
             branches[row, : tree.trunk] = -1
             branches[row, tree.trunk : len(tree)] = np.repeat(np.arange(len(tree.branches)), tree.branches)
         self._positions, self._branches = (torch.from_numpy(x).to(device) for x in (positions, branches))
-        self._places = (self._branches.flatten() != -2).nonzero()[:, 0]
+        self._indices = (self._branches.flatten() != -2).nonzero()[:, 0]
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         out = sdpa(self._pad(q), self._pad(k), self._pad(v), scale, self._mask(window, q.dtype))
-        return out.reshape(-1, *q.shape[1:]).index_select(0, self._places)
+        return out.reshape(-1, *q.shape[1:]).index_select(0, self._indices)
 
     def _pad(self, x: Tensor) -> Tensor:
-        padded = x.new_zeros(self._shape[0] * self._shape[1], *x.shape[1:]).index_copy(0, self._places, x)
+        padded = x.new_zeros(self._shape[0] * self._shape[1], *x.shape[1:]).index_copy(0, self._indices, x)
         return padded.view(*self._shape, *x.shape[1:])
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -23,12 +23,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import PreTrainedModel
 
 from paceline.config.cluster import ParallelConfig
-from paceline.model import LMHead, trainable
+from paceline.model import LMHead, trainable_parameters
 from paceline.model.attention import UnsupportedModel
 from paceline.model.head import make_canary
 from paceline.model.support import attention_shape
 from paceline.trainer.base import TrainerError
-from paceline.trainer.torch.world import RankLayout, Ranks, T, local
+from paceline.trainer.torch.world import RankLayout, Ranks, T, local_shard
 
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 STYLES = {
@@ -63,7 +63,7 @@ class TensorParallelPlan:
         self._refuse_uneven(model)
         self._refuse_unplanned(model)
 
-    def within(self, model: nn.Module, block: nn.Module) -> dict[str, ParallelStyle]:
+    def block_styles(self, model: nn.Module, block: nn.Module) -> dict[str, ParallelStyle]:
         """The styles of a block's modules, by their names in it."""
         path = next(name for name, module in model.named_modules() if module is block)
         inside = {name.removeprefix(f"{path}."): s for name, s in self._styles.items() if name.startswith(f"{path}.")}
@@ -144,7 +144,7 @@ class ShardedRoot(nn.Module):
         return work()
 
 
-class Sharded(RankLayout):
+class ShardedLayout(RankLayout):
     """A model sharded by `shard`.
 
     Under FSDP what trains lies on the ranks in float32 and is rounded to the compute type on its way into a layer, so a
@@ -165,8 +165,8 @@ class Sharded(RankLayout):
         super().__init__(dtype)
         self._root, self._device, self._partial = root, ranks.device, partial
         self._parameters = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
-        self._tensor = ranks.along("tensor")
-        self.shards = self._tensor if root is None else ranks.along("shard", "context", "tensor")
+        self._tensor = ranks.subgroup("tensor")
+        self.shards = self._tensor if root is None else ranks.subgroup("shard", "context", "tensor")
 
     def run(self, work: Callable[[], T]) -> T:
         if self._root is None:
@@ -178,10 +178,10 @@ class Sharded(RankLayout):
             self._root.reshard()
         return done
 
-    def summed(self, name: str) -> bool:
+    def is_summed(self, name: str) -> bool:
         return self._root is not None and name in self._parameters
 
-    def copies(self, name: str) -> int:
+    def replica_count(self, name: str) -> int:
         assert self.shards is not None
         return self.shards.size // prod(self._cuts(name).values())
 
@@ -203,10 +203,10 @@ class Sharded(RankLayout):
         sizes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
         return {dimension: size for dimension, size, placement in sizes if not placement.is_replicate()}
 
-    def narrow(self, parameter: Tensor) -> torch.dtype:
+    def compute_dtype(self, parameter: Tensor) -> torch.dtype:
         return self.dtype
 
-    def like(self, name: str, tensor: Tensor) -> Tensor:
+    def shard_like(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._parameters:
             return tensor
         spec = self._parameters[name]._spec
@@ -215,20 +215,20 @@ class Sharded(RankLayout):
         meta = spec.tensor_meta._replace(dtype=tensor.dtype)
         return DTensor(tensor, replace(spec, tensor_meta=meta), requires_grad=False)
 
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
+    def full_tensor(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._parameters:
             return tensor
         tensor = tensor.to(self._device, self.dtype)  # rounded first: half the bytes to send
-        full = self.like(name, tensor)
+        full = self.shard_like(name, tensor)
         assert isinstance(full, DTensor)
         for done in range(1, len(full.placements) + 1):  # what is cut twice comes together in two steps
             full = full.redistribute(placements=(Replicate(),) * done + full.placements[done:])
         return full.to_local()
 
-    def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if name not in self._parameters or self._parameters[name].shape != shape:
-            return super().room(name, shape, dtype)
-        return self.like(name, torch.empty_like(local(self._parameters[name].detach()), dtype=dtype))
+            return super().empty_shard(name, shape, dtype)
+        return self.shard_like(name, torch.empty_like(local_shard(self._parameters[name].detach()), dtype=dtype))
 
     def state(self, model: nn.Module, keep: bool) -> dict[str, Tensor]:
         known = {id(p): name for name, p in self._parameters.items()}
@@ -236,7 +236,7 @@ class Sharded(RankLayout):
         out: dict[str, Tensor] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             if id(tensor) not in done:
-                full = self.whole(known.get(id(tensor), ""), local(tensor.detach()))
+                full = self.full_tensor(known.get(id(tensor), ""), local_shard(tensor.detach()))
                 done[id(tensor)] = full.cpu() if keep else full.new_empty(0)
             out[name] = done[id(tensor)]
         return out if keep else {}
@@ -248,25 +248,27 @@ def shard(model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig) -> Ran
     if settings.shard == "none" and settings.tensor == 1:
         return RankLayout(model.dtype)
     if settings.tensor == 1:
-        return _cut(model, ranks, settings, None)
+        return _shard_model(model, ranks, settings, None)
     head = LMHead(model)
     plan = TensorParallelPlan(model, settings.tensor)
     before = make_canary(model, head, quiet=torch.no_grad)
-    layout = _cut(model, ranks, settings, plan)
+    layout = _shard_model(model, ranks, settings, plan)
     with torch.no_grad():
         after = layout.run(lambda: make_canary(model, head, layout.dtype, torch.no_grad))
     check_same(type(model).__name__, before.logprobs, after.logprobs, before.tolerance)
     return layout
 
 
-def _cut(model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig, plan: TensorParallelPlan | None) -> Sharded:
+def _shard_model(
+    model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig, plan: TensorParallelPlan | None
+) -> ShardedLayout:
     dtype, mesh = model.dtype, make_mesh(ranks)
     if others := {p.dtype for p in model.parameters()} - {dtype}:
         raise TrainerError(
             f"parts of the model are {', '.join(map(str, others))} and the rest {dtype}, which cannot be sharded "
             'together: set trainer.parallel.shard = "none"'
         )
-    adapters = set(trainable(model).values()) if hasattr(model, "peft_config") else set()
+    adapters = set(trainable_parameters(model).values()) if hasattr(model, "peft_config") else set()
     for adapter in adapters:
         adapter.data = adapter.data.to(ranks.device)
     root = None if settings.shard == "none" else ShardedRoot(model)
@@ -274,13 +276,13 @@ def _cut(model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig, plan: T
         if root is not None:
             _widen(block, adapters)
         if plan is not None:
-            parallelize_module(block, mesh["tensor"], plan.within(model, block))
+            parallelize_module(block, mesh["tensor"], plan.block_styles(model, block))
         if root is not None:
             _fully_shard(block, mesh, settings, dtype, adapters)
     if root is not None:
         _widen(root, adapters)
         _fully_shard(root, mesh, settings, dtype, adapters)
-    return Sharded(root, model, ranks, dtype, frozenset() if plan is None else plan.summed)
+    return ShardedLayout(root, model, ranks, dtype, frozenset() if plan is None else plan.summed)
 
 
 def _fully_shard(

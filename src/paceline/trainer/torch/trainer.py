@@ -1,4 +1,4 @@
-"""The trainer in torch: a Hugging Face model on one device or many ranks, its gradients, weights and checkpoints."""
+"""Trains a Hugging Face model in torch, on one device or many ranks."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,14 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
-from paceline.data import MicroBatch, Sample, cuts
-from paceline.model import Adapter, Canary, WeightUpdate, fingerprint, set_cpu_threads, trainable
+from paceline.data import MicroBatch, Sample, cut_steps
+from paceline.model import Adapter, Canary, WeightUpdate, fingerprint, set_cpu_threads, trainable_parameters
 from paceline.model.background_compile import BackgroundCompile
 from paceline.model.head import CanaryScorer, make_canary
 from paceline.model.loading import trained_adapter
 from paceline.trainer.backend import Losses
 from paceline.trainer.base import TrainerError, process_bytes
-from paceline.trainer.batch import Batch, TrainedTokens, cost_of, streams_of, trained
+from paceline.trainer.batch import Batch, TrainedTokens, cost_of, streams_of, trained_positions
 from paceline.trainer.loss import LossStats
 from paceline.trainer.optimizer import schedule_lengths
 from paceline.trainer.torch import checkpoint
@@ -28,10 +28,10 @@ from paceline.trainer.torch.critic import TorchValueModel
 from paceline.trainer.torch.forward import ForwardPass
 from paceline.trainer.torch.optimizer import MasterAdamW, TorchTensors
 from paceline.trainer.torch.sharding import shard
-from paceline.trainer.torch.tuning import run_once, tuned
-from paceline.trainer.torch.world import Ranks, local, together
+from paceline.trainer.torch.tuning import find_token_budget, run_once
+from paceline.trainer.torch.world import Ranks, gather_samples, local_shard
 from paceline.trainer.trainer import LocalTrainer
-from paceline.util.gc_tuning import freeze_more
+from paceline.util.gc_tuning import freeze_new_objects
 from paceline.weights.update import MASK, canary_ids, canary_of
 
 CPU, GPU = "rng", "rng_cuda"
@@ -92,7 +92,9 @@ class TorchPolicy:
         self.forward = ForwardPass(model, fp32_head, compiled, c.stream, self.ranks.context, self.device)
         self.layout = shard(model, self.ranks, c.parallel if group is not None else ParallelConfig())
         self.forward.layout = self.layout
-        self.optimizer = MasterAdamW(trainable(model), c.optimizer, schedule_lengths(c, total_steps)[0], self.layout)
+        self.optimizer = MasterAdamW(
+            trainable_parameters(model), c.optimizer, schedule_lengths(c, total_steps)[0], self.layout
+        )
         self.parameters = TorchTensors(model, self.layout, c.kl is not None and c.kl.offload)
         self._canary = CanaryScorer(model, self.forward.head)
         self._cost = cost_of(model.config)
@@ -109,7 +111,7 @@ class TorchPolicy:
         streams = {name: self.forward.send(stream) for name, stream in streams_of(micro_batch).items()}
         logprobs, entropy, anchor = self.forward.logprobs(
             micro_batch,
-            self.forward.send(trained(micro_batch)),
+            self.forward.send(trained_positions(micro_batch)),
             entropy=True,
             entropy_grad=bool(self._config.entropy_coef),
         )
@@ -132,11 +134,11 @@ class TorchPolicy:
                 watch(tokens)
         for name in names:
             with summing(name):
-                self.optimizer.backward(by_name[name], anchor, again=name != names[-1])
+                self.optimizer.backward(by_name[name], anchor, retain_graph=name != names[-1])
         return sums
 
     def clip(self) -> Tensor:
-        self.ranks.tokens.sum_gradients(self.optimizer.unsummed)
+        self.ranks.tokens.sum_gradients(self.optimizer.unsummed_masters)
         self.layout.sync_replicated(self.optimizer.masters)
         return self.optimizer.clip()
 
@@ -164,13 +166,13 @@ class TorchPolicy:
         """Tokens of a micro-batch; where that is to be found out, it is once, when the first batch is here."""
         if self._found is None:
             given = self._config.micro_batch_tokens
-            self._found = tuned(self.forward, self.net, self._config) if given == "auto" else given
+            self._found = find_token_budget(self.forward, self.net, self._config) if given == "auto" else given
         return self._found
 
     def gather(self, samples: Sequence[Sample]) -> Batch:
         world = self.ranks.data
-        everything, self._found = together(samples, world, self.budget)
-        cut = cuts(everything, self._config.minibatches, world.size, self._found, self._cost)
+        everything, self._found = gather_samples(samples, world, self.budget)
+        cut = cut_steps(everything, self._config.minibatches, world.size, self._found, self._cost)
         return Batch(everything, cut, world.rank)
 
     # -- weights ----------------------------------------------------------------------------------------------------
@@ -214,8 +216,8 @@ class TorchPolicy:
         return WeightUpdate(version, copied, None, f"{total & MASK:016x}", canary)
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in trainable(self.net).items():
-            yield name, self.layout.whole(name, local(parameter.detach()))
+        for name, parameter in trainable_parameters(self.net).items():
+            yield name, self.layout.full_tensor(name, local_shard(parameter.detach()))
 
     @property
     def _first(self) -> bool:
@@ -238,7 +240,7 @@ class TorchPolicy:
 
     def _room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Memory for what a checkpoint holds under a name: this rank's part of it."""
-        return self.layout.room(name.partition("/")[2], shape, dtype)
+        return self.layout.empty_shard(name.partition("/")[2], shape, dtype)
 
     def restore_random(self, tensors: Mapping[str, Tensor], state: Mapping) -> None:
         restore_rng(tensors, self.device, self.ranks.all.rank)
@@ -268,15 +270,15 @@ class TorchPolicy:
             log.warning("compiling the trainer ahead of its first step failed: %s", error)
             return
         if self._background is not None:
-            self._background.remember()
-            self._background.switched()
+            self._background.write_marker()
+            self._background.mark_switched()
 
     def after_step(self, seconds: float, version: int) -> None:
         """Have compiled code made if that pays, or switch to it if it is there."""
         if self.forward.is_compiled:
             if not self._kept_code:  # the first step with compiled code has just made it
                 self._kept_code = True
-                freeze_more()
+                freeze_new_objects()
         elif self._background is not None:
             self._eager_seconds += seconds
             self._eager_steps += 1
@@ -284,7 +286,7 @@ class TorchPolicy:
             self._background.consider(self._eager_seconds, self._eager_steps, remaining)
             if self._background.is_ready:
                 self.forward.compile()
-                self._background.switched()
+                self._background.mark_switched()
 
     def close(self) -> None:
         if self._background is not None:

@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
-from paceline.data import MicroBatch, Sample, fold, pack
-from paceline.model import trainable
+from paceline.data import MicroBatch, Sample, pack, token_scales
+from paceline.model import trainable_parameters
 from paceline.trainer.batch import BUDGET
 from paceline.trainer.torch.forward import ForwardPass
 
@@ -20,7 +20,7 @@ SHARE = 0.85
 SEQUENCE = 1024
 
 
-def tuned(forward: ForwardPass, model: PreTrainedModel, c: config.TrainerConfig) -> int:
+def find_token_budget(forward: ForwardPass, model: PreTrainedModel, c: config.TrainerConfig) -> int:
     """The largest safe budget for this model, beside whatever else already lives on its device."""
     if model.device.type != "cuda":
         return BUDGET
@@ -39,8 +39,8 @@ def tuned(forward: ForwardPass, model: PreTrainedModel, c: config.TrainerConfig)
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     # Gradient sums and two moments come with the first step, the critic's too.
     optimizers = 0 if c.optimizer.offload else 1 + (c.critic is not None)
-    coming = 12 * optimizers * sum(p.numel() for p in trainable(model).values())
-    found = largest(peak, int(SHARE * free) - coming)
+    coming = 12 * optimizers * sum(p.numel() for p in trainable_parameters(model).values())
+    found = largest_fitting(peak, int(SHARE * free) - coming)
     torch.cuda.empty_cache()
     return found
 
@@ -49,44 +49,44 @@ def run_once(forward: ForwardPass, model: PreTrainedModel, c: config.TrainerConf
     """One forward and backward pass over blank samples; the gradients are thrown away."""
     model.train()
     try:
-        for micro_batch in _blank(tokens, model.config.get_text_config().vocab_size):
-            places = forward.send(np.arange(1, len(micro_batch)))
-            values, _, anchor = forward.logprobs(micro_batch, places, True, bool(c.entropy_coef))
+        for micro_batch in _dummy_batch(tokens, model.config.get_text_config().vocab_size):
+            positions = forward.send(np.arange(1, len(micro_batch)))
+            values, _, anchor = forward.logprobs(micro_batch, positions, True, bool(c.entropy_coef))
             ((values * 0).sum() + anchor).backward()
     finally:  # also where it did not fit
         model.eval()
-        for parameter in trainable(model).values():
+        for parameter in trainable_parameters(model).values():
             parameter.grad = None
 
 
-def largest(peak: Callable[[int], int], room: int) -> int:
+def largest_fitting(peak: Callable[[int], int], room: int) -> int:
     """The most tokens whose peak fits, in steps of `SMALLEST`: two trials show what a token costs, a third one checks.
 
-    >>> largest(lambda tokens: 1000 + 2 * tokens, room=100_000)
+    >>> largest_fitting(lambda tokens: 1000 + 2 * tokens, room=100_000)
     49152
     """
-    first, second = (_or_none(peak, tokens) for tokens in (SMALLEST // 2, SMALLEST))
+    first, second = (_peak_or_none(peak, tokens) for tokens in (SMALLEST // 2, SMALLEST))
     if first is None or second is None or second > room:
         return SMALLEST // 2
     each = max(1.0, (second - first) / (SMALLEST // 2))
     guess = int((room - first) / each) + SMALLEST // 2
     tokens = min(LARGEST, guess // SMALLEST * SMALLEST)
     while tokens > SMALLEST:
-        needed = _or_none(peak, tokens)
+        needed = _peak_or_none(peak, tokens)
         if needed is not None and needed <= room:
             return tokens
         tokens -= max(SMALLEST, tokens // 8 // SMALLEST * SMALLEST)
     return SMALLEST
 
 
-def _or_none(peak: Callable[[int], int], tokens: int) -> int | None:
+def _peak_or_none(peak: Callable[[int], int], tokens: int) -> int | None:
     try:
         return peak(tokens)
     except torch.cuda.OutOfMemoryError:
         return None
 
 
-def _blank(tokens: int, vocabulary: int) -> list[MicroBatch]:
+def _dummy_batch(tokens: int, vocabulary: int) -> list[MicroBatch]:
     length = min(SEQUENCE, tokens)
     mask = np.arange(length) > 0
     sample = Sample(
@@ -96,4 +96,4 @@ def _blank(tokens: int, vocabulary: int) -> list[MicroBatch]:
         temperatures=np.ones(length),
     )
     samples = [sample] * (tokens // length)
-    return pack(samples, fold(samples), tokens)
+    return pack(samples, token_scales(samples), tokens)

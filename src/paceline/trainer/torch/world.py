@@ -47,7 +47,7 @@ def join(
     limit = timedelta(seconds=seconds)
     try:
         store, *_ = next(dist.rendezvous(meeting, rank, world, timeout=limit))
-        store = dist.PrefixStore(_life(), store)
+        store = dist.PrefixStore(_store_prefix(), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     except (RuntimeError, ValueError) as error:
         raise TrainerError(f"rank {rank} of {world} did not meet the others at {address}: {error}") from error
@@ -69,7 +69,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _life() -> str:
+def _store_prefix() -> str:
     """A torchrun that starts all ranks once more keeps its store, where the addresses of the dead still are. Only on
     one machine do all ranks count their lives alike."""
     alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
@@ -126,7 +126,7 @@ class World:
         """A number, summed over the ranks."""
         return float(self.sum(torch.tensor([float(value)])))
 
-    def each(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         """A small vector of every rank, one a row in float64: for what is to be summed and what to be compared."""
         if self.group is None:
             return values.double()[None]
@@ -163,12 +163,12 @@ class World:
             work.wait()  # bounded: by the process group's own timeout
 
 
-def together(samples: Sequence[Sample], world: World, budget: int) -> tuple[list[Sample], int]:
+def gather_samples(samples: Sequence[Sample], world: World, budget: int) -> tuple[list[Sample], int]:
     """All ranks' samples, the first rank's first; and the smallest of their budgets, which all can run."""
     if world.group is None:
         return list(samples), budget
     data = encode(samples)
-    sizes, budgets = world.each(torch.tensor([len(data), budget])).cpu().long().unbind(1)
+    sizes, budgets = world.all_gather(torch.tensor([len(data), budget])).cpu().long().unbind(1)
     parts = world.gather(data, sizes.tolist())
     return [sample for part in parts for sample in decode(part)], int(budgets.min())
 
@@ -186,14 +186,14 @@ class Ranks:
         sizes = (settings.replicas, -1, settings.context, settings.tensor) if group is not None else (1, 1, 1, 1)
         self.grid = torch.tensor(members).view(sizes)
         self.all = World(group, device)
-        self.data = self.along("replica", "shard")
+        self.data = self.subgroup("replica", "shard")
         """One of each data rank: what is counted here is counted once."""
-        self.tokens = self.along("replica", "shard", "context")
+        self.tokens = self.subgroup("replica", "shard", "context")
         """Those that compute different tokens with the same weights: their gradients add up."""
-        self.context = self.along("context")
+        self.context = self.subgroup("context")
         """Those that share sequences."""
 
-    def along(self, *dimensions: str) -> World:
+    def subgroup(self, *dimensions: str) -> World:
         """The ranks that differ from this one only in these. Every rank must ask, in the same order."""
         at = [DIMENSIONS.index(name) for name in dimensions]
         others = [dim for dim in range(len(DIMENSIONS)) if dim not in at]
@@ -213,7 +213,7 @@ class Ranks:
 T = TypeVar("T")
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, in the same memory; all of it where it is not sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -237,36 +237,36 @@ class RankLayout:
         """Do work that needs the model's own weights: a forward pass and the head after it."""
         return work()
 
-    def summed(self, name: str) -> bool:
+    def is_summed(self, name: str) -> bool:
         """Whether a parameter's gradient comes as the sum over all ranks."""
         return False
 
-    def copies(self, name: str) -> int:
+    def replica_count(self, name: str) -> int:
         """How many of `shards` hold the same part of a parameter."""
         return 1
 
     def sync_replicated(self, masters: Mapping[str, nn.Parameter]) -> None:
         """Make the gradients of replicated parameters equal on all ranks. Every rank must ask, once per step."""
 
-    def narrow(self, parameter: Tensor) -> torch.dtype:
+    def compute_dtype(self, parameter: Tensor) -> torch.dtype:
         """The type a parameter is computed with, which it may be kept wider than."""
         return parameter.dtype
 
-    def like(self, name: str, tensor: Tensor) -> Tensor:
+    def shard_like(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of something shaped like a parameter, as a tensor that knows where it belongs."""
         return tensor
 
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
+    def full_tensor(self, name: str, tensor: Tensor) -> Tensor:
         """All ranks' parts of something shaped like a parameter; every rank must ask."""
         return tensor
 
-    def room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Memory for this rank's part of a tensor that a checkpoint holds under a parameter's name."""
         return torch.empty(shape, dtype=dtype)
 
     def fingerprint(self, tensors: Mapping[str, Tensor]) -> str:
         """Of the whole tensors, one at a time: fingerprints add up."""
-        parts = (fingerprint([(name, self.whole(name, tensor))]) for name, tensor in tensors.items())
+        parts = (fingerprint([(name, self.full_tensor(name, tensor))]) for name, tensor in tensors.items())
         return f"{sum(int(part, 16) for part in parts) & MASK:016x}"
 
     def state(self, model: nn.Module, keep: bool) -> dict[str, Tensor]:

@@ -7,7 +7,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.observe.record.advice.measures import SURE, Advisory, Knob, Mean, average, jackknife, share, trend
+from paceline.observe.record.advice.measures import (
+    SURE,
+    Advisory,
+    Knob,
+    Mean,
+    jackknife,
+    series_mean,
+    trend,
+    wilson_share,
+)
 from paceline.observe.record.advice.window import AdviceWindow
 
 METRIC = "mismatch_kl"
@@ -22,7 +31,7 @@ def check_mismatch(window: AdviceWindow, env: str) -> Advisory | None:
     line = trend(steps, values)
     if len(values) < LEAST_MISMATCH or line is None:
         return None
-    now, whole = average(values), window.all(METRIC)
+    now, whole = series_mean(values), window.full_series(METRIC)
     before = float(whole[: max(LEAST_MISMATCH // 2, len(whole) // 4)].mean())
     limit = window.advice.mismatch
     grows = line.t > SURE and line.last > GROWN * max(0.0, before) and line.last > limit / GROWN
@@ -82,7 +91,7 @@ def check_parting(window: AdviceWindow, env: str) -> Advisory | None:
         return None
     lr = float(window.get("trainer.optimizer.lr", 1e-5))
     best = int(steps[int(np.argmax(held_out))])
-    places = window.evaluated(env)
+    places = window.last_evaluation_rows(env)
     worst = places[np.argsort(window.rows["reward"][places], kind="stable")]
     knobs = [window.knob("trainer.optimizer.lr", lr / 2, f"and go back: held-out reward was best at step {best}")]
     if not window.env(env).get("contamination"):
@@ -164,16 +173,16 @@ CONSTANT_REWARD = (
 def check_flat_groups(window: AdviceWindow, env: str) -> Advisory | None:
     """The share of flat groups among those that have something left to learn (Wilson's interval)."""
     groups = window.groups(env)
-    if not compares(window, env) or len(groups.size) < LEAST_FLAT_GROUPS or window.trained < 5:
+    if not is_group_compared(window, env) or len(groups.size) < LEAST_FLAT_GROUPS or window.trained < 5:
         return None
     flat = groups.high - groups.low <= SAME
     lowest, highest = float(groups.low.min()), float(groups.high.max())
-    constant = highest - lowest <= SAME and (window.all(f"reward/{env}/std") <= SAME).all()
+    constant = highest - lowest <= SAME and (window.full_series(f"reward/{env}/std") <= SAME).all()
     always = lowest if constant else None  # the one reward this run ever saw
-    top = max(highest, float(np.max(window.all(f"reward/{env}/mean"), initial=-np.inf)))
+    top = max(highest, float(np.max(window.full_series(f"reward/{env}/mean"), initial=-np.inf)))
     mastered = flat & (groups.high >= top - SAME) & (always is None)
     left, dull = ~mastered, flat & ~mastered
-    found = share(int(dull.sum()), int(left.sum()))
+    found = wilson_share(int(dull.sum()), int(left.sum()))
     if left.sum() < LEAST_FLAT_GROUPS or found.low <= window.advice.flat_groups:
         return None
     done = f" {mastered.sum()} more do as well as any ever did; those are not counted." if mastered.any() else ""
@@ -191,7 +200,7 @@ def check_flat_groups(window: AdviceWindow, env: str) -> Advisory | None:
     )
 
 
-def compares(window: AdviceWindow, env: str) -> bool:
+def is_group_compared(window: AdviceWindow, env: str) -> bool:
     """Whether a group is compared with itself here, so that a flat one has no gradient."""
     algo = window.env(env).get("algo") or window.get("algo", {})
     relative = algo.get("type", "grpo") in ("grpo", "echo", "max_rl", "hierarchical")
@@ -219,15 +228,15 @@ def check_idle(window: AdviceWindow, env: str) -> Advisory | None:
     if not window.get("staleness", 1) or window.get("deterministic"):
         return None
     since = max(WARMING + 1, window.steps[0])
-    shares = {part: average(1 - window.series(f"busy/{part}", since)[1]) for part in ("trainer", "sampler")}
+    shares = {part: series_mean(1 - window.series(f"busy/{part}", since)[1]) for part in ("trainer", "sampler")}
     idle = {p: found for p, found in shares.items() if found.count >= LEAST_IDLE and found.low > window.advice.idle}
     if not idle:
         return None
-    phases = {p: average(window.series(f"time/{p}")[1]).value for p in ("sample", "score", "train", "publish")}
+    phases = {p: series_mean(window.series(f"time/{p}")[1]).value for p in ("sample", "score", "train", "publish")}
     longest = max(phases, key=lambda phase: phases[phase])
     steps = next(iter(idle.values())).count
     in_vain = np.flatnonzero(window.rows["state"] == window.number("state", "dropped:zero_advantage"))
-    dropped = average(window.series("drop_ratio")[1]).value
+    dropped = series_mean(window.series("drop_ratio")[1]).value
     filtered = f" {dropped:.0%} of the groups that were sampled never trained." if dropped > 0.5 else ""
     return Advisory(
         title=f"The {' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} nothing to do most of the time",
@@ -265,7 +274,7 @@ LEAST_STARVING = 6
 LATE = ("dropped:stale", "dropped:oversampled")
 
 
-class _Fed(NamedTuple):
+class _EnvShare(NamedTuple):
     """An environment's share, relative to what its weight asks for."""
 
     env: str
@@ -280,7 +289,7 @@ def check_starving(window: AdviceWindow, env: str) -> Advisory | None:
     if it had trained: to have no signal is another matter (`flat_groups`)."""
     if len(window.envs) < 2 or window.trained < LEAST_STARVING:
         return None
-    fed = _fed(window)
+    fed = _env_shares(window)
     hungry = [one for one in fed if one.share.high < window.advice.starving]
     fullest = max(fed, key=lambda one: one.share.value, default=None)
     if fullest is None or fullest.env != env or not hungry:
@@ -288,7 +297,7 @@ def check_starving(window: AdviceWindow, env: str) -> Advisory | None:
     worst = min(hungry, key=lambda one: one.share.value)
     slow = worst.late > 0.5
     why = f"{worst.late:.0%} of its rollouts came too late for a batch" if slow else "its replies are short"
-    places = window.places(env)
+    places = window.finished_rows(env)
     return Advisory(
         title=f"`{env}` leaves little to {', '.join(f'`{one.env}`' for one in hungry)}",
         seen=f"`{worst.env}` has {worst.share.value:.0%} of the place in the gradient that its weight asks for: {why}. "
@@ -301,14 +310,14 @@ def check_starving(window: AdviceWindow, env: str) -> Advisory | None:
     )
 
 
-def _fed(window: AdviceWindow) -> list[_Fed]:
+def _env_shares(window: AdviceWindow) -> list[_EnvShare]:
     """Every environment, or none as long as one of them is not there."""
     late = [window.number("state", state) for state in LATE]
     steps = np.arange(window.steps[0], window.steps[1] + 1)
     by_token = window.get("trainer.normalise", "token") == "token"
     taken, lateness, lengths = [], [], []
     for env in window.envs:
-        rows = window.rows[window.places(env)]
+        rows = window.rows[window.finished_rows(env)]
         if not len(rows):
             return []
         in_time = ~np.isin(rows["state"], late)
@@ -322,10 +331,10 @@ def _fed(window: AdviceWindow) -> list[_Fed]:
         return []
     due = np.array([float(window.env(env).get("weight", 1.0)) for env in window.envs])
     shares = per_step / per_step.sum(axis=0) / (due / due.sum())[:, None]
-    return [_Fed(*row) for row in zip(window.envs, map(average, shares), lateness, lengths, strict=True)]
+    return [_EnvShare(*row) for row in zip(window.envs, map(series_mean, shares), lateness, lengths, strict=True)]
 
 
-def _starving_knobs(window: AdviceWindow, worst: _Fed, slow: bool) -> list[Knob]:
+def _starving_knobs(window: AdviceWindow, worst: _EnvShare, slow: bool) -> list[Knob]:
     if slow:
         staleness = int(window.get("staleness", 1))
         return [window.knob("staleness", staleness + 1, f"`{worst.env}` has one more batch to come in time for")]

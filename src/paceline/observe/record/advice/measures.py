@@ -69,20 +69,20 @@ def trend(xs: NDArray[Any], ys: NDArray[Any]) -> Trend | None:
     if float(np.abs(rest).max()) <= 1e-9 * max(1.0, float(np.abs(ys).max())):
         rest = np.zeros_like(rest)  # what is left of a straight line is rounding
         slope = slope if abs(slope) * float(np.ptp(xs)) > 1e-9 * max(1.0, float(np.abs(ys).max())) else 0.0
-    error = sqrt(float(rest @ rest) / (len(x) - 2) / spread) * _wider(rest, 2)
+    error = sqrt(float(rest @ rest) / (len(x) - 2) / spread) * _error_inflation(rest, 2)
     at = ys.mean() - slope * xs.mean()
     return Trend(slope, error, float(at + slope * xs[0]), float(at + slope * xs[-1]))
 
 
-def average(ys: NDArray[Any]) -> Mean:
+def series_mean(ys: NDArray[Any]) -> Mean:
     """The mean of a series, with an error that is wider where neighbours are alike or values are few."""
     if not len(ys):
         return Mean(0.0, inf, 0)
-    error = float(ys.std(ddof=1)) / sqrt(len(ys)) * _wider(ys - ys.mean(), 1) if len(ys) > 1 else inf
+    error = float(ys.std(ddof=1)) / sqrt(len(ys)) * _error_inflation(ys - ys.mean(), 1) if len(ys) > 1 else inf
     return Mean(float(ys.mean()), error, len(ys))
 
 
-def _wider(rest: NDArray[Any], fitted: int) -> float:
+def _error_inflation(rest: NDArray[Any], fitted: int) -> float:
     """By how much an error grows that was computed as if the residuals of a fit were independent and many.
 
     Where each takes after the one before it (an AR(1) process of correlation r), n of them are worth
@@ -101,7 +101,7 @@ def _wider(rest: NDArray[Any], fitted: int) -> float:
     return sqrt((1 + r) / (1 - r)) * student / SURE
 
 
-def share(hits: int, count: int) -> Mean:
+def wilson_share(hits: int, count: int) -> Mean:
     """A share of independent cases, as the centre of Wilson's score interval and what of it is one standard error."""
     if not count:
         return Mean(0.0, inf, 0)
@@ -111,7 +111,7 @@ def share(hits: int, count: int) -> Mean:
     return Mean(middle, half / SURE, count)
 
 
-def clustered(values: NDArray[Any], groups: NDArray[Any]) -> Mean:
+def clustered_mean(values: NDArray[Any], groups: NDArray[Any]) -> Mean:
     """A mean over all cases, whose error lets those of one group stand or fall together."""
     if not len(values):
         return Mean(0.0, inf, 0)

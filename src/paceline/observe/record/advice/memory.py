@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from paceline.data.rollout import Rollout
 from paceline.observe.record.advice.measures import Advisory
 from paceline.observe.record.advice.rules import advise
-from paceline.observe.record.advice.window import AdviceWindow, limits
-from paceline.observe.record.layout import ROW, Names, facts, index_row
+from paceline.observe.record.advice.window import AdviceWindow, advice_limits
+from paceline.observe.record.layout import ROW, Names, index_row, rollout_facts
 
 MOST_LINES = 600
 """Steps of metrics: enough for the last evaluations of any run."""
@@ -30,7 +30,7 @@ class AdviceMemory:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
-        self._steps = limits(config).steps
+        self._steps = advice_limits(config).steps
         self._names: Names = {}
         self._chunks: deque[_Chunk] = deque()
         self._lines: deque[dict[str, float]] = deque(maxlen=MOST_LINES)
@@ -39,7 +39,7 @@ class AdviceMemory:
         """A step is finished, and these rollouts with their states led to it."""
         self._lines.append({"step": step, **metrics})
         for state, rollouts in played:
-            rows = np.array([index_row(step, self._names, facts(rollout, state)) for rollout in rollouts], ROW)
+            rows = np.array([index_row(step, self._names, rollout_facts(rollout, state)) for rollout in rollouts], ROW)
             self._chunks.append(_Chunk(step, rows, [rollout.metrics for rollout in rollouts]))
         while self._chunks and self._chunks[0].step <= step - self._steps:
             self._chunks.popleft()

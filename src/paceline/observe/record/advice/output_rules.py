@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.observe.record.advice.measures import SURE, Advisory, Knob, average, clustered, jackknife, trend
+from paceline.observe.record.advice.measures import SURE, Advisory, Knob, clustered_mean, jackknife, series_mean, trend
 from paceline.observe.record.advice.window import AdviceWindow, MetricTable
 
 FORM = re.compile(
@@ -20,23 +20,23 @@ LEAST_FORMAT = 20
 def check_format(window: AdviceWindow, env: str) -> Advisory | None:
     """Share of within-group variance by metrics of form (R²), and what others add; errors by leaving groups out."""
     table = window.table(env)
-    rewards = table.within(table.rewards) if len(table.rewards) else table.rewards
-    names = _informative(table)
+    rewards = table.center_by_group(table.rewards) if len(table.rewards) else table.rewards
+    names = _informative_metrics(table)
     form = [name for name in names if FORM.search(name)]
     other = [name for name in names if not FORM.search(name)]
     differing = np.unique(table.groups[np.abs(rewards) > 1e-9])
     if not form or len(differing) < LEAST_FORMAT or window.trained < 5:
         return None
-    columns = np.column_stack([rewards, *(table.within(table.columns[name]) for name in [*form, *other])])
+    columns = np.column_stack([rewards, *(table.center_by_group(table.columns[name]) for name in [*form, *other])])
     products = (columns[:, :, None] * columns[:, None, :]).reshape(len(columns), -1)
     sums = np.zeros((int(table.groups.max()) + 1, products.shape[1]))
     np.add.at(sums, table.groups, products)  # one row a group
     parts = sums[differing]
-    by_form = jackknife(parts, lambda sums: explained(sums, len(form)))
-    added = jackknife(parts, lambda sums: max(0.0, explained(sums, len(names)) - explained(sums, len(form))))
+    by_form = jackknife(parts, lambda sums: r_squared(sums, len(form)))
+    added = jackknife(parts, lambda sums: max(0.0, r_squared(sums, len(names)) - r_squared(sums, len(form))))
     if by_form.low <= window.advice.format or added.high >= 1 - window.advice.format:
         return None
-    paid = sum(table.within(table.columns[name]) for name in form) + table.within(table.rewards)
+    paid = sum(table.center_by_group(table.columns[name]) for name in form) + table.center_by_group(table.rewards)
     return Advisory(
         title=f"The reward of `{env}` follows form, not content",
         seen=f"Within groups, {_list(form)} explain{'s' if len(form) == 1 else ''} {by_form.value:.0%} of the "
@@ -53,7 +53,7 @@ def check_format(window: AdviceWindow, env: str) -> Advisory | None:
     )
 
 
-def explained(sums: NDArray[Any], count: int) -> float:
+def r_squared(sums: NDArray[Any], count: int) -> float:
     """R² of the first column on the next `count` ones, from the matrix of their products."""
     products = sums.reshape(int(len(sums) ** 0.5), -1)
     total, inner, outer = products[0, 0], products[1 : count + 1, 1 : count + 1], products[0, 1 : count + 1]
@@ -62,14 +62,17 @@ def explained(sums: NDArray[Any], count: int) -> float:
     return float(np.clip(outer @ np.linalg.pinv(inner, rcond=1e-9) @ outer / total, 0.0, 1.0))
 
 
-def _informative(table: MetricTable) -> list[str]:
+def _informative_metrics(table: MetricTable) -> list[str]:
     """Metrics that every rollout has and that differ within groups; not the reward itself under another name."""
     found = []
     for name, values in table.columns.items():
         if not np.isfinite(values).all() or name.startswith("length/"):
             continue
         same = len(values) and np.allclose(values, table.rewards, atol=1e-9) and not FORM.search(name)
-        if not (same and name.lower() in ("reward", "score", "total")) and np.abs(table.within(values)).max() > 1e-9:
+        if (
+            not (same and name.lower() in ("reward", "score", "total"))
+            and np.abs(table.center_by_group(values)).max() > 1e-9
+        ):
             found.append(name)
     return found
 
@@ -84,12 +87,12 @@ LEAST_TRUNCATION = 64
 
 def check_truncation(window: AdviceWindow, env: str) -> Advisory | None:
     """The share of cut-off rollouts; an error in which the tries of one row stand together."""
-    places = window.places(env)
+    places = window.finished_rows(env)
     if len(places) < LEAST_TRUNCATION or window.trained < 5:
         return None
     rows = window.rows[places]
     cut = rows["finish"] == window.number("finish", "length")
-    found = clustered(cut.astype(float), rows["ticket"])
+    found = clustered_mean(cut.astype(float), rows["ticket"])
     if found.low <= window.advice.truncation:
         return None
     limit = int(window.get("sampling.max_tokens", 256))
@@ -116,7 +119,7 @@ LEAST_LENGTH = 10
 def check_length(window: AdviceWindow, env: str) -> Advisory | None:
     """A line through the mean length of each step, and one through the mean reward. Longer replies that earn more are
     what was asked for."""
-    places = window.places(env)
+    places = window.finished_rows(env)
     steps, lengths = window.by_step(env, window.rows["tokens"][places].astype(float))
     _, rewards = window.by_step(env, window.rows["reward"][places])
     line, pay = trend(steps, lengths), trend(steps, rewards)
@@ -158,11 +161,11 @@ MASTERED = 0.9
 
 def check_entropy(window: AdviceWindow, env: str) -> Advisory | None:
     """The entropy of the last steps against that of the first, where no environment is mastered or still rises."""
-    values = window.all("entropy")
+    values = window.full_series("entropy")
     if len(values) < LEAST_ENTROPY or (start := float(values[:FEW].mean())) <= 0:
         return None
-    now = average(values[-FEW:])
-    stuck = [name for name in window.envs if _stuck(window, name)]
+    now = series_mean(values[-FEW:])
+    stuck = [name for name in window.envs if _is_stuck(window, name)]
     limit = window.advice.entropy * start
     if now.high >= limit or not stuck or len(stuck) < len(window.envs):
         return None
@@ -185,14 +188,17 @@ def check_entropy(window: AdviceWindow, env: str) -> Advisory | None:
     )
 
 
-def _stuck(window: AdviceWindow, env: str) -> bool:
+def _is_stuck(window: AdviceWindow, env: str) -> bool:
     """Rewards stand still below the best that a rollout has earned."""
     steps, rewards = window.series(f"reward/{env}/mean")
     line = trend(steps, rewards)
-    paid = window.rows["reward"][window.places(env)]
+    paid = window.rows["reward"][window.finished_rows(env)]
     if line is None or line.may_rise or not len(paid):
         return False
-    low, high = min(0.0, float(paid.min())), max(float(paid.max()), float(np.max(window.all(f"reward/{env}/mean"))))
+    low, high = (
+        min(0.0, float(paid.min())),
+        max(float(paid.max()), float(np.max(window.full_series(f"reward/{env}/mean")))),
+    )
     return high <= low or (_reward(window, env) - low) / (high - low) < MASTERED
 
 

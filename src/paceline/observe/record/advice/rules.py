@@ -19,9 +19,9 @@ class Rule:
     """One thing that is looked for."""
 
     name: AdvisoryName
-    asks: str
+    question: str
     """The question it checks, shown also where nothing is found."""
-    look: Callable[[AdviceWindow, str], Advisory | None]
+    check: Callable[[AdviceWindow, str], Advisory | None]
     by_env: bool = True
     """Whether it speaks of one environment, or of the whole run."""
 
@@ -47,7 +47,7 @@ def advise(window: AdviceWindow, names: frozenset[str] | None = None) -> list[Ad
         for rule in RULES
         if names is None or rule.name in names
         for env in (window.envs if rule.by_env else [""])
-        if (found := rule.look(window, env)) is not None
+        if (found := rule.check(window, env)) is not None
     ]
 
 
@@ -58,10 +58,10 @@ def advice(run: RunFolder) -> RenderableType:
     table = Table.grid(Column(no_wrap=True, style="dim"), Column(), padding=(0, 2))
     for advisory in found:
         _add(table, advisory)
-    return Group(Text(), Text("advice", "bold"), table if found else Text(silence(window)))
+    return Group(Text(), Text("advice", "bold"), table if found else Text(silence_reason(window)))
 
 
-def silence(window: AdviceWindow) -> str:
+def silence_reason(window: AdviceWindow) -> str:
     """Why nothing is said."""
     if not window.trained:
         return "no step has trained yet"

@@ -52,12 +52,12 @@ class AdviceWindow:
 
     @cached_property
     def advice(self) -> AdviceConfig:
-        return limits(self.config)
+        return advice_limits(self.config)
 
     @cached_property
     def steps(self) -> tuple[int, int]:
         """The first and the last step of the window."""
-        return window(self.columns, self.rows, self.advice.steps)
+        return select_window(self.columns, self.rows, self.advice.steps)
 
     @cached_property
     def trained(self) -> int:
@@ -85,12 +85,12 @@ class AdviceWindow:
         there = np.isfinite(x) & np.isfinite(y) & (x > 0)
         return x[there], y[there]
 
-    def all(self, name: str) -> NDArray[Any]:
+    def full_series(self, name: str) -> NDArray[Any]:
         """A metric from the run's beginning on, without gaps."""
         values = np.array(self.columns.get(name, ()), float)
         return values[np.isfinite(values)]
 
-    def places(self, env: str, domain: int = TRAINING) -> NDArray[Any]:
+    def finished_rows(self, env: str, domain: int = TRAINING) -> NDArray[Any]:
         """Where in `rows` the environment's rollouts are that came to an end with a reward."""
         rows = self.rows
         mine = (rows["env"] == self.number("env", env)) & (rows["domain"] == domain) & np.isfinite(rows["reward"])
@@ -101,7 +101,7 @@ class AdviceWindow:
 
     def groups(self, env: str) -> Groups:
         """Tries of one row by one actor, two or more."""
-        places = self.places(env)
+        places = self.finished_rows(env)
         rows = self.rows[places]
         key = _group_keys(rows)
         order = np.argsort(key, kind="stable")
@@ -115,7 +115,7 @@ class AdviceWindow:
 
     def by_step(self, env: str, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Steps, and the mean over each of what `places` counted."""
-        steps = self.rows["step"][self.places(env)]
+        steps = self.rows["step"][self.finished_rows(env)]
         found, place = np.unique(steps, return_inverse=True)
         return found.astype(float), np.bincount(place, values) / np.maximum(1, np.bincount(place))
 
@@ -130,7 +130,7 @@ class AdviceWindow:
     def table(self, env: str) -> "MetricTable":
         """The environment's metrics of its newest rollouts."""
         if env not in self._read:
-            places = self.places(env)[-MOST_READ:]
+            places = self.finished_rows(env)[-MOST_READ:]
             rows, measured = self.rows[places], [self.measured(number) for number in (self.first + places).tolist()]
             names = sorted({name for metrics in measured for name in metrics})
             columns = {name: np.array([_number(metrics.get(name)) for metrics in measured]) for name in names}
@@ -138,9 +138,9 @@ class AdviceWindow:
             self._read[env] = MetricTable(places, rows["reward"].astype(float), groups, columns)
         return self._read[env]
 
-    def evaluated(self, env: str) -> NDArray[Any]:
+    def last_evaluation_rows(self, env: str) -> NDArray[Any]:
         """Where the rollouts of the last evaluation are."""
-        places = self.places(env, EVALUATION)
+        places = self.finished_rows(env, EVALUATION)
         return places[self.rows["step"][places] == self.rows["step"][places].max(initial=-1)]
 
     def get(self, key: str, otherwise: Any = None) -> Any:
@@ -167,7 +167,7 @@ class MetricTable:
     """Which belong together: the same number, from 0 on."""
     columns: dict[str, NDArray[Any]]
 
-    def within(self, values: NDArray[Any]) -> NDArray[Any]:
+    def center_by_group(self, values: NDArray[Any]) -> NDArray[Any]:
         """The values less the mean of their group."""
         counts = np.maximum(1, np.bincount(self.groups))
         return values - (np.bincount(self.groups, values) / counts)[self.groups]
@@ -187,16 +187,16 @@ def advice_window(run: RunFolder) -> AdviceWindow:
         config = {}
     columns = run.metrics()
     view = run.rollouts.view()
-    kept = run.rollouts.kept
-    low, _ = window(columns, view.rows, limits(config).steps)
+    kept = run.rollouts.keeps_all
+    low, _ = select_window(columns, view.rows, advice_limits(config).steps)
     first = int(np.searchsorted(view.rows["step"], low)) if kept else 0
     first = max(first, len(view.rows) - MOST_ROWS)
     rows = np.array(view.rows[first:]) if kept else view.rows[:0]
     names = {key: number for number, key in enumerate(zip(view.kinds, view.names, strict=True))}
-    return AdviceWindow(config, columns, rows, names, first, view.measured, kept)
+    return AdviceWindow(config, columns, rows, names, first, view.metrics_of, kept)
 
 
-def limits(config: Mapping[str, Any]) -> AdviceConfig:
+def advice_limits(config: Mapping[str, Any]) -> AdviceConfig:
     """The run's own limits; the usual ones where it has none that this version understands."""
     try:
         return AdviceConfig.model_validate(config.get("advice", {}))
@@ -204,7 +204,7 @@ def limits(config: Mapping[str, Any]) -> AdviceConfig:
         return AdviceConfig()
 
 
-def window(columns: Columns, rows: NDArray[Any], length: int) -> tuple[int, int]:
+def select_window(columns: Columns, rows: NDArray[Any], length: int) -> tuple[int, int]:
     last = max((int(step) for step in columns.get("step", ())[-1:] if step is not None), default=0)
     last = last or int(rows["step"].max(initial=0))
     return max(1, last - length + 1), last

@@ -1,7 +1,7 @@
 // Asking the server, and following its live updates. What it refuses comes as a sentence, and so does a server that
 // does not answer.
 
-export class Refused extends Error {
+export class RequestError extends Error {
   constructor(message, status) {
     super(message);
     this.status = status;
@@ -18,10 +18,10 @@ export async function ask(path, parameters = {}, signal = undefined, body = unde
     told = await answer.json(); // which a request that is called off while its body comes breaks off too
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    if (answer && !answer.ok) throw new Refused(`The server answered ${answer.status}.`, answer.status);
-    throw new Refused("The server does not answer. Is `paceline ui` still running?", 0);
+    if (answer && !answer.ok) throw new RequestError(`The server answered ${answer.status}.`, answer.status);
+    throw new RequestError("The server does not answer. Is `paceline ui` still running?", 0);
   }
-  if (!answer.ok) throw new Refused(told.error || `The server answered ${answer.status}.`, answer.status);
+  if (!answer.ok) throw new RequestError(told.error || `The server answered ${answer.status}.`, answer.status);
   return told;
 }
 

@@ -47,7 +47,7 @@ export function arrange(names) {
   for (const name of names) {
     if (NOT_CURVES.has(name)) continue;
     const chart = CHARTS.find((one) => one.pattern.test(name));
-    if (chart) charts.get(chart.id).curves.push({ name, ...labelled(chart, name) });
+    if (chart) charts.get(chart.id).curves.push({ name, ...withLabels(chart, name) });
     else other(charts, name);
   }
   const found = [...charts.values()].filter(({ curves }) => curves.length);
@@ -58,7 +58,7 @@ export function arrange(names) {
   return found;
 }
 
-function labelled(chart, name) {
+function withLabels(chart, name) {
   const { env, what } = chart.pattern.exec(name).groups ?? {};
   return { env, what: chart.names?.[name] ?? (what ? words(what) : chart.whole ?? "") };
 }

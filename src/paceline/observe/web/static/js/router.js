@@ -11,15 +11,15 @@ export function parse(hash) {
 
 /** The address of a run's page. */
 export function toRun(name, page = "overview", params = {}) {
-  return `#/run/${encodeURIComponent(name)}/${page}${queried(params)}`;
+  return `#/run/${encodeURIComponent(name)}/${page}${queryString(params)}`;
 }
 
 /** The address of a page of the folder. */
 export function toPage(page, params = {}) {
-  return `#/${page}${queried(params)}`;
+  return `#/${page}${queryString(params)}`;
 }
 
-function queried(params) {
+function queryString(params) {
   const query = params instanceof URLSearchParams ? params : new URLSearchParams(params);
   const text = query.toString();
   return text ? `?${text}` : "";

@@ -20,9 +20,9 @@ function shared(names) {
 }
 
 /** Mean, lowest and highest of several curves, at each place where all that reach so far have a point. */
-export function joined(curves, axis) {
+export function joinCurves(curves, axis) {
   if (curves.length === 1) return curves[0];
-  if (axis === "time") return joinedByTime(curves);
+  if (axis === "time") return joinByTime(curves);
   const at = new Map();
   for (const { xs, ys } of curves) {
     xs.forEach((x, index) => {
@@ -31,16 +31,16 @@ export function joined(curves, axis) {
     });
   }
   const xs = [...at.keys()].sort((a, b) => a - b);
-  return summed(xs, xs.map((x) => at.get(x)));
+  return meanAndRange(xs, xs.map((x) => at.get(x)));
 }
 
 /** Clocks never agree, so the curve with the most points says where, and the others answer with their nearest. */
-function joinedByTime(curves) {
+function joinByTime(curves) {
   const { xs } = curves.reduce((a, b) => (b.xs.length > a.xs.length ? b : a));
-  return summed(xs, xs.map((x) => curves.filter((one) => x <= one.xs.at(-1)).map((one) => one.ys[nearest(one.xs, x)])));
+  return meanAndRange(xs, xs.map((x) => curves.filter((one) => x <= one.xs.at(-1)).map((one) => one.ys[nearest(one.xs, x)])));
 }
 
-function summed(xs, values) {
+function meanAndRange(xs, values) {
   return {
     xs,
     ys: values.map((all) => all.reduce((a, b) => a + b, 0) / all.length),

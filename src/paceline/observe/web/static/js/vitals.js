@@ -43,9 +43,9 @@ export class Vitals {
         name: "Step", value: total ? `${whole(status.step)} of ${whole(total)}` : whole(status.step),
         done: total ? Math.min(100, (100 * status.step) / total) : undefined, more: this.#left(),
       },
-      { name: "Reward", value: number(reward?.last), moved: moved(reward), more: reward ? `${number(reward.first)} at the start` : "no batch trained yet" },
+      { name: "Reward", value: number(reward?.last), moved: changeText(reward), more: reward ? `${number(reward.first)} at the start` : "no batch trained yet" },
       {
-        name: exact ? "Held-out exact" : "Held-out reward", value: number(held?.last), moved: moved(held),
+        name: exact ? "Held-out exact" : "Held-out reward", value: number(held?.last), moved: changeText(held),
         more: held ? `${number(held.first)} at the start, last at step ${whole(held.step)}` : "no evaluation yet",
       },
       {
@@ -119,7 +119,7 @@ export class Vitals {
   }
 }
 
-function moved(ends) {
+function changeText(ends) {
   return ends && ends.points > 1 ? change(ends.first, ends.last) : "";
 }
 

@@ -1,7 +1,7 @@
 // One chart: a card with title and tools, a plot that answers to pointer and keys, a legend, and a table on demand.
 import { fill, h, icon, perFrame, say } from "../dom.js";
 import { number, seconds, whole } from "../format.js";
-import { drawAxes, drawBars, drawCursor, drawLines, layout, seriesColour, sharp } from "./draw.js";
+import { drawAxes, drawBars, drawCursor, drawLines, layout, seriesColour, scaleCanvas } from "./draw.js";
 import { figures, Tip } from "./parts.js";
 import { firstAt, nearest, smoothed } from "./scale.js";
 
@@ -64,7 +64,7 @@ export class Chart {
 
   draw() {
     if (!this.seen || !this.plot.isConnected) return undefined;
-    const { context, width, height } = sharp(this.canvas);
+    const { context, width, height } = scaleCanvas(this.canvas);
     if (width < 60 || height < 40) return undefined;
     const { stacked, format, min, max, unit } = this.options;
     const { zoom, span, smoothing } = this.group;
@@ -81,7 +81,7 @@ export class Chart {
   /** The cursor has a sheet of its own: it moves often, the curves do not. */
   drawOver() {
     if (!this.seen || !this.plan || !this.plot.isConnected) return;
-    const { context } = sharp(this.over);
+    const { context } = scaleCanvas(this.over);
     if (this.group.cursor !== null && this.nothing.hidden) this.#cursor(context, this.group.cursor);
     else this.tip.hide();
   }

@@ -1,6 +1,6 @@
 // Drawing on a canvas: axes, lines, bands and stacked bars, in the colours of the theme.
 import { number } from "../format.js";
-import { firstAt, logTicks, padded, smoothed, thin, ticks } from "./scale.js";
+import { firstAt, logTicks, paddedRange, smoothed, thin, ticks } from "./scale.js";
 
 export const MARGIN = { left: 48, right: 10, top: 8, bottom: 20 };
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
@@ -16,7 +16,7 @@ export function seriesColour(index) {
 }
 
 /** Make a canvas as sharp as the screen; returns its context and its size in CSS pixels. */
-export function sharp(canvas) {
+export function scaleCanvas(canvas) {
   const ratio = devicePixelRatio || 1;
   const { width, height } = canvas.getBoundingClientRect();
   const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
@@ -49,9 +49,9 @@ export function layout(series, width, height, options) {
   if (bars?.length > 1) [x0, x1] = [x0 - bars[0].width / 2, x1 + bars[0].width / 2];
   const toX = (value) => area.left + ((value - x0) / (x1 - x0)) * area.width;
   const fromX = (pixel) => x0 + ((pixel - area.left) / area.width) * (x1 - x0);
-  let [y0, y1] = bars ? [0, Math.max(0, ...bars.map((bar) => bar.sum))] : reach(series, x0, x1, options);
+  let [y0, y1] = bars ? [0, Math.max(0, ...bars.map((bar) => bar.sum))] : valueRange(series, x0, x1, options);
   if (options.log) [y0, y1] = y0 < y1 ? [y0 / 1.15, y1 * 1.15] : [y0 / 2, y1 * 2];
-  else [y0, y1] = padded(y0, y1, bars ? { min: 0 } : options);
+  else [y0, y1] = paddedRange(y0, y1, bars ? { min: 0 } : options);
   const scale = options.log ? Math.log10 : (value) => value;
   const [s0, s1] = [scale(y0), scale(y1)];
   const toY = (value) => area.top + area.height - ((scale(value) - s0) / (s1 - s0)) * area.height;
@@ -68,7 +68,7 @@ function extent(series) {
   return Number.isFinite(low) ? [low, high] : [0, 1];
 }
 
-function reach(series, x0, x1, { log, smoothing }) {
+function valueRange(series, x0, x1, { log, smoothing }) {
   let [low, high] = [Infinity, -Infinity];
   for (const one of series) {
     const smooth = smoothed(one.ys, smoothing);
@@ -259,7 +259,7 @@ function dot(context, x, y, radius) {
 
 /** A curve as small as a word. */
 export function spark(canvas, values) {
-  const { context, width, height } = sharp(canvas);
+  const { context, width, height } = scaleCanvas(canvas);
   if (values.length < 2 || !width) return;
   const [low, high] = [Math.min(...values), Math.max(...values)];
   const x = (index) => 2 + (index / (values.length - 1)) * (width - 5);

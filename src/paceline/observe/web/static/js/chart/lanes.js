@@ -2,7 +2,7 @@
 import { ask } from "../api.js";
 import { fill, h, icon, perFrame } from "../dom.js";
 import { clock, number, percent, seconds, whole } from "../format.js";
-import { colour, line, seriesColour, sharp } from "./draw.js";
+import { colour, line, seriesColour, scaleCanvas } from "./draw.js";
 import { ticks } from "./scale.js";
 import { Tip } from "./parts.js";
 
@@ -88,7 +88,7 @@ export class Lanes {
     if (!this.told?.lanes.length) return;
     const { lanes, extent } = this.told;
     this.plot.style.height = `${lanes.length * ROW + AXIS + 4}px`;
-    const { context, width } = sharp(this.canvas);
+    const { context, width } = scaleCanvas(this.canvas);
     if (width < 200) return;
     const [t0, t1] = extent[1] > extent[0] ? extent : [extent[0], extent[0] + 1];
     this.left = Math.min(WIDEST, width / 3, 16 + Math.max(...lanes.map(({ lane }) => context.measureText(lane).width)));
@@ -105,7 +105,7 @@ export class Lanes {
     context.fillStyle = colour("soft");
     context.textAlign = "right";
     context.textBaseline = "middle";
-    context.fillText(fitting(context, lane, this.left - 14), this.left - 10, top + BAR / 2);
+    context.fillText(fitText(context, lane, this.left - 14), this.left - 10, top + BAR / 2);
     context.fillStyle = colour("raised");
     context.fillRect(this.left, top, room, BAR);
     const floors = new Map();
@@ -274,7 +274,7 @@ export class Lanes {
 }
 
 /** As much of a name as there is room for. */
-function fitting(context, text, room) {
+function fitText(context, text, room) {
   let shown = text;
   while (shown.length > 1 && context.measureText(shown).width > room) shown = `${shown.slice(0, -2)}…`;
   return shown;

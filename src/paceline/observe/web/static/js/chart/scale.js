@@ -29,7 +29,7 @@ export function logTicks(low, high) {
 }
 
 /** A little air around the values; a constant gets a domain of its own size. */
-export function padded(low, high, { min, max, unit = 1 } = {}) {
+export function paddedRange(low, high, { min, max, unit = 1 } = {}) {
   if (!Number.isFinite(low)) [low, high] = [min ?? 0, max ?? 1];
   if (min !== undefined) low = Math.min(low, min);
   if (max !== undefined) high = Math.max(high, max);

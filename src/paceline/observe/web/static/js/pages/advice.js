@@ -37,7 +37,7 @@ export async function render(root, run) {
     before = now;
     close();
     const group = new Group();
-    fill(place, head(told), told.found.map((one) => card(one, run, group, charts)), pauses(run), looked(told));
+    fill(place, head(told), told.found.map((one) => card(one, run, group, charts)), pauses(run), ruleList(told));
   };
   fill(root, place);
   await draw();
@@ -114,7 +114,7 @@ function pauses(run) {
     h("ul", {}, told.slice(-20).reverse().map(({ text }) => h("li", {}, prose(text)))));
 }
 
-function looked({ rules }) {
+function ruleList({ rules }) {
   return h("section", { class: "section", "aria-label": "All that was looked for" }, h("h2", {}, "All that was looked for"),
     h("div", { class: "scroll" }, h("table", { class: "list" },
       h("thead", {}, h("tr", {}, ["Question", "Found", "Limit", "Key of the limit", "Pauses (advice.pause)"].map((name) => h("th", { scope: "col" }, name)))),

@@ -9,7 +9,7 @@ import { fill, h, memory, perFrame } from "../dom.js";
 import { number } from "../format.js";
 import { toPage, toRun } from "../router.js";
 import { append } from "../run.js";
-import { families, joined } from "../seeds.js";
+import { families, joinCurves } from "../seeds.js";
 import { statePill } from "../status.js";
 
 export const title = "Compare";
@@ -67,7 +67,7 @@ export async function render(root, _, params) {
       for (const curve of curves) {
         const series = groups.flatMap((one, index) => {
           const each = one.runs.map((run) => points(told.get(run.name).columns, curve.name, group.axis)).filter(({ xs }) => xs.length);
-          return each.length ? [{ label: one.label, colour: index, ...joined(each, group.axis) }] : [];
+          return each.length ? [{ label: one.label, colour: index, ...joinCurves(each, group.axis) }] : [];
         });
         if (series.length) show(chart, curve, curves.length, series);
       }

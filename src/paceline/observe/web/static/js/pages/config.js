@@ -16,7 +16,7 @@ export async function render(root, run) {
   const only = h("input", { type: "checkbox", on: { change: () => { state.only = only.checked; memory.set("only changed", state.only); draw(); } } });
   only.checked = state.only;
   const raw = h("button", { type: "button", class: "quiet", "aria-pressed": "false", on: { click: () => { state.raw = !state.raw; draw(); } } }, "as file");
-  const copy = h("button", { type: "button", class: "quiet", on: { click: () => copied(copy, told.text) } }, "copy");
+  const copy = h("button", { type: "button", class: "quiet", on: { click: () => copyText(copy, told.text) } }, "copy");
   const place = h("div");
   fill(root, h("div", { class: "stack" },
     h("div", { class: "head" }, h("h1", {}, "Config"), h("span", { class: "soft" }, `${amount(changed, "key")} of ${told.rows.length} differ from the defaults`)),
@@ -63,7 +63,7 @@ function text(value) {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
-async function copied(button, content) {
+async function copyText(button, content) {
   try {
     await navigator.clipboard.writeText(content);
     button.textContent = "copied";

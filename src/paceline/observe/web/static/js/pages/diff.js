@@ -85,14 +85,14 @@ function difference(told, names, again) {
     h("h2", {}, "First difference: ", prose(first.what)),
     h("p", {}, h("b", {}, first.where), `, after ${amount(same.steps, "whole step")} and ${amount(same.rollouts, "rollout")} ${same.said ? "in which all that was said is the same" : "that are the same"}.`),
     h("p", { class: "meaning" }, prose(told.meaning), told.evaluation ? ` ${first.step ? "It was played to evaluate: the step's training and its loss were compared before it, and are the same." : "It was played to evaluate the model before any training."}` : null),
-    apart(first, again),
+    distance(first, again),
     h("div", { class: "parting-sides" }, told.sides.map((side, at) => oneSide(side, names[at], first))),
     told.chain.length ? [h("h3", {}, "What was compared, in this order"), h("ol", { class: "parting-chain" }, told.chain.map(({ what, state }) =>
       h("li", { class: state }, what, " ", h("span", { class: "state" }, STATES[state]))))] : null);
 }
 
 /** Numbers that are all but equal differ by rounding, and something else may come after. */
-function apart({ one, other, kind }, again) {
+function distance({ one, other, kind }, again) {
   if (typeof one !== "number" || typeof other !== "number" || ["token", "prompt", "version", "row"].includes(kind)) return null;
   const far = Math.abs(one - other) / Math.max(1, Math.abs(one));
   const wide = far <= 1e-5 ? "1e-5" : "1e-3";

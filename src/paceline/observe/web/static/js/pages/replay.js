@@ -79,7 +79,7 @@ export async function render(root, run, params) {
     const stop = h("button", { type: "button", on: { click: () => cancel(run.name).catch((error) => trouble(error.message)) } }, "Cancel");
     panel.hidden = false;
     fill(panel, h("b", {}, `Replaying ${what}`), h("progress", { "aria-label": "Replaying" }), said, passed, h("span", { class: "grow" }), stop);
-    const end = await ended(run.name, job, (now) => {
+    const end = await untilEnded(run.name, job, (now) => {
       say(said, now.doing || "starting a process");
       say(passed, `${seconds(Math.floor(now.seconds))} of at most ${seconds(now.limit)}`);
     }, () => gone);
@@ -114,7 +114,7 @@ export async function render(root, run, params) {
   }
 
   hint();
-  const wanted = given(params.get("set"));
+  const wanted = settingsFrom(params.get("set"));
   if (Object.keys(wanted).length) {
     others.open = true;
     form.put(wanted);
@@ -130,7 +130,7 @@ export async function render(root, run, params) {
 }
 
 /** The settings in the address; nothing where it was cut short. */
-function given(text) {
+function settingsFrom(text) {
   try {
     const found = JSON.parse(text ?? "{}");
     return found && typeof found === "object" && !Array.isArray(found) ? found : {};
@@ -152,7 +152,7 @@ const start = (run, step, settings) => post("replay/start", run, { step, setting
 const cancel = (run) => post("replay/cancel", run, {});
 
 /** Look at a job until it ends; `tell` gets its progress. Null when `left()` says that the reader has left. */
-async function ended(run, job, tell, left) {
+async function untilEnded(run, job, tell, left) {
   while (job?.state === "working") {
     tell(job);
     await new Promise((done) => setTimeout(done, LOOK_MS));

@@ -109,7 +109,7 @@ export async function render(root, _, params) {
     list.hidden = !shown.length;
     search.hidden = !runs.size;
     compare.hidden = runs.size < 2;
-    fill(empty, runs.size === 0 ? nothing(told.folder) : shown.length === 0 ? unfound(() => look("")) : null);
+    fill(empty, runs.size === 0 ? noRuns(told.folder) : shown.length === 0 ? noMatch(() => look("")) : null);
     for (const canvas of body.querySelectorAll("canvas")) spark(canvas, runs.get(canvas.dataset.run).spark);
     refocus();
   }
@@ -143,10 +143,10 @@ function rowOf(run, tick, look) {
       trouble && h("div", { class: run.message && run.state === "failed" ? "message" : "message warn", title: trouble }, trouble)),
     h("td", {}, statePill(run.state)),
     h("td", { class: "right" }, progress(run)),
-    h("td", { class: "right" }, course(run.reward)),
+    h("td", { class: "right" }, trend(run.reward)),
     h("td", {}, run.spark.length > 1 ? h("canvas", { class: "spark", "aria-hidden": "true", data: { run: run.name } }) : h("span", { class: "faint" }, "–")),
-    h("td", { class: "right" }, course(run.eval)),
-    h("td", { class: "right", title: took(run) }, h("span", { data: { seen: run.seen ?? "" } }, age(run.seen))),
+    h("td", { class: "right" }, trend(run.eval)),
+    h("td", { class: "right", title: duration(run) }, h("span", { data: { seen: run.seen ?? "" } }, age(run.seen))),
     h("td", { class: "wrap" }, h("span", { class: "tags" }, run.tags.map((tag) =>
       h("button", { type: "button", class: "tag", tabindex: -1, title: `Show runs with ${tag}`, on: { click: () => look(tag) } }, tag)))));
 }
@@ -158,23 +158,23 @@ function progress({ step, total_steps: total }) {
     whole(step), h("span", { class: "faint" }, ` / ${whole(total)}`)];
 }
 
-function course(ends) {
+function trend(ends) {
   if (!ends) return h("span", { class: "faint" }, "–");
   const moved = ends.points > 1 ? change(ends.first, ends.last) : "";
   return [h("b", {}, number(ends.last)), moved && h("span", { class: `delta ${ends.last > ends.first ? "up" : "down"}` }, moved)];
 }
 
-function took(run) {
+function duration(run) {
   const end = run.ended ?? run.seen;
   return `began ${moment(run.began)}${run.began && end ? `, took ${seconds(end - run.began)}` : ""}`;
 }
 
-function nothing(folder) {
+function noRuns(folder) {
   return h("div", { class: "empty" }, h("h2", {}, "No runs yet"),
     h("p", {}, "This page shows a run as soon as it begins in ", h("span", { class: "mono" }, folder), "."),
     h("code", {}, "paceline train examples/quickstart.toml"));
 }
 
-function unfound(clear) {
+function noMatch(clear) {
   return h("div", { class: "empty" }, h("h2", {}, "No run matches"), h("button", { type: "button", on: { click: clear } }, "Show all runs"));
 }

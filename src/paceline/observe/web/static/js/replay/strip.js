@@ -12,10 +12,10 @@ export function strip(told, component, largest, at = null) {
   if (!trained) return h("p", { class: "soft" }, "No token of this sample trains.");
   const line = h("div", { class: "bits", role: "group", "aria-label": "Tokens of the sample; arrow keys walk through those that train" });
   const numbers = new Map(trained.places.map((place, token) => [place, token]));
-  const rules = ruled(trained);
-  const others = told.other ? ruled(told.other) : new Map();
-  const mine = summed(trained, component);
-  const theirs = told.other ? summed(told.other, component) : null;
+  const rules = rulesByToken(trained);
+  const others = told.other ? rulesByToken(told.other) : new Map();
+  const mine = sumShares(trained, component);
+  const theirs = told.other ? sumShares(told.other, component) : null;
   const chips = [];
   let rest = pieces(told, numbers);
 
@@ -49,7 +49,7 @@ export function strip(told, component, largest, at = null) {
   function select(token) {
     for (const one of line.querySelectorAll("button.bit[tabindex='0']")) one.tabIndex = -1;
     chips[token].tabIndex = 0;
-    fill(card, explained(told, token, rules, others));
+    fill(card, tokenCard(told, token, rules, others));
   }
 
   line.addEventListener("keydown", (event) => {
@@ -88,18 +88,18 @@ function pieces(told, numbers) {
   return out;
 }
 
-function summed(trained, component) {
+function sumShares(trained, component) {
   const all = Object.entries(trained.share).filter(([name]) => !component || name === component).map(([, values]) => values);
   return trained.places.map((_, token) => all.reduce((sum, values) => sum + (values[token] ?? 0), 0));
 }
 
-function ruled(trained) {
+function rulesByToken(trained) {
   const rules = new Map();
   for (const { token, component, rule } of trained.held_back) rules.set(token, [...(rules.get(token) ?? []), `${component}: ${rule}`]);
   return rules;
 }
 
-function explained(told, token, rules, others) {
+function tokenCard(told, token, rules, others) {
   const { trained, other } = told;
   const place = trained.places[token];
   const row = (name, one, two, note = "", write = figure) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, write(one)),
@@ -116,11 +116,11 @@ function explained(told, token, rules, others) {
         row("log probability", trained.logprob[token], other?.logprob[token], "with the weights named above"),
         row("… when sampled", trained.sampler[token], other?.sampler[token]),
         row("entropy", trained.entropy[token], other?.entropy[token]))),
-    held("Held back", trained, rules.get(token)),
-    other ? held("With the change", other, others.get(token)) : null];
+    heldBackRow("Held back", trained, rules.get(token)),
+    other ? heldBackRow("With the change", other, others.get(token)) : null];
 }
 
-function held(title, trained, rules) {
+function heldBackRow(title, trained, rules) {
   if (trained.skipped) return h("p", { class: "rule" }, h("b", {}, title), ": the whole sample is left out (clip_skip_threshold)");
   return rules ? rules.map((rule) => h("p", { class: "rule" }, h("b", {}, title), `: ${rule}`)) : null;
 }

@@ -9,7 +9,7 @@ const COLOURS = 8;
 
 export async function content(run, row, query) {
   const { seats, line, total, absent } = await ask("rollouts/episode", { run: run.name, id: row.index });
-  const names = named(seats);
+  const names = seatNames(seats);
   const colour = (seat) => (seat % COLOURS) + 1;
   return h("div", { class: "stack" },
     total > seats.length ? h("p", { class: "notice warn" }, `${whole(total)} seats; the first ${seats.length} are shown.`) : null,
@@ -19,13 +19,13 @@ export async function content(run, row, query) {
       h("h2", {}, "In the order they spoke", h("span", { class: "faint" }, seats.length > 1
         ? "each seat's turns are as recorded; how seats took turns is told by what they heard of one another" : null)),
       h("ol", { class: "line" }, line.map((turn) => h("li", { vars: { "--who": `var(--series-${colour(turn.seat)})` } },
-        turn.heard.length ? h("details", { open: heard(turn.heard) < 300 }, h("summary", {}, `${names[turn.seat]} heard ${amount(heard(turn.heard), "character")}`),
+        turn.heard.length ? h("details", { open: textLength(turn.heard) < 300 }, h("summary", {}, `${names[turn.seat]} heard ${amount(textLength(turn.heard), "character")}`),
           turn.heard.map((one) => message(one))) : null,
         message(turn.said, { who: names[turn.seat], colour: colour(turn.seat) }))))) : h("div", { class: "empty" }, h("h2", {}, "No messages were kept")));
 }
 
 /** Actors by their names, and by a number where one sits in several seats. */
-function named(seats) {
+function seatNames(seats) {
   const all = seats.map(({ row }) => row.actor || "seat");
   return all.map((name, at) => (all.indexOf(name) === all.lastIndexOf(name) ? name : `${name} ${all.slice(0, at).filter((other) => other === name).length + 1}`));
 }
@@ -44,6 +44,6 @@ function missing(absent, seats) {
   return seats.length === 1 ? h("p", { class: "notice" }, note) : null;
 }
 
-function heard(messages) {
+function textLength(messages) {
   return messages.reduce((sum, { parts }) => sum + parts.reduce((more, { text }) => more + text.length, 0), 0);
 }

@@ -3,7 +3,7 @@ import { ask } from "../api.js";
 import { h } from "../dom.js";
 import { amount, number, whole } from "../format.js";
 import { stateMark, stateWords, toOne, versionWords } from "./words.js";
-import { folded } from "./talk.js";
+import { foldedText } from "./talk.js";
 
 const TAIL = 200; // characters of what is the same that are shown before a parting
 
@@ -15,7 +15,7 @@ export async function content(run, row, query) {
     total > tries.length ? h("p", { class: "notice warn" }, `${whole(total)} tries; the first ${tries.length} are shown.`) : null,
     table(run, row, tries, query),
     begin.length ? h("details", { class: "section" }, h("summary", {}, "What all of them begin with", h("span", { class: "faint" }, amount(begin.length, "message"))),
-      begin.map(({ role, text }) => h("div", { class: "message other" }, h("header", {}, h("b", {}, role)), folded(text)))) : null,
+      begin.map(({ role, text }) => h("div", { class: "message other" }, h("header", {}, h("b", {}, role)), foldedText(text)))) : null,
     h("section", { class: "section", "aria-label": "What each said" },
       h("h2", {}, "What each said", h("span", { class: "faint" }, "faint: as the first try said it; marked: from where they part on")),
       h("div", { class: "columns", tabindex: 0, role: "region", "aria-label": "Tries side by side" }, tries.map((one) => column(run, row, one, query)))));
@@ -42,18 +42,18 @@ function column(run, row, { row: one, pieces, first, error, name }, query) {
       h("span", { class: "faint" }, first ? "the first" : same ? "says the same" : "")),
     !["trained", "evaluated", "matched"].includes(one.state) && h("p", { class: "faint" }, stateWords(one.state)),
     error && h("pre", { class: "error" }, error),
-    pieces.map((piece) => h("div", { class: "piece" }, pieces.length > 1 && h("div", { class: "faint" }, piece.role), saying(piece, first))),
+    pieces.map((piece) => h("div", { class: "piece" }, pieces.length > 1 && h("div", { class: "faint" }, piece.role), pieceText(piece, first))),
     !pieces.length && h("p", { class: "faint" }, "nothing was kept"));
 }
 
-function saying({ same, rest, left_out: left }, first) {
-  if (first) return same ? folded(same) : h("div", { class: "faint" }, "nothing");
-  return h("div", { class: "words" }, same && alike(same), rest && h("mark", { class: "parts" }, rest),
+function pieceText({ same, rest, left_out: left }, first) {
+  if (first) return same ? foldedText(same) : h("div", { class: "faint" }, "nothing");
+  return h("div", { class: "words" }, same && sharedText(same), rest && h("mark", { class: "parts" }, rest),
     !same && !rest && h("span", { class: "faint" }, "nothing"), left ? h("span", { class: "faint" }, ` … ${whole(left)} more characters`) : null);
 }
 
 /** What the first try said too: of much of it the end, just before they part. */
-function alike(text) {
+function sharedText(text) {
   if (text.length <= 2 * TAIL) return h("span", { class: "same" }, text);
   const place = h("span", { class: "same" }, `…${text.slice(-TAIL)}`);
   const more = h("button", { type: "button", class: "quiet", on: { click: () => { place.textContent = text; more.remove(); } } },

@@ -47,7 +47,7 @@ function league({ env, ratings, scores, games }) {
         h("caption", {}, "Ratings in Elo points around the mean of all, with the range that holds 95%"),
         h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Version"), ["Rating", "From", "To", "Games"].map((name) => h("th", { scope: "col", class: "right" }, name)), h("th", { scope: "col" }, "Range"))),
         h("tbody", {}, ratings.map(({ player, points, low: from, high: to, games: many }) => h("tr", {}, h("th", { scope: "row" }, player),
-          [signed(points), signed(from), signed(to), whole(many)].map((text) => h("td", { class: "right" }, text)),
+          [withSign(points), withSign(from), withSign(to), whole(many)].map((text) => h("td", { class: "right" }, text)),
           h("td", {}, h("span", { class: "span", "aria-hidden": "true", vars: { "--from": at(from), "--to": at(to), "--at": at(points) } }, h("i"), h("b")))))))),
       h("div", { class: "scroll" }, h("table", { class: "list payoff" },
         h("caption", {}, "Mean points a game that the row took from the column: a win is 1, a draw half"),
@@ -61,7 +61,7 @@ function cell(score, games) {
   return h("td", { class: score < 0.5 ? "lost" : "won", vars: { "--strength": strength }, title: amount(games, "game") }, score.toFixed(2));
 }
 
-function signed(points) {
+function withSign(points) {
   const text = whole(points);
   return points > 0 && text !== "0" ? `+${text}` : text;
 }

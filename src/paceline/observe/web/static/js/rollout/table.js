@@ -150,11 +150,11 @@ function line(run, row, query) {
     h("td", { class: "right spare" }, whole(row.turns)),
     h("td", { class: "right spare" }, `${whole(row.ticket)}, ${row.member}`),
     h("td", { class: "right spare" }, versionWords(row)),
-    h("td", { class: "said" }, h("div", {}, row.whole ? marked(row.excerpt ?? "", query.text) : h("span", { class: "faint" }, "words were not kept"))));
+    h("td", { class: "said" }, h("div", {}, row.whole ? highlight(row.excerpt ?? "", query.text) : h("span", { class: "faint" }, "words were not kept"))));
 }
 
 /** The words, with what was searched for marked. */
-function marked(words, wanted) {
+function highlight(words, wanted) {
   const at = wanted ? words.toLowerCase().indexOf(wanted.toLowerCase()) : -1;
   if (at < 0) return words;
   return [words.slice(0, at), h("mark", {}, words.slice(at, at + wanted.length)), words.slice(at + wanted.length)];

@@ -16,7 +16,7 @@ export function conversations({ total, shown: talks }) {
     total > 1 && h("h2", {}, name(at)),
     talk.prompt_tokens !== undefined && h("p", { class: "soft" },
       `Its prompt was given as ${amount(talk.prompt_tokens, "token")}, and no text of it was kept.`),
-    talk.tools?.length ? offered(talk.tools) : null,
+    talk.tools?.length ? toolList(talk.tools) : null,
     talk.messages.map((one) => message(one))))];
 }
 
@@ -44,7 +44,7 @@ function length({ parts }) {
 function part({ kind, text, what, source, left_out: left }) {
   if (kind === "image") return h("figure", {}, h("img", { src: source, alt: text, loading: "lazy", decoding: "async" }), h("figcaption", { class: "faint" }, text));
   if (kind === "unshown") return h("p", { class: "unshown" }, text);
-  const shown = [folded(text, kind === "other" ? "words mono" : "words"), left ? h("p", { class: "faint" }, `${whole(left)} more characters are in the record.`) : null];
+  const shown = [foldedText(text, kind === "other" ? "words mono" : "words"), left ? h("p", { class: "faint" }, `${whole(left)} more characters are in the record.`) : null];
   if (kind === "thought") return h("details", { class: "thought" }, h("summary", {}, `Thought, ${amount(text.length, "character")}`), shown);
   if (kind === "other") return h("div", {}, h("p", { class: "faint" }, what), shown);
   return shown;
@@ -52,16 +52,16 @@ function part({ kind, text, what, source, left_out: left }) {
 
 function call({ name, arguments: given, id }) {
   return h("div", { class: "call" }, h("div", {}, h("b", {}, "Calls "), h("code", {}, name || "something unnamed"), id && h("span", { class: "faint mono" }, ` ${id}`)),
-    given && given !== "{}" ? folded(given, "words mono") : null);
+    given && given !== "{}" ? foldedText(given, "words mono") : null);
 }
 
-function offered(tools) {
+function toolList(tools) {
   return h("details", { class: "offered" }, h("summary", {}, `${amount(tools.length, "tool")} offered: ${tools.map(({ name }) => name).join(", ")}`),
     h("dl", {}, tools.map(({ name, description }) => [h("dt", { class: "mono" }, name), h("dd", {}, description)])));
 }
 
 /** A text; of a long one the beginning, and a button for the rest. */
-export function folded(text, style = "words") {
+export function foldedText(text, style = "words") {
   if (text.length <= LONG) return h("div", { class: style }, text);
   const place = h("div", { class: style });
   const button = h("button", { type: "button", class: "quiet", "aria-expanded": "false" });

@@ -2,7 +2,7 @@
 import { ask } from "../api.js";
 import { fill, h, prose } from "../dom.js";
 import { toRun } from "../router.js";
-import { componentsOf, figure, piece, worded } from "./streams.js";
+import { componentsOf, figure, piece, streamText } from "./streams.js";
 
 /** Milliseconds a token must be pointed at before the server is asked. */
 const PATIENCE = 50;
@@ -71,7 +71,7 @@ export class Card {
   #figures(at) {
     const { told } = this;
     const print = told.weights[told.streams.versions?.[at]];
-    const rows = this.streams.filter((stream) => stream.values && stream.values[at] !== null && stream.values[at] !== undefined).map((stream) => [stream.label, worded(stream, at), stream.meaning]);
+    const rows = this.streams.filter((stream) => stream.values && stream.values[at] !== null && stream.values[at] !== undefined).map((stream) => [stream.label, streamText(stream, at), stream.meaning]);
     const logprob = told.streams.loss_mask[at] ? told.streams.logprobs?.[at] : undefined;
     if (logprob !== undefined) rows.splice(1, 0, ["probability", figure(Math.exp(logprob)), "μ, the sampler's"]);
     return [
@@ -108,15 +108,15 @@ export class Card {
   }
 
   #line({ name, formula, numbers, value, note, wrong, replay }) {
-    const result = value === null ? (replay ? "not recorded" : "") : signed(name, value);
+    const result = value === null ? (replay ? "not recorded" : "") : signedFigure(name, value);
     return h("div", { class: wrong ? "token-line wrong" : "token-line" },
       h("div", { class: "what" }, h("span", {}, name), h("b", { class: value === null ? "faint" : "" }, result)),
       formula ? h("div", { class: "formula" }, `= ${formula}`) : null,
-      numbers ? h("div", { class: "formula numbers" }, `= ${numbers}`, value === null ? "" : ` = ${signed(name, value)}`) : null,
+      numbers ? h("div", { class: "formula numbers" }, `= ${numbers}`, value === null ? "" : ` = ${signedFigure(name, value)}`) : null,
       note ? h("div", { class: "note" }, note) : null);
   }
 }
 
-function signed(name, value) {
+function signedFigure(name, value) {
   return (name === "advantage" && value > 0 ? "+" : "") + figure(value);
 }

@@ -17,20 +17,20 @@ export function streams(told, again = null) {
   const versions = on("versions")?.map((version) => (version >= 0 ? version : null));
   const found = [
     ramp("logprobs", "log probability", "as sampled, at the sampling temperature; strong is surprising, 0 is certain", on("logprobs"), "--series-2"),
-    swing("advantages", "advantage", "how much better than its peers; what rl pushes up (+) or down (−)", on("advantages")),
+    diverging("advantages", "advantage", "how much better than its peers; what rl pushes up (+) or down (−)", on("advantages")),
     ...PARTS.map((part) => ramp(`${part}_weights`, `${part} weight`, `how much a token counts in the ${part} component`, weight(part), PART_COLOURS[part])),
     parts(told),
     category("versions", "version", "the weights that sampled the token", versions, (version) => `version ${version}`),
     ramp("age", "age when trained", `versions between the one that sampled and the one that step ${rollout.step} began with`,
       rollout.domain === "training" && versions?.map((version) => (version === null ? null : rollout.step - 1 - version)), "--series-5"),
     category("loss_mask", "sampled", "whether the policy sampled it (the loss mask)", sampled.map(Number), (value) => (value ? "sampled by the policy" : "given to it")),
-    swing("pull", "teacher − sampler", "where a teacher finds the token likelier (+) or less likely (−)", less("ref_logprobs", "logprobs")),
+    diverging("pull", "teacher − sampler", "where a teacher finds the token likelier (+) or less likely (−)", less("ref_logprobs", "logprobs")),
     ramp("ref_logprobs", "teacher's log probability", "as the teacher scores it", on("ref_logprobs"), "--series-4"),
-    swing("from_base", "sampler − reference", "how far the sampler has gone from the KL reference", less("logprobs", "base_logprobs")),
+    diverging("from_base", "sampler − reference", "how far the sampler has gone from the KL reference", less("logprobs", "base_logprobs")),
     ramp("base_logprobs", "reference's log probability", "as the KL reference scores it", on("base_logprobs"), "--series-6"),
-    swing("rewards", "reward on the token", "what the critic makes advantages of", on("rewards")),
+    diverging("rewards", "reward on the token", "what the critic makes advantages of", on("rewards")),
     ramp("log_z", "log Z", "what truncated sampling left of the distribution", on("log_z"), "--series-8"),
-    ramp("temperatures", "temperature", "the sampling temperature", varied(on("temperatures")), "--series-7"),
+    ramp("temperatures", "temperature", "the sampling temperature", unlessConstant(on("temperatures")), "--series-7"),
   ].filter(Boolean);
   if (again) return [...found, ...computed(again)].filter(Boolean);
   const lost = "is the trainer's, computed at train time and not recorded";
@@ -41,9 +41,9 @@ export function streams(told, again = null) {
 function computed(again) {
   const held = again.ratio.map((value, at) => (value === null ? null : Number(again.rules.has(at))));
   return [
-    swing("ratio", "ratio, replayed", "how much likelier (above 1) or less likely the trainer found the token than the sampler did", again.ratio, 1),
+    diverging("ratio", "ratio, replayed", "how much likelier (above 1) or less likely the trainer found the token than the sampler did", again.ratio, 1),
     category("held", "held back, replayed", "whether a bound of the loss left the token out or held it", held, (value) => (value ? "held back" : "free")),
-    swing("share", "share of the loss, replayed", "what the token adds to the step's loss, all components together", again.share),
+    diverging("share", "share of the loss, replayed", "what the token adds to the step's loss, all components together", again.share),
     ramp("entropy", "entropy, replayed", "how undecided the trainer's policy was before the token", again.entropy, "--series-8"),
     ramp("logprob", "trainer's log probability, replayed", "log π, as the step began", again.logprob, "--series-6"),
   ];
@@ -57,7 +57,7 @@ export function colour(stream, at) {
 }
 
 /** A value in words. */
-export function worded(stream, at) {
+export function streamText(stream, at) {
   const value = stream.values[at];
   if (value === null || value === undefined) return "–";
   return stream.name ? stream.name(value) : figure(value);
@@ -90,7 +90,7 @@ function ramp(key, label, meaning, values, tint) {
   };
 }
 
-function swing(key, label, meaning, values, centre = 0) {
+function diverging(key, label, meaning, values, centre = 0) {
   const known = finite(values).map((value) => value - centre);
   if (!known.length) return null;
   const high = spread(known);
@@ -126,7 +126,7 @@ function finite(values) {
 }
 
 /** A temperature that never changes colours nothing. */
-function varied(values) {
+function unlessConstant(values) {
   return new Set(finite(values)).size > 1 ? values : null;
 }
 

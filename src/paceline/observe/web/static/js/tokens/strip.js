@@ -10,13 +10,13 @@ export class Strip {
   constructor(told, again, choose) {
     Object.assign(this, { told, again, chosen: null, stream: null, chips: new Array(told.ids.length) });
     this.before = versionsBefore(told);
-    this.blocks = cut(told);
+    this.blocks = splitBlocks(told);
     this.element = h("div", {
       class: "token-strip", role: "listbox", tabindex: 0, "aria-label": `Tokens, ${told.ids.length} of them`, "aria-describedby": "token-keys",
       on: {
-        pointerover: (event) => pointed(event, (at) => choose(at, false)),
+        pointerover: (event) => withToken(event, (at) => choose(at, false)),
         pointerleave: () => choose(null, false),
-        click: (event) => pointed(event, (at) => choose(at, true)),
+        click: (event) => withToken(event, (at) => choose(at, true)),
       },
     }, this.blocks.map((block) => (block.element = h("div", { class: "token-block", role: "none" }))));
   }
@@ -106,7 +106,7 @@ export function versionsBefore(told) {
 }
 
 /** Blocks of tokens that end with a line where they can: a block begins on a line of its own. */
-function cut(told) {
+function splitBlocks(told) {
   const blocks = [];
   for (let first = 0; first < told.ids.length;) {
     let end = Math.min(first + BLOCK, told.ids.length);
@@ -122,7 +122,7 @@ function swap(before, version) {
   return h("span", { class: "token-swap", role: "none", title: words }, `v${before} → v${version}`);
 }
 
-function pointed(event, then) {
+function withToken(event, then) {
   const chip = event.target.closest?.(".token-chip");
   if (chip) then(Number(chip.dataset.at));
 }

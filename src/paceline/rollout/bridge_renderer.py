@@ -14,18 +14,18 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from paceline.clients.tools import ToolCall, for_template
+from paceline.clients.tools import ToolCall, template_message
 from paceline.data.rollout import Message, Turn
 from paceline.rollout.render import Prompt, Renderer, RenderError, Tools
 
-Choice = Literal["auto", "template", "renderers"]
-"""The package where it knows the model and is installed; never; or an error where it cannot be."""
+RendererChoice = Literal["auto", "template", "renderers"]
+"""`auto`: the package if it is installed and knows the model; `template`: never; `renderers`: always, or an error."""
 
-UNREADABLE = (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
-"""How the package refuses a tokenizer that is not the model's, or a conversation it has no words for."""
+RENDERERS_ERRORS = (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
+"""Errors by which the package refuses a tokenizer that is not the model's, or a conversation it cannot express."""
 
-_ASKED: Message = {"role": "user", "content": "One more  thing:\n\nwhy?\n"}
-_TOLD: Message = {"role": "tool", "tool_call_id": "123456789", "name": "look", "content": '{"up": [1, "é"]}'}
+_USER_MESSAGE: Message = {"role": "user", "content": "One more  thing:\n\nwhy?\n"}
+_TOOL_MESSAGE: Message = {"role": "tool", "tool_call_id": "123456789", "name": "look", "content": '{"up": [1, "é"]}'}
 _TOOL = {
     "type": "function",
     "function": {
@@ -34,33 +34,33 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]},
     },
 }
-_OPENINGS: list[tuple[list[Message], Tools | None]] = [
-    ([_ASKED], None),
-    ([{"role": "system", "content": "Be brief."}, _ASKED], None),
-    ([{"role": "system", "content": "Be brief."}, _ASKED], [_TOOL]),
-    ([_ASKED], [_TOOL]),
-    ([_ASKED, {"role": "assistant", "content": "Because."}, _ASKED], None),
+_PROBE_CONVERSATIONS: list[tuple[list[Message], Tools | None]] = [
+    ([_USER_MESSAGE], None),
+    ([{"role": "system", "content": "Be brief."}, _USER_MESSAGE], None),
+    ([{"role": "system", "content": "Be brief."}, _USER_MESSAGE], [_TOOL]),
+    ([_USER_MESSAGE], [_TOOL]),
+    ([_USER_MESSAGE, {"role": "assistant", "content": "Because."}, _USER_MESSAGE], None),
 ]
 
 log = logging.getLogger(__name__)
 
 
-class KnownRenderer(Renderer):
-    """The model's template for whatever begins, its program in `renderers` for whatever goes on.
+class BridgeRenderer(Renderer):
+    """Renders first prompts with the chat template and continuations with the model's program in `renderers`.
 
-    Where the program will not go on (a thought that must be dropped, say), the template's own rule decides.
+    Where the program cannot continue (a thought that must be dropped, say), the template decides.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int], program: Any) -> None:
         super().__init__(tokenizer, end_tokens)
         self._program = program
 
-    def go_on(self, turn: Turn, messages: Sequence[Message], opening: str | None = None) -> Prompt:
+    def render_continuation(self, turn: Turn, messages: Sequence[Message], opening: str | None = None) -> Prompt:
         ids = self._bridge(turn, messages)
         # Without its text: should the template be asked for the next turn, it writes this one again.
-        return super().go_on(turn, messages, opening or None) if ids is None else Prompt(ids, "")
+        return super().render_continuation(turn, messages, opening or None) if ids is None else Prompt(ids, "")
 
-    def said(self, completion_ids: Sequence[int], prompt_ids: Sequence[int], tools: Tools | None) -> Message:
+    def parse_reply(self, completion_ids: Sequence[int], prompt_ids: Sequence[int], tools: Tools | None) -> Message:
         """The sampled tokens as a message, with the calls the model's own grammar finds in it.
 
         Where a call is malformed, or of no tool there is, only the common spellings are read and the rest stays text.
@@ -71,24 +71,29 @@ class KnownRenderer(Renderer):
             return whole
         try:
             read = self._program.parse_response(list(completion_ids), tools=list(tools), prompt_ids=list(prompt_ids))
-        except UNREADABLE:
+        except RENDERERS_ERRORS:
             return self.message(text, tools)
         names = {tool.get("function", tool).get("name") for tool in tools}
         if not read.tool_calls or any(call.status != "ok" or call.name not in names for call in read.tool_calls):
             return self.message(text, tools)
         thought = {"reasoning_content": read.reasoning_content} if read.reasoning_content else {}
-        return {**whole, "content": read.content, **thought, "tool_calls": [_call(call) for call in read.tool_calls]}
+        return {
+            **whole,
+            "content": read.content,
+            **thought,
+            "tool_calls": [_tool_call_dict(call) for call in read.tool_calls],
+        }
 
     def _bridge(self, turn: Turn, messages: Sequence[Message]) -> list[int] | None:
         """The turn's tokens and what follows them, if the program goes on from there."""
         if turn.messages is None:
             return None
-        appended = [for_template(message) for message in messages[len(turn.messages) + 1 :]]
+        appended = [template_message(message) for message in messages[len(turn.messages) + 1 :]]
         try:
             bridged = self._program.bridge_to_next_turn(
                 turn.prompt_ids, turn.completion_ids, appended, tools=list(turn.tools) if turn.tools else None
             )
-        except UNREADABLE:
+        except RENDERERS_ERRORS:
             return None
         recorded = [*turn.prompt_ids, *turn.completion_ids]
         if bridged is None or bridged.token_ids[: len(recorded)] != recorded:
@@ -97,32 +102,39 @@ class KnownRenderer(Renderer):
 
     def disagreement(self) -> str | None:
         """How the program and the template differ, if they do: the tokenizer may come with a template of its own."""
-        for messages, tools in _OPENINGS:
+        for messages, tools in _PROBE_CONVERSATIONS:
             if self._program.render_ids(messages, tools=tools, add_generation_prompt=True) != self.prompt(
                 messages, tools
             ):
                 return f"the prompt of {len(messages)} messages {'with' if tools else 'without'} tools"
-        return next((f"what follows a reply with {m['role']}" for m in (_ASKED, _TOLD) if self._parts_after(m)), None)
+        return next(
+            (
+                f"what follows a reply with {m['role']}"
+                for m in (_USER_MESSAGE, _TOOL_MESSAGE)
+                if self._continues_differently(m)
+            ),
+            None,
+        )
 
-    def _parts_after(self, message: Message) -> bool:
+    def _continues_differently(self, message: Message) -> bool:
         end = next((token for token in self._program.get_stop_token_ids() if token in self._ends), None)
         if end is None:
             return True
         said = [*self.encode("Because."), end]
-        opened: list[Message] = [_ASKED]
+        messages: list[Message] = [_USER_MESSAGE]
         turn = Turn(
-            prompt_ids=self.prompt(opened, [_TOOL]),
+            prompt_ids=self.prompt(messages, [_TOOL]),
             completion_ids=said,
             logprobs=[0.0] * len(said),
             versions=[0] * len(said),
             finish="stop",
             temperature=1.0,
-            messages=opened,
+            messages=messages,
             tools=[_TOOL],
             text="Because.",
         )
-        whole = [*opened, turn.message, message]
-        ours, theirs = super().go_on(turn, whole).ids, self._bridge(turn, whole)
+        whole = [*messages, turn.message, message]
+        ours, theirs = super().render_continuation(turn, whole).ids, self._bridge(turn, whole)
         recorded = [*turn.prompt_ids, *turn.completion_ids]
         return theirs is not None and ours[: len(recorded)] == recorded and ours != theirs
 
@@ -130,7 +142,7 @@ class KnownRenderer(Renderer):
 def make_renderer(
     tokenizer: PreTrainedTokenizerBase,
     end_tokens: Sequence[int],
-    choice: Choice = "auto",
+    choice: RendererChoice = "auto",
     model: str | None = None,
     keep_thoughts: bool = False,
 ) -> Renderer:
@@ -149,12 +161,12 @@ def make_renderer(
         program = _program(tokenizer, model or tokenizer.name_or_path, keep_thoughts)
     except ImportError:
         program = None
-    except UNREADABLE as error:
+    except RENDERERS_ERRORS as error:
         program, reason = None, f"it refuses this tokenizer ({error})"
     else:
         reason = "it does not know the model: name its family with model.known_as"
     if program is not None:
-        renderer = KnownRenderer(tokenizer, end_tokens, program)
+        renderer = BridgeRenderer(tokenizer, end_tokens, program)
         if (differs := renderer.disagreement()) is None:
             return renderer
         reason = f"it and the model's chat template differ in {differs}"
@@ -179,6 +191,6 @@ def _program(tokenizer: PreTrainedTokenizerBase, name: str, keep_thoughts: bool)
     return base.create_renderer(tokenizer, config)
 
 
-def _call(call: Any) -> dict[str, Any]:
+def _tool_call_dict(call: Any) -> dict[str, Any]:
     arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
     return (ToolCall(call.name, arguments, call.id) if call.id else ToolCall(call.name, arguments)).as_dict()

@@ -12,7 +12,7 @@ from paceline.rollout import Renderer, RenderError, Rollout, Turn, assemble
 if importlib.util.find_spec("renderers") is None:
     pytest.skip("needs renderers, which is not installed here", allow_module_level=True)
 
-from paceline.rollout.known import KnownRenderer, make_renderer
+from paceline.rollout.bridge_renderer import BridgeRenderer, make_renderer
 
 MODELS = {"qwen3": "Qwen/Qwen3-8B", "deepseek_v3": "deepseek-ai/DeepSeek-V3"}
 TOOL = {
@@ -81,8 +81,8 @@ def test_where_both_go_on_from_a_reply_they_go_on_alike(family, after, pieces):
     known = family.known()
     turn = family.turn(known, [SYSTEM, ASKED], "two é", tools=[TOOL], pieces=pieces)
     whole = [*turn.messages, turn.message, after]
-    ours = family.plain.go_on(turn, whole).ids
-    assert known.go_on(turn, whole).ids == ours
+    ours = family.plain.render_continuation(turn, whole).ids
+    assert known.render_continuation(turn, whole).ids == ours
     assert ours[: len(recorded(turn))] == recorded(turn)
 
 
@@ -91,8 +91,8 @@ def test_a_reply_that_was_cut_short_stays_in_the_sample_the_template_would_break
     known = family.known()
     first = family.turn(known, [ASKED], "tw", finish="length", tools=[TOOL], pieces=True)
     told = [*first.messages, first.message, {"role": "tool", "tool_call_id": "1", "name": "add", "content": "2"}]
-    assert family.plain.go_on(first, told).ids[: len(recorded(first))] != recorded(first)
-    prompt = known.go_on(first, told)
+    assert family.plain.render_continuation(first, told).ids[: len(recorded(first))] != recorded(first)
+    prompt = known.render_continuation(first, told)
     assert prompt.ids[: len(recorded(first))] == recorded(first)
     assert prompt.ids[len(recorded(first))] == family.end
     second = replace(family.turn(known, told, "o", tools=[TOOL]), prompt_ids=prompt.ids)
@@ -100,21 +100,21 @@ def test_a_reply_that_was_cut_short_stays_in_the_sample_the_template_would_break
     assert int(sample.loss_mask.sum()) == len(first.completion_ids) + len(second.completion_ids)
     # And on from there, by the template's rule too, although the package wrote the last prompt.
     more = [*told, second.message, ASKED]
-    assert known.go_on(second, more, prompt.text).ids[: len(recorded(second))] == recorded(second)
+    assert known.render_continuation(second, more, prompt.text).ids[: len(recorded(second))] == recorded(second)
 
 
 def test_thoughts_that_the_template_drops_are_kept_on_request_only(load):
     family = Family("qwen3", load("qwen3"))
     turn = family.turn(family.plain, [ASKED], THOUGHT)
     whole = [ASKED, turn.message, ASKED]
-    template = family.plain.go_on(turn, whole).ids
+    template = family.plain.render_continuation(turn, whole).ids
     assert "hm" not in family.tokenizer.decode(template)
-    assert family.known().go_on(turn, whole).ids == template
-    kept = family.known(keep_thoughts=True).go_on(turn, whole).ids
+    assert family.known().render_continuation(turn, whole).ids == template
+    kept = family.known(keep_thoughts=True).render_continuation(turn, whole).ids
     assert kept[: len(recorded(turn))] == recorded(turn)
     # What follows is what the template writes after a reply without thoughts.
     plain = family.turn(family.plain, [ASKED], "two")
-    after = family.plain.go_on(plain, [ASKED, plain.message, ASKED]).ids
+    after = family.plain.render_continuation(plain, [ASKED, plain.message, ASKED]).ids
     assert kept[len(recorded(turn)) :] == after[len(recorded(plain)) :]
 
 
@@ -124,11 +124,11 @@ def test_a_thought_the_package_went_on_from_is_dropped_when_the_template_drops_i
     known = family.known()
     first = family.turn(known, [ASKED], THOUGHT, tools=[TOOL])
     told = [ASKED, first.message, {"role": "tool", "tool_call_id": "1", "name": "add", "content": "2"}]
-    prompt = known.go_on(first, told)
+    prompt = known.render_continuation(first, told)
     assert prompt.ids[: len(recorded(first))] == recorded(first)
     second = replace(family.turn(known, told, "two", tools=[TOOL]), prompt_ids=prompt.ids)
     more = [*told, second.message, ASKED]
-    assert known.go_on(second, more, prompt.text).ids == family.plain.prompt(more, [TOOL])
+    assert known.render_continuation(second, more, prompt.text).ids == family.plain.prompt(more, [TOOL])
 
 
 CALLS = {
@@ -143,7 +143,7 @@ def test_calls_are_read_in_the_models_own_grammar_and_bad_ones_stay_text(family)
 
     def said(text, tools):
         turn = family.turn(known, [ASKED], text, tools=tools)
-        return known.said(turn.completion_ids, turn.prompt_ids, tools)
+        return known.parse_reply(turn.completion_ids, turn.prompt_ids, tools)
 
     good = said(CALLS[family.name], [TOOL])
     (call,) = good["tool_calls"]
@@ -168,7 +168,7 @@ def test_a_template_that_was_changed_is_noticed(load):
     """A fine-tune keeps its name and tokens but not always its template."""
     tokenizer = load("qwen3")
     ends = [tokenizer.eos_token_id]
-    assert type(make_renderer(tokenizer, ends, model="qwen3")) is KnownRenderer
+    assert type(make_renderer(tokenizer, ends, model="qwen3")) is BridgeRenderer
     shipped = tokenizer.chat_template
     for before, after, says in (
         ("<|im_start|>assistant", "<|im_start|>model", "differ in the prompt of 1 messages without tools"),

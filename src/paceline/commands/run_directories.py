@@ -10,21 +10,21 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.commands.commands import OVERRIDES, RUN, arg, flag, old_spelling, subcommand
+from paceline.commands.commands import OVERRIDES_HELP, RUN_ARGUMENT, arg, deprecated_option, flag, subcommand
 from paceline.config import load
 from paceline.errors import PacelineError
 from paceline.observe.record import open_run
-from paceline.observe.record.first_difference import Compared, compare
+from paceline.observe.record.first_difference import RunComparison, compare
 from paceline.util.process_exit import end_with_parent
 
 
 @subcommand(
-    RUN,
+    RUN_ARGUMENT,
     arg("step", type=int, metavar="STEP", nargs="?", help="which of its batches"),
     arg("--dump", metavar="STEP", help="a batch kept because its step was bad: step or path"),
     flag("--json", "one JSON object with every token's share of the loss"),
     keys=True,
-    epilog=OVERRIDES,
+    epilog=OVERRIDES_HELP,
 )
 def replay(known: argparse.Namespace, overrides: list[str]) -> None:
     """Train a recorded batch once more on the CPU, beside what was recorded.
@@ -45,7 +45,7 @@ def replay(known: argparse.Namespace, overrides: list[str]) -> None:
     if not file.is_file():
         raise PacelineError(f"there is no run at {run}: name a run directory, such as runs/quickstart")
     config = load(str(file), overrides).config
-    from paceline.commands.replay import replay, replay_dump, samples_table, table
+    from paceline.commands.replay import loss_table, replay, replay_dump, samples_table
 
     if (known.step is None) == (known.dump is None):
         raise PacelineError("name one batch: a STEP whose batch was recorded, or --dump with one whose step was bad")
@@ -65,7 +65,7 @@ def replay(known: argparse.Namespace, overrides: list[str]) -> None:
     dumped = known.dump is not None
     result = replay_dump(run, known.dump, config) if dumped else replay(run, known.step, config)
     console = Console()
-    console.print(table(result))
+    console.print(loss_table(result))
     if dumped:
         console.print(samples_table(result))
         print(result.verdict)
@@ -75,7 +75,7 @@ def replay(known: argparse.Namespace, overrides: list[str]) -> None:
     print(f"weights: {result.weights}{note}")
 
 
-@subcommand(RUN)
+@subcommand(RUN_ARGUMENT)
 def doctor(known: argparse.Namespace, rest: list[str]) -> None:
     """Show how a run is: alive or dead, who waits for whom, how to go on.
 
@@ -88,13 +88,13 @@ def doctor(known: argparse.Namespace, rest: list[str]) -> None:
       watch -n 2 paceline doctor runs/quickstart               and again every two seconds
       paceline doctor runs/quickstart > report.txt             plain text, to send to a colleague
     """
-    from paceline.observe.monitor.doctor import examine, report, resume_command
+    from paceline.observe.monitor.doctor import diagnose, render_findings, resume_command
     from paceline.observe.record.advice.rules import advice
 
     # A pipe has no width: wide enough there that no path and no line of a stack is broken.
     console = Console(width=None if sys.stdout.isatty() else 4000)
-    found = examine(Path(known.directory))
-    console.print(report(found))
+    found = diagnose(Path(known.directory))
+    console.print(render_findings(found))
     console.print(advice(open_run(known.directory)))
     if command := resume_command(found):
         print(f"to go on: {command}")  # to be copied: in one line, however long
@@ -118,7 +118,7 @@ def top(known: argparse.Namespace, rest: list[str]) -> None:
 
 
 @subcommand(
-    RUN,
+    RUN_ARGUMENT,
     arg("-o", dest="file", metavar="FILE", help="where to (NAME-report.html, here)"),
     arg("--rollouts", type=int, default=2, metavar="N", help="best, median and worst ones, each (2)"),
 )
@@ -163,7 +163,7 @@ def diff(known: argparse.Namespace, rest: list[str]) -> int:
     if known.json:
         print(json.dumps(compared.as_json()))
     else:
-        Console().print(comparison_report(compared, one.name, other.name))
+        Console().print(difference_report(compared, one.name, other.name))
     return int(compared.first is not None)
 
 
@@ -172,7 +172,7 @@ def diff(known: argparse.Namespace, rest: list[str]) -> int:
     arg("--host", help="address to listen on (127.0.0.1)"),
     arg("--port", type=int, help="port; 0 picks a free one and prints it (8200)"),
     arg("--api-key", help="what a browser must know; needed off loopback (env PACELINE_UI_KEY)"),
-    old_spelling("--key", "--api-key"),
+    deprecated_option("--key", "--api-key"),
 )
 def ui(known: argparse.Namespace, rest: list[str]) -> None:
     """Look at runs in a browser, live.
@@ -191,22 +191,22 @@ def ui(known: argparse.Namespace, rest: list[str]) -> None:
     serve_ui(load_options(runs=known.runs, host=known.host, port=known.port, key=key))
 
 
-MOST = 20
+MOST_SETTINGS = 20
 """Settings that are listed."""
 
 
-def comparison_report(compared: Compared, one: str, other: str) -> RenderableType:
-    """What differs between two runs of these names: settings, then the first thing that happened otherwise."""
+def difference_report(compared: RunComparison, one: str, other: str) -> RenderableType:
+    """A report of what differs between two runs: their settings, then the first difference in their records."""
     parts: list[RenderableType] = []
     if compared.settings:
         table = Table(title="settings that differ", title_justify="left")
         for heading in ("key", one, other):
             table.add_column(heading, overflow="fold")
-        for key, mine, theirs in compared.settings[:MOST]:
+        for key, mine, theirs in compared.settings[:MOST_SETTINGS]:
             table.add_row(Text(key), Text(str(mine)), Text(str(theirs)))
         parts.append(table)
-        if len(compared.settings) > MOST:
-            parts.append(Text(f"... and {len(compared.settings) - MOST} more"))
+        if len(compared.settings) > MOST_SETTINGS:
+            parts.append(Text(f"... and {len(compared.settings) - MOST_SETTINGS} more"))
     before = f"{compared.steps} steps and {compared.rollouts} rollouts"
     if compared.first is None:
         parts.append(Text(f"the same in all that was recorded: {before}"))
