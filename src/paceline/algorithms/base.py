@@ -2,10 +2,11 @@
 
 Hooks, called in this order in the life of a rollout, and two for the checkpoint:
 
-    begin(context)       once, before anything is played: connect to teachers, look at the rows
+    stage(environment) once, first of all: the environment as it is to be played
+    begin(context)     once, before anything is played: connect to teachers, look at the rows
     observe(rollout)   when a rollout becomes samples: loss weights for tokens the policy did not sample
     assign(group)      when a group is complete: credit for the tokens it did
-    score(groups)      when a batch ships: what needs the whole batch, or another model's log probabilities
+    score(groups)      before groups train: what needs the whole batch, or another model's log probabilities
     state() / load()   whatever must survive a restart
 """
 
@@ -42,14 +43,14 @@ class AlgorithmContext:
     attach: Callable[[ModelRef], Awaitable[FrozenPool]]
     """Connects to a frozen endpoint, once for all who name it; the run closes it."""
     teacher: FailurePolicy = DEFAULT_POLICY
-    """Policy for a sample that a reference could not score."""
+    """What to do with a sample that a teacher could not score."""
 
 
 class Algorithm(ABC):
     """Turns rollouts into trained samples. One instance per environment."""
 
     client: SamplingClient | None = None
-    """The client that speaks in training, where it is not the policy's."""
+    """Samples in place of the policy, where another model does: its tokens have no ratio and never go stale."""
     bad_rows: BadRows = BadRows()
     """Rows that `begin` found unusable: their draws are dropped."""
 
@@ -69,8 +70,8 @@ class Algorithm(ABC):
 
     async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
         """Finish the samples of this environment's groups, which are about to ship as one batch. A sample that cannot
-        be finished is taken out of its rollout; answers with how many were, by reason. Groups that train once more
-        come by again, finished already. Nothing by default."""
+        be finished is taken out of its rollout; answers with how many were, by reason. Groups that are replayed were
+        finished the first time and do not come again. Nothing by default."""
         return Counter()
 
     def state(self) -> dict:

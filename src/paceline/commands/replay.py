@@ -80,7 +80,7 @@ class TokenLossRecorder:
         used = {name: _to_numpy(scale) != 0 for name, scale in losses.scales.items()}
         left = {name: _to_numpy(values) & used[name] for name, values in losses.clipped.items()}
         ratio = losses.ratio
-        streams = [tokens.logprobs, tokens.behaviour, ratio.value, tokens.advantages, tokens.entropy]
+        streams = [tokens.logprobs, tokens.rollout_logprobs, ratio.value, tokens.advantages, tokens.entropy]
         streams, differences, rl = [_to_numpy(stream) for stream in streams], _to_numpy(ratio.difference), used["rl"]
         for number, member in enumerate(micro_batch.members):
             at = np.flatnonzero(segments == number)
@@ -125,7 +125,7 @@ class SampleFinding:
 def examine_samples(learner: Learner, samples: Sequence[Sample], version: int) -> list[SampleFinding]:
     """Compute loss and gradient of each sample alone at the current weights, without an optimizer step."""
     found = []
-    for sample, micro_batch in zip(samples, learner.alone(samples), strict=True):
+    for sample, micro_batch in zip(samples, learner.one_per_micro_batch(samples), strict=True):
         sums = learner.backward(micro_batch, version).values
         norm = float(learner.optimizer.clip())
         learner.optimizer.zero()

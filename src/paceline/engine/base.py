@@ -66,7 +66,7 @@ class Completion:
     versions: list[int]
     finish: Finish
     log_z: list[float] | None = None
-    """Log of the probability mass that top-p and top-k kept, per token; None when nothing was cut."""
+    """Log of the probability mass that top-p, top-k and a grammar left, per token; None when nothing was cut."""
     top: list[TopLogprobs] | None = None
     recomputed: bool = False
     """Whether the KV cache was recomputed each time the weights changed under this request. Otherwise tokens of later

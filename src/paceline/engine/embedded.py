@@ -14,7 +14,7 @@ from paceline.engine.cpu.kv_cache import SlotCache, TensorMemory
 from paceline.engine.cpu.runner import EagerRunner
 from paceline.engine.engine import DecodingEngine
 from paceline.engine.pages import PAGE, PageCache, PageMemory
-from paceline.engine.sequence import BASE, Guide
+from paceline.engine.sequence import BASE, GrammarMatcher
 from paceline.engine.weight_applier import StagedUpdate, WeightApplier
 from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch
 from paceline.model import LMHead, set_cpu_threads
@@ -48,7 +48,7 @@ class EmbeddedEngine(DecodingEngine):
         fp32_head: bool = False,
         version: int = 0,
         lora_targets: list[str] | str = "all-linear",
-        grammars: Callable[[Grammar], Guide] | None = None,
+        grammars: Callable[[Grammar], GrammarMatcher] | None = None,
         background: BackgroundCompile | None = None,
         steps: int | None = None,
     ) -> None:
@@ -234,7 +234,7 @@ class TorchWeights(WeightApplier):
         version, base, held = self.catalog.versions[BASE], delta.base, None
         if version == base.version:
             whole = delta.entries.keys() == self._parameters.keys()
-            held = self.catalog.weights[BASE].get(version) if whole else None
+            held = self.catalog.fingerprints[BASE].get(version) if whole else None
             held = held or fingerprint((name, self._parameters[name]) for name in delta.entries)
         if held != base.fingerprint:
             raise DeltaBaseMismatch(

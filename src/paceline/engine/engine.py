@@ -23,7 +23,7 @@ from paceline.engine.base import Completion, EngineLimits, EngineStats, Generate
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.runner import Runner, StepInFlight
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import Chunk, DecodeSequence, Guide, SampledToken, TokenStreamer
+from paceline.engine.sequence import Chunk, DecodeSequence, GrammarMatcher, SampledToken, TokenStreamer
 from paceline.engine.validation import MAX_TOP_LOGPROBS, check_request
 from paceline.engine.weight_applier import StagedUpdate, WeightApplier
 from paceline.errors import DeltaBaseMismatch, EngineError, Overloaded, RequestError
@@ -47,7 +47,7 @@ class DecodingEngine:
 
     def __init__(
         self, config: inference.EngineConfig, cache: KVCache, runner: Runner, weights: WeightApplier, *,
-        max_context: int, vocabulary: int, deterministic: bool, grammars: Callable[[Grammar], Guide] | None,
+        max_context: int, vocabulary: int, deterministic: bool, grammars: Callable[[Grammar], GrammarMatcher] | None,
     ) -> None:  # fmt: skip
         self.max_context = max_context
         self._config, self._cache, self._runner, self._weights = config, cache, runner, weights
@@ -184,7 +184,7 @@ class DecodingEngine:
         check_request(request, self._catalog, self.max_context - room, self._vocabulary)
         self._weights.check_trusted(request.model)
 
-    def _guide(self, grammar: Grammar) -> Guide:
+    def _guide(self, grammar: Grammar) -> GrammarMatcher:
         if self._grammars is None:
             raise RequestError("constrained output needs xgrammar: pip install 'paceline[grammar]'")
         return self._grammars(grammar)
@@ -337,7 +337,7 @@ class DecodingEngine:
         if finish:
             self._scheduler.release(sequence)
             self._streamer.finish(sequence)
-            _set_result(sequence, sequence.completion(finish, self._catalog.weights[sequence.request.model]))
+            _set_result(sequence, sequence.completion(finish, self._catalog.fingerprints[sequence.request.model]))
 
     def _fail(self, sequence: DecodeSequence, why: str, kind: type[EngineError] = EngineError) -> None:
         sequence.done_flag.is_set = True

@@ -44,7 +44,7 @@ MOST_WHITESPACE = 12
 """In a row between two parts of JSON: room for an indented line, and a weak model cannot idle its budget away."""
 
 
-class GuideFactory:
+class GrammarMatcherFactory:
     """Makes a guide for each request; grammars are compiled once and kept.
 
     Tokens count as the bytes they stand for, so characters may be cut anywhere between them. Special tokens are no
@@ -227,10 +227,12 @@ def _new_guide(compiled: "CompiledGrammar") -> TokenGuide:
     return TokenGuide(GrammarMatcher(compiled), compiled.tokenizer_info.vocab_size)
 
 
-def guide_factory(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> GuideFactory | None:
+def grammar_matcher_factory(
+    tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]
+) -> GrammarMatcherFactory | None:
     """An engine's grammars for constrained output; None where xgrammar, or the torch it needs, is not installed."""
     try:
         import xgrammar  # noqa: F401
     except ImportError:
         return None
-    return GuideFactory(tokenizer, end_tokens)
+    return GrammarMatcherFactory(tokenizer, end_tokens)

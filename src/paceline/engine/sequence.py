@@ -13,7 +13,7 @@ from paceline.engine.base import Completion, Finish, GenerateRequest, Listener, 
 from paceline.weights.update import Array
 
 
-class Guide(Protocol):
+class GrammarMatcher(Protocol):
     """A compiled grammar at one place in one completion."""
 
     def allowed_mask(self, vocabulary: int) -> Array:
@@ -42,14 +42,14 @@ class Catalog:
     """Adapter slot of each model; 0 for none."""
     versions: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
     base_version: int = 0
-    weights: dict[str, dict[int, str]] = field(default_factory=lambda: {POLICY: {}, BASE: {}})
+    fingerprints: dict[str, dict[int, str]] = field(default_factory=lambda: {POLICY: {}, BASE: {}})
     """Version and fingerprint of what each model holds, as far as they were proved: of an adapter, its own tensors.
     Replaced, never changed, so that all completions of the same weights share one."""
 
     def set_version(self, models: Iterable[str], version: int) -> None:
         """Record that these models hold new weights, which are not verified yet."""
         self.versions |= dict.fromkeys(models, version)
-        self.weights |= {model: {} for model in models}
+        self.fingerprints |= {model: {} for model in models}
         self.base_version = self.versions[BASE]
 
     def weights_key(self, model: str) -> WeightsKey:
@@ -92,7 +92,7 @@ class DecodeSequence:
     listener: Listener | None = None
     scores: list[float] | None = None
     """Collects the prompt's log probabilities when the sequence is scored, not continued."""
-    guide: "Guide | None" = None
+    guide: "GrammarMatcher | None" = None
     arrival: int = 0
     turn: int = 0
     slot: int = -1
@@ -109,7 +109,7 @@ class DecodeSequence:
     log_z: list[float] = field(default_factory=list)
     top: list[TopLogprobs] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    weights: dict[int, str] | None = None
+    fingerprints: dict[int, str] | None = None
     """Version and fingerprint of what it was sampled from before the present weights; shared like those."""
     num_streamed: int = 0
     """How many of its sampled tokens its listener has received."""
@@ -152,7 +152,7 @@ class DecodeSequence:
         del self.tokens[len(self.request.prompt_ids) :]
         for stream in (self.logprobs, self.log_z, self.top, self.versions):
             stream.clear()
-        self.weights, self.recomputed, self.has_mixed_cache = None, False, False
+        self.fingerprints, self.recomputed, self.has_mixed_cache = None, False, False
 
     def completion(self, finish: Finish, weights: dict[int, str]) -> Completion:
         """All of it, its last token drawn from these weights."""
@@ -165,7 +165,7 @@ class DecodeSequence:
             top=self.top or None,
             recomputed=self.recomputed and not self.has_mixed_cache,
             cached=self.num_cached or 0,
-            weights=weights if self.weights is None else self.weights | weights,
+            weights=weights if self.fingerprints is None else self.fingerprints | weights,
         )
 
 

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 from paceline.engine.base import Grammar
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import BASE, BROKEN_VERSION, POLICY, Catalog, DecodeSequence, Guide
+from paceline.engine.sequence import BASE, BROKEN_VERSION, POLICY, Catalog, DecodeSequence, GrammarMatcher
 from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch, PartialUpdateError
 from paceline.model.adapter_names import AdapterError, check_scale
 from paceline.weights.update import Adapter, Array, Canary, ServedPolicy, WeightUpdate, fingerprint
 
 FailRequest = Callable[[DecodeSequence, str, type[EngineError]], None]
 """Ends a request with an error."""
-MakeGuide = Callable[[Grammar], Guide]
+MakeMatcher = Callable[[Grammar], GrammarMatcher]
 
 
 class AdapterSlots(Protocol):
@@ -103,7 +103,7 @@ class WeightApplier(ABC):
     def policy(self) -> ServedPolicy:
         """The served version, and its fingerprint as verified; else taken now from the tensors really used."""
         version = self.catalog.versions[POLICY]
-        verified = self.catalog.weights[POLICY].get(version)
+        verified = self.catalog.fingerprints[POLICY].get(version)
         return ServedPolicy(version, verified or fingerprint(self._served_tensors(POLICY).items()))
 
     def read(self, update: WeightUpdate, check: bool = True, sender_event: Any = None) -> StagedUpdate:
@@ -151,7 +151,7 @@ class WeightApplier(ABC):
 
     def apply(self, staged: StagedUpdate) -> str | None:
         """Copy the update in place; answers with its fingerprint, if it is to be checked. Refusals change nothing; what
-        breaks off in the middle leaves weights that have no name, and raises `PartialUpdateError`."""
+        breaks off in the middle leaves weights without a fingerprint, and raises `PartialUpdateError`."""
         update, sent_fingerprint = staged.update, staged.sent_fingerprint
         if update.delta is not None:
             sent_fingerprint = self._apply_delta(update, staged.check)
@@ -213,8 +213,8 @@ class WeightApplier(ABC):
 
     def verify(self, update: WeightUpdate, sent_fingerprint: str) -> None:
         """Check that the weights held are those sent, and compute what the trainer computes. Whatever is sampled from
-        now on names them."""
-        name, weights = POLICY if update.adapter is None else update.adapter.name, self.catalog.weights
+        now on carries their fingerprint."""
+        name, weights = POLICY if update.adapter is None else update.adapter.name, self.catalog.fingerprints
         mine = self.parameters
         held = self._served_tensors(name) if update.adapter is not None else {key: mine[key] for key in update.names}
         if fingerprint(held.items()) != sent_fingerprint:
@@ -253,12 +253,12 @@ class WeightApplier(ABC):
                 raise type(error)(str(error))
 
     def swap(
-        self, staged: StagedUpdate, scheduler: Scheduler, recompute: bool, fail: FailRequest, guide: MakeGuide
+        self, staged: StagedUpdate, scheduler: Scheduler, recompute: bool, fail: FailRequest, guide: MakeMatcher
     ) -> None:
         """Apply an update and verify it. Nothing drains: what runs goes on with the new weights."""
         update = staged.update
         name = None if update.adapter is None else update.adapter.name
-        before = dict(self.catalog.weights)
+        before = dict(self.catalog.fingerprints)
 
         def quarantine(error: Exception) -> None:
             """Sample nothing more from these weights: running, waiting and later requests fail with the reason."""
@@ -285,19 +285,19 @@ class WeightApplier(ABC):
 
     def _carry_over(
         self, name: str | None, before: dict[str, dict[int, str]], version: int, sent_fingerprint: str | None,
-        scheduler: Scheduler, fail: FailRequest, guide: MakeGuide,
+        scheduler: Scheduler, fail: FailRequest, guide: MakeMatcher,
     ) -> None:  # fmt: skip
-        """Sequences that go on under new weights keep the names of the old. After a roll-back a version comes again
-        with other weights: a completion that already holds tokens of that number begins anew, for one that mixed both
-        could not say which is which."""
+        """Sequences that go on under new weights keep the fingerprints of the old. After a roll-back a version comes
+        again with other weights: a completion that already holds tokens of that number begins anew, for one that mixed
+        both could not say which is which."""
         carried: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
         for sequence in scheduler.sampled_sequences(name):
             was = before[sequence.request.model]
-            if self.catalog.weights[sequence.request.model] is was:
+            if self.catalog.fingerprints[sequence.request.model] is was:
                 continue  # an adapter beside a new base
-            past = (sequence.weights or {}) | {v: of for v, of in was.items() if v == sequence.versions[-1]}
+            past = (sequence.fingerprints or {}) | {v: of for v, of in was.items() if v == sequence.versions[-1]}
             if version not in sequence.versions or past.get(version) == sent_fingerprint:
-                sequence.weights = carried.setdefault(tuple(past.items()), past)
+                sequence.fingerprints = carried.setdefault(tuple(past.items()), past)
             elif sequence.num_streamed:
                 scheduler.abort([sequence])
                 why = f"version {version} came again with other weights under a stream: ask again"

@@ -16,7 +16,7 @@ from paceline.config.hardware import DTYPES
 from paceline.config.model import Dtype
 from paceline.config.trainer import TrainerConfig as Section
 from paceline.engine.base import Engine, Grammar
-from paceline.engine.sequence import Guide
+from paceline.engine.sequence import GrammarMatcher
 from paceline.errors import PacelineError
 from paceline.model.dtypes import resolve_dtype
 from paceline.observe.monitor import RunDirectory
@@ -54,7 +54,7 @@ class MlxBackend:
         self.parameters = self.model.size
 
     def engine(
-        self, config: RunConfig, grammars: Callable[[Grammar], Guide] | None = None, alone: bool = False
+        self, config: RunConfig, grammars: Callable[[Grammar], GrammarMatcher] | None = None, alone: bool = False
     ) -> "MlxEngine":
         from paceline.engine.mlx.engine import MlxEngine
 

@@ -28,7 +28,7 @@ from paceline.config.apple import uses_mlx
 from paceline.config.serve import ServeConfig
 from paceline.engine.base import Grammar
 from paceline.engine.engine import DecodingEngine
-from paceline.engine.sequence import Guide
+from paceline.engine.sequence import GrammarMatcher
 from paceline.errors import EngineError, PacelineError
 from paceline.model import end_tokens, load_tokenizer, quick_handover
 from paceline.model.tokenizer import find_tokenizer
@@ -205,13 +205,13 @@ def _cause(child: subprocess.Popen) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _grammars(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Callable[[Grammar], Guide] | None:
+def _grammars(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Callable[[Grammar], GrammarMatcher] | None:
     """The grammar compiler, where the packages it needs are installed."""
     if importlib.util.find_spec("torch") is None:  # which xgrammar needs
         return None
-    from paceline.engine.grammar import guide_factory
+    from paceline.engine.grammar import grammar_matcher_factory
 
-    return guide_factory(tokenizer, ends)
+    return grammar_matcher_factory(tokenizer, ends)
 
 
 def _threads(parameters: int) -> int:

@@ -23,7 +23,7 @@ from paceline.clients.vllm import LaunchedVllm, VllmEngine, VllmProcess, max_lor
 from paceline.config import RunConfig
 from paceline.engine import EmbeddedEngine
 from paceline.engine.base import Engine, Grammar
-from paceline.engine.sequence import Guide
+from paceline.engine.sequence import GrammarMatcher
 from paceline.errors import PacelineError
 from paceline.model import attach_lora, clone_for_engine, load_model, small_products
 from paceline.model.background_compile import BackgroundCompile, has_cached_code
@@ -141,7 +141,7 @@ class TorchBackend:
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
     def engine(
-        self, config: RunConfig, grammars: Callable[[Grammar], Guide] | None = None, alone: bool = False
+        self, config: RunConfig, grammars: Callable[[Grammar], GrammarMatcher] | None = None, alone: bool = False
     ) -> EmbeddedEngine:
         """`alone`: no trainer runs beside it, so that it may have the model itself."""
         model = self.model.requires_grad_(False) if alone else clone_for_engine(self.model, config.model)
@@ -175,7 +175,7 @@ def engine_for(
     model: PreTrainedModel,
     config: RunConfig,
     kind: type[EmbeddedEngine] = EmbeddedEngine,
-    grammars: Callable[[Grammar], Guide] | None = None,
+    grammars: Callable[[Grammar], GrammarMatcher] | None = None,
     steps: int | None = None,
 ) -> EmbeddedEngine:
     """An engine of this process that serves the run's model, for so many weight updates if that is known."""

@@ -150,10 +150,11 @@ class PolicyBackend(Protocol):
         micro_batch: MicroBatch,
         names: Sequence[str],
         losses: Losses,
-        summing: Callable[[str], AbstractContextManager],
-        watch: Callable[[TrainedTokens], None] | None,
+        accumulate_into: Callable[[str], AbstractContextManager],
+        on_tokens: Callable[[TrainedTokens], None] | None,
     ) -> LossStats:
-        """Add the gradient of each named loss of a micro-batch, inside `summing(name)`. `watch` hears of its tokens."""
+        """Add the gradient of each named loss of a micro-batch, inside `accumulate_into(name)`. `on_tokens` is given
+        its tokens."""
         ...
 
     def clip(self) -> Any:
@@ -168,7 +169,7 @@ class PolicyBackend(Protocol):
         """A number, summed over the ranks that hold different samples."""
         ...
 
-    def votes(self, value: float) -> float:
+    def sum_over_all_ranks(self, value: float) -> float:
         """A number, summed over all ranks."""
         ...
 
@@ -215,7 +216,7 @@ class PolicyBackend(Protocol):
 
 @contextmanager
 def training(net: Any) -> Generator[None]:
-    """The model is in training mode inside: dropout drops."""
+    """The model is in training mode inside, where adapters may drop out."""
     net.train()
     try:
         yield

@@ -63,7 +63,7 @@ class Batch:
     """All samples the critic learns from, on whichever rank."""
 
     @classmethod
-    def alone(cls, samples: Sequence[Sample], c: config.TrainerConfig, budget: int) -> Self:
+    def single_rank(cls, samples: Sequence[Sample], c: config.TrainerConfig, budget: int) -> Self:
         """A batch that no other rank has a part in."""
         return cls(list(samples), cut_steps(samples, c.minibatches, 1, budget, Cost(1, 0)), 0)
 
@@ -137,8 +137,8 @@ class TrainedTokens:
 
     logprobs: Array
     """log pi, the policy in training. It and `entropy` alone may have a gradient."""
-    behaviour: Array
-    """log mu, the policy that sampled; NaN where the sampler was frozen, which makes the ratio 1."""
+    rollout_logprobs: Array
+    """log mu, recorded by the engine; NaN where another model sampled the token, which makes the ratio 1."""
     prox_logprobs: Array
     """The policy at the batch's start; NaN where it still is the policy in training."""
     advantages: Array
@@ -147,9 +147,11 @@ class TrainedTokens:
     base_logprobs: Array
     """The KL reference's; NaN where there is none."""
     rl_scale: Array
+    """By what each component's loss of a token is multiplied: its weight over the batch's normaliser. 0 trains not."""
     ce_scale: Array
     ref_kl_scale: Array
     policy_scale: Array
+    """The same for what belongs to no component, KL and entropy: of the rl tokens, without their weights."""
     entropy: Array
     versions: Array
     segments: Array
@@ -165,17 +167,18 @@ class TrainedTokens:
         return self.rl_scale != 0
 
     @property
-    def sampler(self) -> Array:
-        """log mu, the policy itself where the sampler was frozen."""
-        return self._or_policy(self.behaviour)
+    def sampling_logprobs(self) -> Array:
+        """log mu; the policy's own where another model sampled."""
+        return self._or_policy(self.rollout_logprobs)
 
     @property
-    def start(self) -> Array:
+    def old_logprobs(self) -> Array:
         """The policy at the batch's start. In the first optimizer step that is the policy itself: no second pass."""
         return self._or_policy(self.prox_logprobs)
 
     @property
-    def base(self) -> Array:
+    def reference_logprobs(self) -> Array:
+        """The KL reference's; the policy's own where there is none."""
         return self._or_policy(self.base_logprobs)
 
     def per_sequence(self, values: Array) -> tuple[Array, Array]:
@@ -203,5 +206,5 @@ def streams_of(micro_batch: MicroBatch) -> dict[str, NDArray]:
     positions = trained_positions(micro_batch)
     owners = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
     streams = {name: getattr(micro_batch, name) for name in (*STREAMS, *SCALES)}
-    streams |= {"behaviour": micro_batch.logprobs, "segments": owners}
+    streams |= {"rollout_logprobs": micro_batch.logprobs, "segments": owners}
     return {name: stream[positions] for name, stream in streams.items()}

@@ -177,7 +177,7 @@ class Learner:
         self._reference = KLReference(c.kl, policy.parameters) if c.kl is not None else None
         self._critic = Critic(c, policy, schedule_lengths(c, total_steps)[1]) if c.critic is not None else None
         self._loss = Loss(c)
-        self._norms = GradientNorms(c.spike, policy.votes)
+        self._norms = GradientNorms(c.spike, policy.sum_over_all_ranks)
         self._stream: StreamedBatch | None = None
         self.watch: Callable[[MicroBatch, TrainedTokens, TokenLosses], None] | None = None
         """Called for every micro-batch of a step with the losses of its tokens; `paceline replay` sets it."""
@@ -186,7 +186,7 @@ class Learner:
         """Run the micro-batches that samples of an unfinished batch fill. `learn` then gets only the other samples."""
         self._stream = self._stream or StreamedBatch(self._config, self.optimizer)
         if samples:
-            samples = self._prepare_alone(samples).samples
+            samples = self._prepare_local(samples).samples
             self._run_fed(self._stream, self._stream.add(samples, self.policy.budget), version)
 
     def learn(self, samples: Sequence[Sample], version: int) -> tuple[dict[str, float], str]:
@@ -211,9 +211,9 @@ class Learner:
             troubles.append("the critic's loss or gradient was not finite")
         return report, troubles[0] if troubles else ""
 
-    def alone(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+    def one_per_micro_batch(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """Each sample in a micro-batch of its own, with its share of the whole batch's normalisers."""
-        batch = self._prepare_alone(samples)
+        batch = self._prepare_local(samples)
         scales = dict(enumerate(token_scales(batch.samples, self._config.normalise, self._config.fixed_length)))
         return [collate([i], batch.samples, scales, batch.prox) for i in scales]
 
@@ -277,9 +277,9 @@ class Learner:
 
     # -- preparing a batch ------------------------------------------------------------------------------------------
 
-    def _prepare_alone(self, samples: Sequence[Sample]) -> Batch:
+    def _prepare_local(self, samples: Sequence[Sample]) -> Batch:
         """Samples that no other rank needs to know of."""
-        return self._add_logprobs(self._add_advantages(Batch.alone(samples, self._config, self.policy.budget))[0])
+        return self._add_logprobs(self._add_advantages(Batch.single_rank(samples, self._config, self.policy.budget))[0])
 
     def _add_advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Advantages for all, or a sentence on the sample that lacks them; and what the critic reports of the batch."""

@@ -4,7 +4,7 @@
          + policy_scale_t * (kl_coef * kl_t - entropy_coef * H_t)
 
     rl      the policy loss (`trainer.loss`)        ref_kl  reverse KL to a teacher: on-policy distillation
-    ce      cross entropy on given tokens           kl      KL penalty towards the frozen reference (`trainer.kl`)
+    ce      cross entropy on given tokens           kl      KL penalty towards a reference (`trainer.kl`)
 
 `policy_scale` is the rl normaliser on rl tokens, without the weights that an algorithm gave them. The second line is
 off by default. Which token carries which scale is the algorithm's choice, made long before; nothing here knows its
@@ -50,8 +50,8 @@ class Loss:
 
     def per_token(self, tokens: TrainedTokens) -> "TokenLosses":
         """The losses of each token alone, before anything is added up."""
-        sampled = Ratio.from_logprobs(tokens.logprobs, tokens.sampler)
-        ratio = sampled if self._config.proximal is None else Ratio.from_logprobs(tokens.logprobs, tokens.start)
+        sampled = Ratio.from_logprobs(tokens.logprobs, tokens.sampling_logprobs)
+        ratio = sampled if self._config.proximal is None else Ratio.from_logprobs(tokens.logprobs, tokens.old_logprobs)
         rl, rl_clipped = self._rl(ratio, tokens)
         if self._config.proximal is not None:
             rl = rl * importance(self._config.proximal, tokens)
@@ -59,7 +59,7 @@ class Loss:
         terms = {"rl": rl, "ce": -tokens.logprobs, "ref_kl": ref_kl}
         scales = {"rl": tokens.rl_scale, "ce": tokens.ce_scale, "ref_kl": tokens.ref_kl_scale}
         if self._kl is not None and self._config.kl is not None:
-            terms["kl"] = self._config.kl.coef * self._kl(tokens.logprobs, tokens.base)
+            terms["kl"] = self._config.kl.coef * self._kl(tokens.logprobs, tokens.reference_logprobs)
         if self._config.entropy_coef:
             terms["entropy"] = -self._config.entropy_coef * tokens.entropy
         skipped = self._skip_mask(sampled, tokens)
@@ -130,8 +130,8 @@ class LossStats:
         present = started & (tokens.versions == version)
         kept = zeros_like(rl) if tokens.kv_kept is None else present & tokens.kv_kept
         fresh = present & ~kept
-        stale = started & (tokens.versions < version) & (tokens.versions >= 0) & ~isnan(tokens.behaviour)
-        apart = Ratio.from_logprobs(tokens.start, tokens.sampler).divergence()
+        stale = started & (tokens.versions < version) & (tokens.versions >= 0) & ~isnan(tokens.rollout_logprobs)
+        apart = Ratio.from_logprobs(tokens.old_logprobs, tokens.sampling_logprobs).divergence()
         means = {
             "ratio": (rl, losses.ratio.value),
             "ppo_kl": (rl, losses.ratio.divergence()),
@@ -143,7 +143,7 @@ class LossStats:
             "nll": (ce, -tokens.logprobs),
             "pull": (ref, tokens.logprobs - tokens.ref_logprobs),
             "ref_kl_clipped": (ref, losses.clipped["ref_kl"]),
-            "kl": (based, k3(tokens.logprobs, tokens.base)),
+            "kl": (based, k3(tokens.logprobs, tokens.reference_logprobs)),
         }
         masks = {"rl": rl, "ce": ce, "ref_kl": ref, "based": based, "fresh": fresh, "kept": kept, "stale": stale}
         values = {f"loss_{name}": total(part) for name, part in parts.items()} | {"skipped": total(losses.skipped)}

@@ -117,7 +117,14 @@ class Streams:
 def custom(fn: Callable[..., Array], c: config.CustomLossConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
     """The user's `fn(streams, **kwargs)`, called once per sequence; it gives one loss per rl token."""
     loss = zeros_like(tokens.logprobs)
-    columns = (tokens.logprobs, tokens.sampler, ratio.log, tokens.advantages, tokens.ref_logprobs, tokens.base)
+    columns = (
+        tokens.logprobs,
+        tokens.sampling_logprobs,
+        ratio.log,
+        tokens.advantages,
+        tokens.ref_logprobs,
+        tokens.reference_logprobs,
+    )
     for number, name in enumerate(tokens.names):
         at = flatnonzero(tokens.rl & (tokens.segments == number))
         if len(at):
@@ -166,7 +173,7 @@ def importance(c: config.ProximalConfig, tokens: TrainedTokens) -> Array:
     At sequence level rho is the product over the sequence's rl tokens, or their geometric mean. A frozen sampler has no
     rho; the policy, which stands in for it elsewhere, has left the start behind.
     """
-    log = stop(where(isnan(tokens.behaviour), 0.0, tokens.start - tokens.sampler))
+    log = stop(where(isnan(tokens.rollout_logprobs), 0.0, tokens.old_logprobs - tokens.sampling_logprobs))
     if c.level == "sequence":
         sums, counts = tokens.per_sequence(log)
         log = take(sums / counts if c.geometric else sums, tokens.segments)

@@ -164,8 +164,8 @@ def _retrieve_exception(part: "asyncio.Future[Any]") -> None:
 
 def transport_for(path: WeightPath, folder: Path | None) -> WeightTransport:
     """`auto`: files where there is a folder both sides see, bodies where there is none, and deltas in front of either
-    (the store makes none where they cannot pay: see `NARROW`). An explicit path has nothing in front of it, and
-    `delta` needs no folder."""
+    (the store makes none where they cannot pay: see `MOST_DELTA_ITEMSIZE`). An explicit path has nothing in front of
+    it, and `delta` needs no folder."""
     if path == "disk" and folder is None:
         raise EngineError("weights.path = `disk` needs a folder that both sides see: give HttpEngine a `folder`")
     if path == "broadcast":

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from backends import engine_of
 from paceline.config import RunConfig
 from paceline.engine import GenerateRequest, Grammar, noise_key
-from paceline.engine.grammar import GuideFactory, guide_factory
+from paceline.engine.grammar import GrammarMatcherFactory, grammar_matcher_factory
 from paceline.engine.schemas import rewrite_pattern
 from paceline.errors import RequestError
 from paceline.model import end_tokens, load_model, load_tokenizer
@@ -62,7 +62,7 @@ def engine(tokenizer):
     model = load_model(CONFIG.model, "cpu")
     ends = end_tokens(tokenizer, model)
     made = engine_of(
-        model, CONFIG.engine.model_copy(update={"max_running": 32}), grammars=GuideFactory(tokenizer, ends)
+        model, CONFIG.engine.model_copy(update={"max_running": 32}), grammars=GrammarMatcherFactory(tokenizer, ends)
     )
     made.start()
     yield made
@@ -218,7 +218,7 @@ def walk(guide, tokenizer, text: str, size: int) -> bool:
 def test_characters_of_several_bytes_pass_and_are_never_cut(text):
     tokenizer = byte_level()
     size = len(tokenizer) + 5
-    make = GuideFactory(tokenizer, [tokenizer.eos_token_id])
+    make = GrammarMatcherFactory(tokenizer, [tokenizer.eos_token_id])
     assert walk(make(regex(re.escape(text))), tokenizer, text, size)
     assert walk(make(regex("." * len(text))), tokenizer, text, size)
     assert walk(make(schema({"const": text})), tokenizer, json.dumps(text, ensure_ascii=False), size)
@@ -233,7 +233,7 @@ def test_characters_of_several_bytes_pass_and_are_never_cut(text):
 def test_special_tokens_are_no_text_and_strange_ids_are_never_allowed():
     tokenizer = byte_level(pad="aa")
     size = len(tokenizer) + 5
-    guide = GuideFactory(tokenizer, [tokenizer.eos_token_id])(regex("a*"))
+    guide = GrammarMatcherFactory(tokenizer, [tokenizer.eos_token_id])(regex("a*"))
     allowed = guide.allowed_mask(size).nonzero()[0].tolist()
     assert allowed == sorted([tokenizer.convert_tokens_to_ids("a"), tokenizer.eos_token_id])  # not the pad token `aa`
     assert guide.allowed_mask(10).shape == (10,)
@@ -246,14 +246,14 @@ def test_special_tokens_are_no_text_and_strange_ids_are_never_allowed():
 def test_classes_mean_what_python_says(text):
     tokenizer = byte_level()
     for pattern in (r".*", r"\s*", r"\S*", r"\w+", r"\W+", r"[^\d\s]*", r"[\w.-]*", r"[\s\S]{2}", r"(a|\n)*.?"):
-        make = _CACHED.setdefault("make", GuideFactory(tokenizer, [tokenizer.eos_token_id]))
+        make = _CACHED.setdefault("make", GrammarMatcherFactory(tokenizer, [tokenizer.eos_token_id]))
         passed = walk(make(regex(pattern)), tokenizer, text, len(tokenizer))
         expected = re.fullmatch(pattern, text, re.ASCII) is not None
         # The compiler counts a no-break space as a space: it may say less than Python allows, never more.
         assert passed == expected or (expected and "\u00a0" in text)
 
 
-_CACHED: dict[str, GuideFactory] = {}
+_CACHED: dict[str, GrammarMatcherFactory] = {}
 
 
 # -- what cannot be enforced is refused -------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_what_cannot_be_enforced_is_refused(ask, grammar, message):
 
 def test_strings_of_limited_length_hold_no_control_characters():
     tokenizer = byte_level()
-    make = GuideFactory(tokenizer, [tokenizer.eos_token_id])
+    make = GrammarMatcherFactory(tokenizer, [tokenizer.eos_token_id])
     limited = schema({"type": "string", "maxLength": 3})
     assert walk(make(limited), tokenizer, '"é日"', len(tokenizer))
     assert not walk(make(limited), tokenizer, '"\t"', len(tokenizer))
@@ -305,7 +305,7 @@ def test_strings_of_limited_length_hold_no_control_characters():
 
 
 def test_a_grammar_is_compiled_once(tokenizer, monkeypatch):
-    make = GuideFactory(tokenizer, [6])
+    make = GrammarMatcherFactory(tokenizer, [6])
     make(regex("a+"))
     monkeypatch.setattr(make, "_compile", None)
     first, second = make(regex("a+")), make(regex("a+"))
@@ -315,7 +315,7 @@ def test_a_grammar_is_compiled_once(tokenizer, monkeypatch):
 
 def test_without_the_library_the_request_is_refused(tokenizer, monkeypatch, model):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    assert guide_factory(tokenizer, [6]) is None
+    assert grammar_matcher_factory(tokenizer, [6]) is None
     engine = engine_of(model, CONFIG.engine, grammars=None)
     request = GenerateRequest(prompt_ids=(1,), max_tokens=1, grammar=regex("a"))
     with pytest.raises(RequestError, match=r"pip install 'paceline\[grammar\]'"):

@@ -57,7 +57,7 @@ class EngineByHand(RuleBasedStateMachine):
         else:
             cache = SlotCache(NUMBER, slots, 8, CONTEXT, torch.int64, "cpu", **given)
         self.catalog = engine._catalog
-        self.catalog.slots["a"], self.catalog.versions["a"], self.catalog.weights["a"] = 1, 0, {}
+        self.catalog.slots["a"], self.catalog.versions["a"], self.catalog.fingerprints["a"] = 1, 0, {}
         self.cache = engine._cache = cache
         self.scheduler = engine._scheduler = Scheduler(cache, prefill, deterministic, self.catalog)
         self.runner = engine._runner = SymbolicRunner(cache, depth, self.catalog)

@@ -192,7 +192,7 @@ def _tokens(pi, mu, advantages, ref, scale=None, sequences=1) -> TrainedTokens:
     nan, ones = torch.full((count,), math.nan), torch.ones(count)
     return TrainedTokens(
         logprobs=column(pi),
-        behaviour=column(mu),
+        rollout_logprobs=column(mu),
         prox_logprobs=nan,
         advantages=column(advantages),
         ref_logprobs=column(ref),

@@ -19,7 +19,7 @@ from paceline.clients.http import _score_batches
 from paceline.config.serve import ServeConfig
 from paceline.engine import grammar
 from paceline.engine.base import EngineLimits, Grammar
-from paceline.engine.grammar import guide_factory
+from paceline.engine.grammar import grammar_matcher_factory
 from paceline.engine.schemas import MOST_STATES, prepare_schema, rewrite_pattern
 from paceline.errors import RequestError
 from paceline.server import http
@@ -209,7 +209,7 @@ def test_a_reference_that_leads_nowhere_is_refused():
 def test_a_grammar_that_takes_too_long_is_given_up_and_others_are_not_held_up(load, monkeypatch):
     """A pattern of a few states whose repeats within repeats can be read in countless ways."""
     pytest.importorskip("xgrammar")
-    made = guide_factory(load("quickstart"), [1])
+    made = grammar_matcher_factory(load("quickstart"), [1])
     assert made(Grammar("regex", "(ab{1,3}){1,3}")).allowed_mask(103).any()
     monkeypatch.setattr(grammar, "COMPILE_SECONDS", 1)
     monkeypatch.setattr(made._workers, "_idle", [])
@@ -222,7 +222,7 @@ def test_a_grammar_that_takes_too_long_is_given_up_and_others_are_not_held_up(lo
 
 def test_one_small_worker_stays_for_the_next_grammar(load, monkeypatch):
     pytest.importorskip("xgrammar")
-    made = guide_factory(load("quickstart"), [1])
+    made = grammar_matcher_factory(load("quickstart"), [1])
     workers = made._workers
     with ThreadPoolExecutor(2) as threads:  # two workers, of which one stays
         assert all(threads.map(lambda most: made(Grammar("regex", f"(ab{{1,{most}}}){{1,3}}")), (3, 4)))
@@ -243,7 +243,7 @@ WIDE = Grammar("json_schema", json.dumps({"oneOf": [ALIKE] * 20}))
 
 def test_a_worker_hands_over_only_what_was_slow_to_compile_and_is_not_too_large(load, monkeypatch):
     pytest.importorskip("xgrammar")
-    made = guide_factory(load("quickstart"), [1])
+    made = grammar_matcher_factory(load("quickstart"), [1])
     read: list[int] = []
 
     def ask(worker, question, real=grammar._request):
@@ -256,7 +256,7 @@ def test_a_worker_hands_over_only_what_was_slow_to_compile_and_is_not_too_large(
     assert made(WIDE).allowed_mask(103).any()
     assert read[0] < 100
     monkeypatch.setattr(grammar, "QUICK_SECONDS", 0)
-    slow = guide_factory(load("quickstart"), [1])
+    slow = grammar_matcher_factory(load("quickstart"), [1])
     with pytest.raises(RequestError, match=r"too large: compiled it takes .* MiB, and at most 32 are taken"):
         slow(WIDE)
     pattern = Grammar("regex", "(ab{1,3}){1,3}")

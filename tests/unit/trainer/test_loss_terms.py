@@ -51,7 +51,7 @@ class Case:
     def streams(self, prox=True) -> dict[str, np.ndarray]:
         streams = {
             "logprobs": self.pi,
-            "behaviour": self.mu,
+            "rollout_logprobs": self.mu,
             "prox_logprobs": self.prox if prox else np.full(len(self.pi), np.nan),
             "advantages": self.advantages,
             "ref_logprobs": self.ref,

@@ -95,10 +95,10 @@ def ours(b: SimpleNamespace, c: config.TrainerConfig):
         owners = np.repeat(m.members, m.lengths)[trained]
         pi = np.concatenate([stream(i, b.pi) for i in m.members])[trained].astype(np.float32)
         streams = {name: getattr(m, name)[trained] for name in (*STREAMS, *SCALES)}
-        streams |= {"logprobs": pi, "behaviour": m.logprobs[trained], "entropy": np.zeros_like(pi)}
+        streams |= {"logprobs": pi, "rollout_logprobs": m.logprobs[trained], "entropy": np.zeros_like(pi)}
         streams["segments"] = np.repeat(np.arange(len(m.members)), m.lengths)[trained]
         if c.proximal is not None:  # TRL's old policy is the one at the batch's start
-            streams["prox_logprobs"] = streams["behaviour"]
+            streams["prox_logprobs"] = streams["rollout_logprobs"]
         part = slope(c, streams, m.names)
         loss += part.loss
         grads |= {i: part.logprobs[owners == i] for i in m.members}

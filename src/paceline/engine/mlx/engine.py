@@ -13,7 +13,7 @@ from paceline.engine.mlx.adapters import MlxAdapters, install
 from paceline.engine.mlx.kv_cache import MlxSlotCache, kv_shape
 from paceline.engine.mlx.runner import MlxRunner
 from paceline.engine.mlx.sampler import token_logprobs
-from paceline.engine.sequence import Guide
+from paceline.engine.sequence import GrammarMatcher
 from paceline.engine.weight_applier import StagedUpdate, WeightApplier
 from paceline.errors import DeltaBaseMismatch, EngineError
 from paceline.model.mlx.loading import MlxModel, clone_model
@@ -82,7 +82,7 @@ class MlxEngine(DecodingEngine):
         deterministic: bool = False,
         version: int = 0,
         lora_targets: list[str] | str = "all-linear",
-        grammars: Callable[[Grammar], Guide] | None = None,
+        grammars: Callable[[Grammar], GrammarMatcher] | None = None,
     ) -> None:
         if config.cache == "pages":
             raise EngineError('engine.cache = "pages" is not there with mlx: leave it out')

@@ -147,7 +147,13 @@ def _on_policy_batch(token: TokenValues) -> tuple[Ratio, TrainedTokens]:
     """A batch of this token alone, for a policy that has not changed since it sampled."""
     old, advantage, ref, base = (np.array([x or 0.0]) for x in (token.old, token.advantage, token.ref, token.base))
     scales = dict.fromkeys(("rl_scale", "ce_scale", "ref_kl_scale", "policy_scale"), np.ones(1))
-    policies = {"logprobs": old, "behaviour": old, "prox_logprobs": old, "ref_logprobs": ref, "base_logprobs": base}
+    policies = {
+        "logprobs": old,
+        "rollout_logprobs": old,
+        "prox_logprobs": old,
+        "ref_logprobs": ref,
+        "base_logprobs": base,
+    }
     zero = np.zeros(1, np.int64)
     rest = {"advantages": advantage, "entropy": zero, "versions": zero, "segments": zero}
     return Ratio.from_logprobs(old, old), TrainedTokens(**policies, **scales, **rest, names=("",))

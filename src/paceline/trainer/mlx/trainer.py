@@ -63,15 +63,15 @@ class MlxPolicy:
         micro_batch: MicroBatch,
         names: Sequence[str],
         losses: Losses,
-        summing: Callable[[str], AbstractContextManager],
-        watch: Callable[[TrainedTokens], None] | None,
+        accumulate_into: Callable[[str], AbstractContextManager],
+        on_tokens: Callable[[TrainedTokens], None] | None,
     ) -> LossStats:
         """A forward and a backward pass for each loss: what one has computed mlx does not keep for the next."""
         sums, draws = LossStats({}), self.forward.dropout_draws
         if not len(trained_positions(micro_batch)):
             return sums
-        if watch is not None:
-            watch(self.tokens(micro_batch))
+        if on_tokens is not None:
+            on_tokens(self.tokens(micro_batch))
         for name in names:
             self.forward.dropout_draws = draws  # one micro-batch, one draw of noise
 
@@ -79,7 +79,7 @@ class MlxPolicy:
                 by_name, sums = losses(self.tokens(micro_batch))
                 return by_name[name], sums.values
 
-            with summing(name):
+            with accumulate_into(name):
                 sums = LossStats(self.optimizer.backward(one))
         return sums
 
@@ -97,7 +97,7 @@ class MlxPolicy:
     def total(self, value: float) -> float:
         return value
 
-    def votes(self, value: float) -> float:
+    def sum_over_all_ranks(self, value: float) -> float:
         return value
 
     @property
@@ -106,7 +106,7 @@ class MlxPolicy:
         return BUDGET if given == "auto" else given
 
     def gather(self, samples: Sequence[Sample]) -> Batch:
-        return Batch.alone(samples, self._config, self.budget)
+        return Batch.single_rank(samples, self._config, self.budget)
 
     # -- weights and checkpoints ------------------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ class ShardedLayout(RankLayout):
     divided: the loss's scales hold the counts of all ranks already. Adapters are small and stay whole on every rank.
     """
 
-    lockstep = True
+    is_sharded = True
 
     def __init__(
         self,

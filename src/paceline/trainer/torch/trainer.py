@@ -123,17 +123,17 @@ class TorchPolicy:
         micro_batch: MicroBatch,
         names: Sequence[str],
         losses: Losses,
-        summing: Callable[[str], AbstractContextManager],
-        watch: Callable[[TrainedTokens], None] | None,
+        accumulate_into: Callable[[str], AbstractContextManager],
+        on_tokens: Callable[[TrainedTokens], None] | None,
     ) -> LossStats:
         """One forward pass, and a backward pass for each loss."""
         tokens, anchor = self.tokens(micro_batch)
         by_name, sums = losses(tokens)
-        if watch is not None:
+        if on_tokens is not None:
             with torch.no_grad():
-                watch(tokens)
+                on_tokens(tokens)
         for name in names:
-            with summing(name):
+            with accumulate_into(name):
                 self.optimizer.backward(by_name[name], anchor, retain_graph=name != names[-1])
         return sums
 
@@ -158,7 +158,7 @@ class TorchPolicy:
     def total(self, value: float) -> float:
         return self.ranks.data.total(value)
 
-    def votes(self, value: float) -> float:
+    def sum_over_all_ranks(self, value: float) -> float:
         return self.ranks.all.total(value)
 
     @property
@@ -179,7 +179,7 @@ class TorchPolicy:
 
     def canary(self) -> Canary:
         """Log probabilities of a few fixed tokens under the current weights."""
-        if not self.layout.lockstep:
+        if not self.layout.is_sharded:
             ids = canary_ids(self.forward.head.vocabulary)
             return canary_of(ids, self._canary.logprobs(ids), self.layout.dtype or self.net.dtype)
         # FSDP would keep a layer's memory for good as what inference mode made it, which no gradient may pass.
@@ -194,11 +194,11 @@ class TorchPolicy:
         canary = self.canary()
         if (adapter := trained_adapter(self.net)) is not None:
             tensors, scale = adapter
-            return WeightUpdate(version, tensors if self._first else {}, Adapter("", scale), canary=canary)
+            return WeightUpdate(version, tensors if self._is_rank_zero else {}, Adapter("", scale), canary=canary)
         out: dict[str, Tensor] = {}
         for name, whole in self._whole_weights():
-            if self._first:
-                out[name] = whole.cpu() if self.layout.lockstep else whole
+            if self._is_rank_zero:
+                out[name] = whole.cpu() if self.layout.is_sharded else whole
         return WeightUpdate(version, out, canary=canary)
 
     def copy_into(self, held: Mapping[str, Tensor], version: int) -> WeightUpdate:
@@ -220,12 +220,12 @@ class TorchPolicy:
             yield name, self.layout.full_tensor(name, local_shard(parameter.detach()))
 
     @property
-    def _first(self) -> bool:
+    def _is_rank_zero(self) -> bool:
         return self.ranks.all.rank == 0
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        state = self.layout.state(self.net, keep=self._first)
-        if self._first:
+        state = self.layout.state(self.net, keep=self._is_rank_zero)
+        if self._is_rank_zero:
             checkpoint.export(self.net, folder, tokenizer, state, self.layout.dtype)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------

@@ -224,8 +224,8 @@ def local_shard(tensor: Tensor) -> Tensor:
 class RankLayout:
     """Every rank, or the only one, holds all weights. Ranks need not keep step with each other."""
 
-    lockstep = False
-    """Each forward and backward pass is a meeting of all ranks: all must run equally many."""
+    is_sharded = False
+    """The model's tensors lie on several ranks: all must run equally many forward and backward passes."""
     shards: World | None = None
     """The ranks that share one model between them, where one is shared."""
 
