@@ -156,12 +156,12 @@ from paceline.config.inference import EngineConfig
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.engine.base import GenerateRequest
 from paceline.engine.mlx import MlxEngine
-from paceline.model.mlx.loading import load_model, twin
+from paceline.model.mlx.loading import load_model, clone_model
 from paceline.model.mlx.lora import adapter_tensors, attach_lora
 from paceline.weights.update import Adapter, WeightUpdate
 
 model = load_model(ModelConfig(name="paceline:quickstart"))
-tensors, scale = adapter_tensors(attach_lora(twin(model), LoRAConfig(rank=4), 0).net)
+tensors, scale = adapter_tensors(attach_lora(clone_model(model), LoRAConfig(rank=4), 0).net)
 
 async def work():
     engine = MlxEngine(model, EngineConfig(adapters=1, adapter_rank=4))
