@@ -147,9 +147,10 @@ class _Pool:
         """Wait until the event loop cancels this task at its end, then kill the workers."""
         try:
             await asyncio.get_running_loop().create_future()  # unbounded: until `close` or the end of the loop
-        finally:
+        except asyncio.CancelledError:  # not where a loop was dropped unfinished: nothing can be awaited there
             self._idle.clear()
             await asyncio.gather(*map(self._discard, list(self._alive)))
+            raise
 
     async def close(self) -> None:
         self._lifetime.cancel()
