@@ -490,7 +490,8 @@ def full_disk(run: Run, dice: random.Random) -> str:
     finally:
         ballast.unlink(missing_ok=True)
     run.judge(life, (1, 2))
-    if life.process.returncode in (1, 2) and not re.search("No space left|user code", life.text):
+    over_user_code = "user code|rollouts failed"  # the run may end over its own faults before the disk is full
+    if life.process.returncode in (1, 2) and not re.search(f"No space left|{over_user_code}", life.text):
         run.violate("sentence", "a full disk is not named", said=life.said[-8:])
     return ended(life)
 

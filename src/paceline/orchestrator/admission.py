@@ -237,7 +237,7 @@ class GroupAdmission:
                 self._breaker.record_success()
             elif not rollout.dropped:
                 where = f" (row {rollout.ticket.row}, ticket {rollout.ticket.number})"
-                self._breaker.record_failure(rollout.error + where, rollout.cause)
+                self._breaker.record_failure(rollout.error, where, rollout.cause)
 
     def _count_drop(self, group: Group, reason: str) -> None:
         """Warn where many groups in a row are dropped: a run may pass through that, but the user should know."""

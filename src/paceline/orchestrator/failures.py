@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from paceline.config import BreakerConfig
 from paceline.config.failures import FailurePolicy, FailuresConfig
@@ -31,36 +31,44 @@ def stop_error(text: str, cause: BaseException | None) -> RunStopped:
     return error
 
 
+class FailedRollout(NamedTuple):
+    """What the breaker keeps of a rollout that failed."""
+
+    error: str
+    where: str
+    raised: BaseException | None
+
+
 class Breaker:
-    """Opens after n failures in a row, or when half of the latest rollouts failed. Names the first cause. What was
-    tried again and came to a good end is no failure."""
+    """Opens after n failures in a row, or when half of the latest rollouts failed. Names the first cause of those that
+    count, and the last where that is another. What was tried again and came to a good end is no failure."""
 
     def __init__(self, config: BreakerConfig) -> None:
         self._config = config
-        self._recent: deque[bool] = deque(maxlen=config.window)
+        self._recent: deque[FailedRollout | None] = deque(maxlen=config.window)
+        """The latest rollouts, None for those that did not fail."""
         self._consecutive = 0
-        self._first: str | None = None
-        self._cause: BaseException | None = None
+        self._first: FailedRollout | None = None
+        """The first of the failures in a row."""
 
     def record_success(self) -> None:
-        self._consecutive = 0
-        self._recent.append(True)
-        if all(self._recent):
-            self._first = self._cause = None
+        self._consecutive, self._first = 0, None
+        self._recent.append(None)
 
-    def record_failure(self, cause: str, raised: BaseException | None = None) -> None:
+    def record_failure(self, error: str, where: str = "", raised: BaseException | None = None) -> None:
         """Count a failed rollout; raises `RunStopped` when it is one too many."""
-        self._consecutive += 1
-        self._recent.append(False)
-        if self._first is None:
-            self._first, self._cause = cause, raised
-        failed, window, text = self._recent.count(False), self._config.window, ""
+        last = FailedRollout(error, where, raised)
+        self._consecutive, self._first = self._consecutive + 1, self._first or last
+        self._recent.append(last)
+        failed, window = [failure for failure in self._recent if failure is not None], self._config.window
         if self._consecutive >= self._config.consecutive:
-            text = f"{self._consecutive} rollouts failed in a row"
-        elif len(self._recent) == window and 2 * failed >= window:
-            text = f"{failed} of the last {window} rollouts failed"
-        if text:
-            raise stop_error(f"{text}; the first cause: {self._first}{FIX_HINT}", self._cause)
+            text, first = f"{self._consecutive} rollouts failed in a row", self._first
+        elif len(self._recent) == window and 2 * len(failed) >= window:
+            text, first = f"{len(failed)} of the last {window} rollouts failed", failed[0]
+        else:
+            return
+        other = f"; the last: {last.error}{last.where}" if last.error != first.error else ""
+        raise stop_error(f"{text}; the first cause: {first.error}{first.where}{other}{FIX_HINT}", first.raised)
 
 
 FailureKind = Literal["episode", "timeout", "worker", "engine", "request", "judge"]

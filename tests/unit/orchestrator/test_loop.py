@@ -176,16 +176,17 @@ def test_the_breaker_opens_on_a_row_or_on_half_of_a_window():
         row.record_failure("a")
         row.record_failure("b")
         row.record_success()
-    row.record_failure("c")
+    row.record_failure("c", " (row 1)")
     row.record_failure("d")
-    with pytest.raises(RunStopped, match="3 rollouts failed in a row; the first cause: a"):
+    # An earlier failure that came to nothing is not what stops the run.
+    with pytest.raises(RunStopped, match=r"3 rollouts failed in a row; the first cause: c \(row 1\); the last: e\."):
         row.record_failure("e")
     half = Breaker(BreakerConfig(consecutive=100, window=10))
     for _ in range(4):
         half.record_failure("flaky")
         half.record_success()
     half.record_success()
-    with pytest.raises(RunStopped, match="5 of the last 10"):
+    with pytest.raises(RunStopped, match=r"5 of the last 10 rollouts failed; the first cause: flaky\. Mend"):
         half.record_failure("flaky")
 
 
