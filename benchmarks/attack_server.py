@@ -56,7 +56,7 @@ JSON = {"Content-Type": "application/json"}
 
 @dataclass
 class Tally:
-    """What one attack came to, over all its times."""
+    """Counts of one attack over all its attempts."""
 
     times: int = 0
     answers: Counter = field(default_factory=Counter)
@@ -64,7 +64,7 @@ class Tally:
     violations: int = 0
 
 
-class Book:
+class AttackLog:
     """All attacks, and every violation with what repeats it."""
 
     def __init__(self, seed: int) -> None:
@@ -81,7 +81,7 @@ class Book:
             self._numbers[name] += 1
             return self._numbers[name]
 
-    def dice(self, name: str, number: int) -> random.Random:
+    def rng(self, name: str, number: int) -> random.Random:
         return random.Random(f"{self.seed}/{name}/{number}")
 
     def add(self, name: str, answers: Counter, seconds: float) -> None:
@@ -296,11 +296,11 @@ def quantile(values: list[float], share: float) -> float:
 
 
 @dataclass
-class Strike:
-    """One time of one attack: its dice, and what it got back."""
+class Attempt:
+    """One time of one attack: its rng, and what it got back."""
 
     server: Server
-    dice: random.Random
+    rng: random.Random
     violate: Callable[..., None]
     answers: Counter = field(default_factory=Counter)
     worst: float = 0.0
@@ -349,10 +349,10 @@ class Strike:
         return f"POST {path} HTTP/1.1\r\n".encode() + b"".join(f"{k}: {v}\r\n".encode() for k, v in lines.items())
 
     def word(self, least: int = 1, most: int = 12) -> str:
-        return "".join(self.dice.choices(string.ascii_lowercase, k=self.dice.randint(least, most)))
+        return "".join(self.rng.choices(string.ascii_lowercase, k=self.rng.randint(least, most)))
 
 
-Attack = Callable[[Strike], None]
+Attack = Callable[[Attempt], None]
 ATTACKS: dict[str, Attack] = {}
 
 
@@ -382,48 +382,48 @@ RESERVED += ["add_generation_prompt", "continue_final_message", "return_tensors"
 
 
 @attack
-def template_of_the_client(s: Strike) -> None:
+def template_of_the_client(s: Attempt) -> None:
     """Names of `chat_template_kwargs` that would replace the template or the conversation."""
-    for name in s.dice.sample(RESERVED, 4):
-        s.call(CHAT, chat(chat_template_kwargs={name: s.dice.choice(JINJA)}), allowed=refused)
+    for name in s.rng.sample(RESERVED, 4):
+        s.call(CHAT, chat(chat_template_kwargs={name: s.rng.choice(JINJA)}), allowed=refused)
 
 
 @attack
-def template_values(s: Strike) -> None:
+def template_values(s: Attempt) -> None:
     """Free names of `chat_template_kwargs` with Jinja, deep and huge values."""
     deep: object = "x"
-    for _ in range(s.dice.choice([10, 100, 900])):
-        deep = {"a": deep} if s.dice.random() < 0.5 else [deep]
-    values = [s.dice.choice(JINJA), deep, "a" * s.dice.randint(1, BODY_LIMIT // 2), list(range(200_000)), 10**300]
-    s.call(CHAT, chat(chat_template_kwargs={s.word(): s.dice.choice(values)}))
+    for _ in range(s.rng.choice([10, 100, 900])):
+        deep = {"a": deep} if s.rng.random() < 0.5 else [deep]
+    values = [s.rng.choice(JINJA), deep, "a" * s.rng.randint(1, BODY_LIMIT // 2), list(range(200_000)), 10**300]
+    s.call(CHAT, chat(chat_template_kwargs={s.word(): s.rng.choice(values)}))
 
 
 @attack
-def many_messages(s: Strike) -> None:
+def many_messages(s: Attempt) -> None:
     """Up to a million messages of one letter."""
-    n = int(10 ** s.dice.uniform(3, 6))
-    one = {"role": s.dice.choice(["user", "assistant", "tool", "system", "x"]), "content": s.word(1, 2)}
+    n = int(10 ** s.rng.uniform(3, 6))
+    one = {"role": s.rng.choice(["user", "assistant", "tool", "system", "x"]), "content": s.word(1, 2)}
     s.call(CHAT, {"messages": [one] * n}, allowed=refused)
 
 
 @attack
-def deep_json(s: Strike) -> None:
+def deep_json(s: Attempt) -> None:
     """Brackets within brackets, whole or never closed, in place of a body or a field."""
-    depth = int(10 ** s.dice.uniform(2, 6))
-    left, right = s.dice.choice([("[", "]"), ('{"a":', "}")])
-    nest = left * depth + "1" + right * (depth if s.dice.random() < 0.7 else 0)
-    name = s.dice.choice(["messages", "prompt", "stop", "metadata", "tools", "response_format", "chat_template_kwargs"])
-    body = nest if s.dice.random() < 0.3 else f'{{"{name}": {nest}}}'
-    s.call(s.dice.choice([CHAT, COMPLETIONS, RESPONSES, TOKENIZE, SCORE]), body.encode())
+    depth = int(10 ** s.rng.uniform(2, 6))
+    left, right = s.rng.choice([("[", "]"), ('{"a":', "}")])
+    nest = left * depth + "1" + right * (depth if s.rng.random() < 0.7 else 0)
+    name = s.rng.choice(["messages", "prompt", "stop", "metadata", "tools", "response_format", "chat_template_kwargs"])
+    body = nest if s.rng.random() < 0.3 else f'{{"{name}": {nest}}}'
+    s.call(s.rng.choice([CHAT, COMPLETIONS, RESPONSES, TOKENIZE, SCORE]), body.encode())
 
 
 @attack
-def giant_body(s: Strike) -> None:
+def giant_body(s: Attempt) -> None:
     """Bodies around and far beyond the limit, told by length or in chunks."""
-    size = s.dice.choice([s.server.limit - 1, s.server.limit + 1, s.server.limit * 4, s.server.limit * 16])
+    size = s.rng.choice([s.server.limit - 1, s.server.limit + 1, s.server.limit * 4, s.server.limit * 16])
     text = b'{"prompt": "' + b"a" * (size - 20) + b'"}'
-    path = s.dice.choice([CHAT, COMPLETIONS, TOKENIZE, SCORE])
-    if s.dice.random() < 0.5:
+    path = s.rng.choice([CHAT, COMPLETIONS, TOKENIZE, SCORE])
+    if s.rng.random() < 0.5:
         s.call(path, text, allowed=lambda status: size < s.server.limit or refused(status))
         return
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in cut(text, 1 << 18)) + b"0\r\n\r\n"
@@ -435,55 +435,55 @@ def cut(data: bytes, size: int) -> list[bytes]:
 
 
 @attack
-def wrong_type(s: Strike) -> None:
+def wrong_type(s: Attempt) -> None:
     """JSON under no or a false content type, as a web page can send it without asking first."""
     kinds = [{}, {"Content-Type": "text/plain"}, {"Content-Type": "multipart/form-data"}, {"Content-Type": "a" * 5000}]
     kinds += [{"Content-Type": "application/x-www-form-urlencoded"}, {"Content-Type": ""}]
-    kind = s.dice.choice(kinds)
-    s.call(s.dice.choice([CHAT, COMPLETIONS]), chat(), headers=kind, allowed=refused)
-    path = s.dice.choice(CONTROL)
+    kind = s.rng.choice(kinds)
+    s.call(s.rng.choice([CHAT, COMPLETIONS]), chat(), headers=kind, allowed=refused)
+    path = s.rng.choice(CONTROL)
     s.call(path, {}, headers=kind, key=None, allowed=refused)
 
 
 @attack
-def foreign_origin(s: Strike) -> None:
+def foreign_origin(s: Attempt) -> None:
     """A web page of another origin."""
     origins = ["https://page.example", "null", "file://", "http://localhost:3000", "http://a.localhost", "x" * 99]
-    headers = {**JSON, "Origin": s.dice.choice(origins)}
-    s.call(s.dice.choice([CHAT, *CONTROL]), chat(), headers=headers, key=None, allowed=refused)
-    s.call("/v1/models", headers=headers, method=s.dice.choice(["GET", "OPTIONS", "HEAD"]), key=None, allowed=refused)
+    headers = {**JSON, "Origin": s.rng.choice(origins)}
+    s.call(s.rng.choice([CHAT, *CONTROL]), chat(), headers=headers, key=None, allowed=refused)
+    s.call("/v1/models", headers=headers, method=s.rng.choice(["GET", "OPTIONS", "HEAD"]), key=None, allowed=refused)
 
 
 @attack
-def rebound_host(s: Strike) -> None:
+def rebound_host(s: Attempt) -> None:
     """A name that was pointed at this machine."""
     hosts = ["rebound.example", "127.0.0.1.nip.io", "", "[::1", f"{s.word()}:{s.server.port}", "localhost.evil.example"]
-    headers = {**JSON, "Host": s.dice.choice(hosts)}
-    s.call(s.dice.choice([CHAT, *CONTROL]), chat(), headers=headers, key=None, allowed=refused)
+    headers = {**JSON, "Host": s.rng.choice(hosts)}
+    s.call(s.rng.choice([CHAT, *CONTROL]), chat(), headers=headers, key=None, allowed=refused)
 
 
 @attack
-def control_calls(s: Strike) -> None:
+def control_calls(s: Attempt) -> None:
     """Pause, sleep, weights and adapters without the key, or with a wrong one."""
     keys = [None, "Bearer ", "Bearer wrong", "bearer x", "Basic YTpi", "Bearer " + "k" * 9000, "Bearer \xe9\xff"]
     if s.server.key:
         keys += [f"Bearer {s.server.key[:-1]}", f"Basic {s.server.key}", f"Bearer {s.server.key},", s.server.key]
     for _ in range(5):
-        path = s.dice.choice(CONTROL)
+        path = s.rng.choice(CONTROL)
         tricks = [path, path + "/", path + "?x=1", "/" + path, path.upper(), path + "%00", "/v1/.." + path]
-        way = s.dice.choice(tricks) if s.dice.random() < 0.5 else path
-        body = s.dice.choice([None, {}, {"path": "/"}, b"\0" * 100])
-        s.call(way, body, key=s.dice.choice(keys), allowed=refused)
+        way = s.rng.choice(tricks) if s.rng.random() < 0.5 else path
+        body = s.rng.choice([None, {}, {"path": "/"}, b"\0" * 100])
+        s.call(way, body, key=s.rng.choice(keys), allowed=refused)
 
 
 @attack
-def group_call(s: Strike) -> None:
+def group_call(s: Attempt) -> None:
     """`/weights/group` to a socket of ours, which must never be connected to."""
     with socket.socket() as trap:
         trap.bind(("0.0.0.0", 0))
         trap.listen()
         trap.settimeout(0.3)
-        stranger = s.dice.choice(["127.0.0.2", "localhost.", "0.0.0.0", "127.1", "2130706433", "::ffff:127.0.0.1"])
+        stranger = s.rng.choice(["127.0.0.2", "localhost.", "0.0.0.0", "127.1", "2130706433", "::ffff:127.0.0.1"])
         body = {"address": stranger, "port": trap.getsockname()[1], "world": 2, "rank": 1}
         s.call("/weights/group", body, key="right", allowed=refused)
         s.call("/weights/group", body | {"address": "127.0.0.1"}, key="Bearer wrong", allowed=refused)
@@ -492,94 +492,94 @@ def group_call(s: Strike) -> None:
             s.violate("control", "the server connected to an address of the caller's choice", body=body)
 
 
-def nasty_pattern(dice: random.Random, depth: int) -> str:
+def nasty_pattern(rng: random.Random, depth: int) -> str:
     if not depth:
         strange = [r"\p{L}", "[a-", "(?=a)", r"\1", "^", "$", ""]
-        return dice.choice(strange if dice.random() < 0.02 else ["a", ".", "[^a]", r"\w", r"\s", "é", "b?"])
-    inner = nasty_pattern(dice, depth - 1)
-    other = nasty_pattern(dice, depth - 1)
-    low = dice.choice([0, 0, 1, 1, 9, 99])
-    most = dice.choice([low, low + 9, low + 99] * 5 + [999, 99999, 10**12])
+        return rng.choice(strange if rng.random() < 0.02 else ["a", ".", "[^a]", r"\w", r"\s", "é", "b?"])
+    inner = nasty_pattern(rng, depth - 1)
+    other = nasty_pattern(rng, depth - 1)
+    low = rng.choice([0, 0, 1, 1, 9, 99])
+    most = rng.choice([low, low + 9, low + 99] * 5 + [999, 99999, 10**12])
     ways = [f"({inner})*", f"({inner})+", f"({inner}){{{low},{most}}}", f"({inner}|{other})", f"{inner}{other}"]
-    return dice.choice([*ways, f"(({inner})*)*", f"(?:{inner}|{inner}a)+"])
+    return rng.choice([*ways, f"(({inner})*)*", f"(?:{inner}|{inner}a)+"])
 
 
 @attack
-def nasty_regex(s: Strike) -> None:
+def nasty_regex(s: Attempt) -> None:
     """Quantifiers within quantifiers, alternatives that overlap, syntax that no engine knows."""
-    patterns = [nasty_pattern(s.dice, s.dice.randint(1, 7)), "((.{0,99}){0,99}){0,99}b", "(x+x+)+y", "(" * 5000]
-    for pattern in (s.dice.choice(patterns), *(nasty_pattern(s.dice, s.dice.randint(1, 5)) for _ in range(3))):
-        s.call(s.dice.choice([CHAT, COMPLETIONS]), chat(prompt="a", regex=pattern or "a"))
+    patterns = [nasty_pattern(s.rng, s.rng.randint(1, 7)), "((.{0,99}){0,99}){0,99}b", "(x+x+)+y", "(" * 5000]
+    for pattern in (s.rng.choice(patterns), *(nasty_pattern(s.rng, s.rng.randint(1, 5)) for _ in range(3))):
+        s.call(s.rng.choice([CHAT, COMPLETIONS]), chat(prompt="a", regex=pattern or "a"))
 
 
-def nasty_schema(dice: random.Random, depth: int) -> object:
+def nasty_schema(rng: random.Random, depth: int) -> object:
     if not depth:
-        leaves = [{"type": "string", "pattern": nasty_pattern(dice, 3)}, {"$ref": "#"}, {"$ref": "#/$defs/a"}, {}, True]
-        leaves += [{"enum": [str(n) for n in range(dice.choice([1, 1000, 50_000]))]}, {"const": "x" * 10_000}, False]
+        leaves = [{"type": "string", "pattern": nasty_pattern(rng, 3)}, {"$ref": "#"}, {"$ref": "#/$defs/a"}, {}, True]
+        leaves += [{"enum": [str(n) for n in range(rng.choice([1, 1000, 50_000]))]}, {"const": "x" * 10_000}, False]
         leaves += [
-            {"type": dice.choice(["integer", "number", "null", "boolean", "any", 7])},
+            {"type": rng.choice(["integer", "number", "null", "boolean", "any", 7])},
             {"$ref": "file:///etc/passwd"},
         ]
         leaves += [{"type": "string", "minLength": 10**9}, {"type": "integer", "minimum": -(10**30), "maximum": 10**30}]
-        return dice.choice(leaves)
-    inner = nasty_schema(dice, depth - 1)
-    other = nasty_schema(dice, depth - 1)
+        return rng.choice(leaves)
+    inner = nasty_schema(rng, depth - 1)
+    other = nasty_schema(rng, depth - 1)
     ways = [
-        {"type": "array", "items": inner, "maxItems": dice.choice([1, 50, 10**9])},
+        {"type": "array", "items": inner, "maxItems": rng.choice([1, 50, 10**9])},
         {
             "type": "object",
-            "properties": {f"p{n}": inner for n in range(dice.choice([1, 20]))},
+            "properties": {f"p{n}": inner for n in range(rng.choice([1, 20]))},
             "required": ["p0", "zz"],
         },
         {"type": "object", "additionalProperties": inner, "patternProperties": {"((a*)*)*": other}},
         {"anyOf": [inner, other]},
         {"allOf": [inner, other, {"$ref": "#"}]},
-        {"oneOf": [inner] * dice.choice([1, 30])},
+        {"oneOf": [inner] * rng.choice([1, 30])},
         {"if": inner, "then": other, "else": inner},
         {"not": inner},
     ]
-    return dice.choice(ways)
+    return rng.choice(ways)
 
 
 @attack
-def nasty_json_schema(s: Strike) -> None:
+def nasty_json_schema(s: Attempt) -> None:
     """Circles of `$ref`, huge enums, counts without end."""
-    schema = nasty_schema(s.dice, s.dice.randint(0, 4))
-    if isinstance(schema, dict) and s.dice.random() < 0.5:
+    schema = nasty_schema(s.rng, s.rng.randint(0, 4))
+    if isinstance(schema, dict) and s.rng.random() < 0.5:
         schema["$defs"] = {
             "a": {"$ref": "#/$defs/b"},
-            "b": s.dice.choice([{"$ref": "#/$defs/a"}, {"anyOf": [{"$ref": "#"}]}]),
+            "b": s.rng.choice([{"$ref": "#/$defs/a"}, {"anyOf": [{"$ref": "#"}]}]),
         }
     s.call(CHAT, chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}))
 
 
 @attack
-def many_choices(s: Strike) -> None:
+def many_choices(s: Attempt) -> None:
     """As many choices as are allowed, of one prompt."""
-    s.call(CHAT, chat(n=s.dice.choice([64, 128]), max_tokens=s.dice.choice([1, 8, 16]), logprobs=True))
-    s.call(CHAT, chat(n=s.dice.choice([129, 10**9, -1, 2**63])), allowed=refused)
+    s.call(CHAT, chat(n=s.rng.choice([64, 128]), max_tokens=s.rng.choice([1, 8, 16]), logprobs=True))
+    s.call(CHAT, chat(n=s.rng.choice([129, 10**9, -1, 2**63])), allowed=refused)
 
 
 @attack
-def many_prompts(s: Strike) -> None:
+def many_prompts(s: Attempt) -> None:
     """Lists of equal, distinct, empty and too long prompts."""
-    n = s.dice.choice([16, 256, 256, 2048, 2049])
-    prompts = s.dice.choice(
+    n = s.rng.choice([16, 256, 256, 2048, 2049])
+    prompts = s.rng.choice(
         [
             ["ab"] * n,
             [s.word() for _ in range(n)],
             [""] * n,
-            ["word " * s.dice.choice([50, 200])] * min(n, 64),
+            ["word " * s.rng.choice([50, 200])] * min(n, 64),
             [[1, 2]] * n,
         ]
     )
-    s.call(COMPLETIONS, {"prompt": prompts, "max_tokens": 2, "n": s.dice.choice([1, 2])}, seconds=2 * ANSWER_SECONDS)
+    s.call(COMPLETIONS, {"prompt": prompts, "max_tokens": 2, "n": s.rng.choice([1, 2])}, seconds=2 * ANSWER_SECONDS)
 
 
 @attack
-def long_everything(s: Strike) -> None:
+def long_everything(s: Attempt) -> None:
     """Long stops, token lists and tool lists."""
-    many = s.dice.choice([1_000, 100_000, 300_000])
+    many = s.rng.choice([1_000, 100_000, 300_000])
     fields = [{"stop": [s.word() for _ in range(many)]}, {"stop": "a" * many}, {"stop_token_ids": list(range(many))}]
     fields += [{"tools": [{"type": "function", "function": {"name": "a" * 60}}] * (many // 100)}, {"user": "u" * many}]
     fields += [
@@ -587,67 +587,67 @@ def long_everything(s: Strike) -> None:
         {"top_logprobs": 2**40, "logprobs": True},
         {"seed": 2**70},
     ]
-    s.call(CHAT, chat(**s.dice.choice(fields)))
-    s.call(SCORE, {"token_ids": s.dice.choice([[[1] * many], [[1, 2]] * (many // 10), [[10**9]]])})
+    s.call(CHAT, chat(**s.rng.choice(fields)))
+    s.call(SCORE, {"token_ids": s.rng.choice([[[1] * many], [[1, 2]] * (many // 10), [[10**9]]])})
 
 
 @attack
-def half_headers(s: Strike) -> None:
+def half_headers(s: Attempt) -> None:
     """Requests whose headers never end, some sent letter by letter."""
-    doors = [s.socket() for _ in range(s.dice.randint(5, 100))]
-    for door in doors:
+    sockets = [s.socket() for _ in range(s.rng.randint(5, 100))]
+    for door in sockets:
         with contextlib.suppress(OSError):
-            door.sendall(s.head(CHAT)[: s.dice.randint(1, 90)])
-    _let_go(s, doors, s.dice.uniform(0, 5))
+            door.sendall(s.head(CHAT)[: s.rng.randint(1, 90)])
+    _hold_then_close(s, sockets, s.rng.uniform(0, 5))
 
 
 @attack
-def half_bodies(s: Strike) -> None:
+def half_bodies(s: Attempt) -> None:
     """Bodies that promise more than they send."""
-    doors = [s.socket() for _ in range(s.dice.randint(5, 100))]
-    for door in doors:
+    sockets = [s.socket() for _ in range(s.rng.randint(5, 100))]
+    for door in sockets:
         with contextlib.suppress(OSError):
-            door.sendall(s.head(CHAT, s.dice.choice([50, 10**6])) + b'\r\n{"messages": [')
-    _let_go(s, doors, s.dice.uniform(0, 5))
+            door.sendall(s.head(CHAT, s.rng.choice([50, 10**6])) + b'\r\n{"messages": [')
+    _hold_then_close(s, sockets, s.rng.uniform(0, 5))
 
 
 @attack
-def idle_connections(s: Strike) -> None:
+def idle_connections(s: Attempt) -> None:
     """Hundreds of connections that say nothing."""
-    _let_go(s, [s.socket() for _ in range(s.dice.randint(100, 800))], s.dice.uniform(1, 10))
+    _hold_then_close(s, [s.socket() for _ in range(s.rng.randint(100, 800))], s.rng.uniform(1, 10))
 
 
-def _let_go(s: Strike, doors: list[socket.socket], seconds: float) -> None:
+def _hold_then_close(s: Attempt, sockets: list[socket.socket], seconds: float) -> None:
     time.sleep(seconds)
-    for door in doors:
-        if s.dice.random() < 0.5:  # a reset in place of an end
+    for door in sockets:
+        if s.rng.random() < 0.5:  # a reset in place of an end
             door.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         door.close()
         s.answers["hung up"] += 1
 
 
 @attack
-def hang_ups(s: Strike) -> None:
+def hang_ups(s: Attempt) -> None:
     """Clients that leave in mid-body, or before the answer."""
-    for _ in range(s.dice.randint(20, 300)):
-        body = json.dumps(chat(max_tokens=64, n=s.dice.choice([1, 4]))).encode()
+    for _ in range(s.rng.randint(20, 300)):
+        body = json.dumps(chat(max_tokens=64, n=s.rng.choice([1, 4]))).encode()
         with contextlib.suppress(OSError), s.socket() as door:
-            door.sendall(s.head(CHAT, len(body)) + b"\r\n" + body[: s.dice.choice([5, len(body)])])
-            if s.dice.random() < 0.7:
+            door.sendall(s.head(CHAT, len(body)) + b"\r\n" + body[: s.rng.choice([5, len(body)])])
+            if s.rng.random() < 0.7:
                 door.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         s.answers["hung up"] += 1
 
 
 @attack
-def cancelled_streams(s: Strike) -> None:
+def cancelled_streams(s: Attempt) -> None:
     """Streams left after some bytes."""
-    for _ in range(s.dice.randint(10, 100)):
-        more = {"n": s.dice.choice([1, 1, 8]), "stream": True, "logprobs": s.dice.random() < 0.5, "ignore_eos": True}
-        body = json.dumps(chat(max_tokens=s.dice.choice([4, 64]), **more)).encode()
+    for _ in range(s.rng.randint(10, 100)):
+        more = {"n": s.rng.choice([1, 1, 8]), "stream": True, "logprobs": s.rng.random() < 0.5, "ignore_eos": True}
+        body = json.dumps(chat(max_tokens=s.rng.choice([4, 64]), **more)).encode()
         with contextlib.suppress(OSError), s.socket() as door:
             door.sendall(s.head(CHAT, len(body), Connection="close") + b"\r\n" + body)
-            for _ in range(s.dice.randint(0, 4)):
-                door.recv(s.dice.choice([1, 100, 4000]))
+            for _ in range(s.rng.randint(0, 4)):
+                door.recv(s.rng.choice([1, 100, 4000]))
         s.answers["hung up"] += 1
 
 
@@ -687,30 +687,30 @@ def fields(path: str) -> list[str]:
     return [*kinds[path].model_fields, "bogus"]
 
 
-def odd(dice: random.Random, depth: int = 2) -> object:
-    if depth and dice.random() < 0.3:
+def odd(rng: random.Random, depth: int = 2) -> object:
+    if depth and rng.random() < 0.3:
         return {
-            dice.choice(["type", "text", "role", "content", "name", "function"]): odd(dice, depth - 1) for _ in range(2)
+            rng.choice(["type", "text", "role", "content", "name", "function"]): odd(rng, depth - 1) for _ in range(2)
         }
-    if depth and dice.random() < 0.2:
-        return [odd(dice, depth - 1) for _ in range(dice.randint(1, 3))]
-    return dice.choice(ODD)
+    if depth and rng.random() < 0.2:
+        return [odd(rng, depth - 1) for _ in range(rng.randint(1, 3))]
+    return rng.choice(ODD)
 
 
 @attack
-def odd_fields(s: Strike) -> None:
+def odd_fields(s: Attempt) -> None:
     """Fields of a whole request with values of any type: NaN, huge numbers, lone surrogates, nulls."""
     for _ in range(20):
-        path = s.dice.choice(list(WHOLE))
-        names = s.dice.sample(fields(path), s.dice.randint(1, min(3, len(fields(path)))))
-        s.call(path, {**WHOLE[path], **{name: odd(s.dice) for name in names}})
+        path = s.rng.choice(list(WHOLE))
+        names = s.rng.sample(fields(path), s.rng.randint(1, min(3, len(fields(path)))))
+        s.call(path, {**WHOLE[path], **{name: odd(s.rng) for name in names}})
 
 
 @attack
-def odd_messages(s: Strike) -> None:
+def odd_messages(s: Attempt) -> None:
     """Messages, tool calls and parts of any form."""
     for _ in range(10):
-        message: dict = {"role": s.dice.choice(["user", "assistant", "tool", "system", "developer", "", 1])}
+        message: dict = {"role": s.rng.choice(["user", "assistant", "tool", "system", "developer", "", 1])}
         keys = [
             "content",
             "tool_calls",
@@ -721,25 +721,25 @@ def odd_messages(s: Strike) -> None:
             "function_call",
             "audio",
         ]
-        message |= {key: odd(s.dice, 3) for key in s.dice.sample(keys, s.dice.randint(1, 3))}
-        s.call(CHAT, {"messages": [message] * s.dice.choice([1, 3]), "max_tokens": 2})
-        s.call(RESPONSES, {"input": [{**message, "type": s.dice.choice(["message", "function_call", "x"])}]})
+        message |= {key: odd(s.rng, 3) for key in s.rng.sample(keys, s.rng.randint(1, 3))}
+        s.call(CHAT, {"messages": [message] * s.rng.choice([1, 3]), "max_tokens": 2})
+        s.call(RESPONSES, {"input": [{**message, "type": s.rng.choice(["message", "function_call", "x"])}]})
 
 
 @attack
-def torn_json(s: Strike) -> None:
+def torn_json(s: Attempt) -> None:
     """Bytes of a good request changed, cut or doubled."""
     for _ in range(20):
-        path = s.dice.choice(list(WHOLE))
+        path = s.rng.choice(list(WHOLE))
         data = bytearray(json.dumps(WHOLE[path]).encode())
-        for _ in range(s.dice.randint(1, 4)):
-            at = s.dice.randrange(len(data))
-            data[at : at + s.dice.randint(0, 3)] = s.dice.randbytes(s.dice.randint(0, 4))
+        for _ in range(s.rng.randint(1, 4)):
+            at = s.rng.randrange(len(data))
+            data[at : at + s.rng.randint(0, 3)] = s.rng.randbytes(s.rng.randint(0, 4))
         s.call(path, bytes(data) or b" ")
 
 
 @attack
-def garbage_bytes(s: Strike) -> None:
+def garbage_bytes(s: Attempt) -> None:
     """Anything but HTTP at the port."""
     starts = [b"\x16\x03\x01\x02\0", b"GET / HTTP/9.9\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\0" * 100, b""]
     starts += [b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 20_000, b"POST / HTTP/1.1\r\nContent-Length: -5\r\n\r\n"]
@@ -747,7 +747,7 @@ def garbage_bytes(s: Strike) -> None:
     starts += [b"GET /health HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n"]
     for _ in range(20):
         with contextlib.suppress(OSError), s.socket() as door:
-            door.sendall(s.dice.choice(starts) + s.dice.randbytes(s.dice.choice([0, 10, 5000])))
+            door.sendall(s.rng.choice(starts) + s.rng.randbytes(s.rng.choice([0, 10, 5000])))
             door.settimeout(0.05)
             if door.recv(100).startswith(b"HTTP/1.1 5"):
                 s.violate("server", "bytes that are no request were answered with 5xx")
@@ -755,19 +755,19 @@ def garbage_bytes(s: Strike) -> None:
 
 
 @attack
-def pipelined(s: Strike) -> None:
+def pipelined(s: Attempt) -> None:
     """Many requests at once on one connection whose answers are not read."""
     body = json.dumps(chat()).encode()
     one = s.head(CHAT, len(body)) + b"\r\n" + body
     with contextlib.suppress(OSError), s.socket() as door:
         door.settimeout(2)
-        door.sendall(one * s.dice.randint(2, 200))
-        time.sleep(s.dice.uniform(0, 1))
+        door.sendall(one * s.rng.randint(2, 200))
+        time.sleep(s.rng.uniform(0, 1))
     s.answers["hung up"] += 1
 
 
 @attack
-def odd_paths(s: Strike) -> None:
+def odd_paths(s: Attempt) -> None:
     """Paths that lead out, or to what a framework offers by itself."""
     paths = [
         "/..%2f..%2fetc/passwd",
@@ -780,40 +780,40 @@ def odd_paths(s: Strike) -> None:
         "/static/",
     ]
     paths += [
-        "/" + "a" * s.dice.choice([100, 60_000]),
+        "/" + "a" * s.rng.choice([100, 60_000]),
         "/v1/completions%20",
         "/?" + "a=b&" * 1000,
         "/health/../pause",
         "/" + "%2e" * 99,
     ]
-    for path in s.dice.sample(paths, 5):
+    for path in s.rng.sample(paths, 5):
         reply = s.call(
             path,
-            method=s.dice.choice(["GET", "POST", "PUT", "DELETE", "PATCH", "TRACE", "X"]),
-            key=s.dice.choice([None, "right"]),
+            method=s.rng.choice(["GET", "POST", "PUT", "DELETE", "PATCH", "TRACE", "X"]),
+            key=s.rng.choice([None, "right"]),
         )
         if b"root:" in reply.body:
             s.violate("server", "a file of the machine was served", path=path)
 
 
 @attack
-def weights_without_key(s: Strike) -> None:
-    """Megabytes of weights from a stranger."""
-    data = os.urandom(s.dice.choice([10, BODY_LIMIT, 8 * BODY_LIMIT]))
+def weights_without_key(s: Attempt) -> None:
+    """Megabytes of weights without the key."""
+    data = os.urandom(s.rng.choice([10, BODY_LIMIT, 8 * BODY_LIMIT]))
     headers = {
         "Content-Type": "application/octet-stream",
-        "Paceline-Update": s.dice.choice(["{}", '{"version": 9}', "x"]),
+        "Paceline-Update": s.rng.choice(["{}", '{"version": 9}', "x"]),
     }
-    s.call(s.dice.choice(["/weights/upload", "/weights/delta"]), data, headers=headers, key=None, allowed=refused)
+    s.call(s.rng.choice(["/weights/upload", "/weights/delta"]), data, headers=headers, key=None, allowed=refused)
 
 
 # -- the server's half of the time -------------------------------------------------------------------------------------
 
 
-class Honest(threading.Thread):
+class HonestClient(threading.Thread):
     """A client of the `openai` package that asks the same again and again, and knows the answer."""
 
-    def __init__(self, server: Server, book: Book) -> None:
+    def __init__(self, server: Server, log: AttackLog) -> None:
         super().__init__(name="honest", daemon=True)
         import httpx
         from openai import OpenAI
@@ -821,7 +821,7 @@ class Honest(threading.Thread):
         plain = httpx.Client(timeout=ANSWER_SECONDS, verify=False)
         url = f"http://127.0.0.1:{server.port}/v1"
         self._client = OpenAI(base_url=url, api_key=server.key or "none", max_retries=0, http_client=plain)
-        self._book = book
+        self._log = log
         self.reference = self._ask()
         self.seconds: list[float] = []
         self.busy = 0
@@ -837,44 +837,44 @@ class Honest(threading.Thread):
             begun = time.monotonic()
             try:
                 if (answer := self._ask()) != self.reference:
-                    self._book.violate("corruption", "honest client", f"{answer!r} in place of {self.reference!r}")
+                    self._log.violate("corruption", "honest client", f"{answer!r} in place of {self.reference!r}")
             except openai.RateLimitError:
                 self.busy += 1
             except openai.OpenAIError as error:
                 if not self.over.is_set():
-                    self._book.violate("server", "honest client", f"{type(error).__name__}: {error}")
+                    self._log.violate("server", "honest client", f"{type(error).__name__}: {error}")
                     self.over.wait(2)
             self.seconds.append(time.monotonic() - begun)
 
 
-class Siege:
-    """One server from start to end, and everything that is tried on it."""
+class ServerRound:
+    """One server from start to end, and the attacks on it."""
 
-    def __init__(self, server: Server, book: Book) -> None:
-        self.server, self.book = server, book
+    def __init__(self, server: Server, log: AttackLog) -> None:
+        self.server, self.log = server, log
         self._served = server.ask("/policy").body
         self._logged = 0
         self.windows: list[tuple[float, float, str]] = []
         """When which attack was under way."""
 
-    def strike(self, name: str) -> None:
-        number = self.book.number(name)
+    def attempt(self, name: str) -> None:
+        number = self.log.number(name)
         where = {"number": number, "key": bool(self.server.key)}
-        strike = Strike(
+        attempt = Attempt(
             self.server,
-            self.book.dice(name, number),
-            lambda kind, text, **more: self.book.violate(kind, name, text, **where, **more),
+            self.log.rng(name, number),
+            lambda kind, text, **more: self.log.violate(kind, name, text, **where, **more),
         )
         begun = time.monotonic()
         try:
-            ATTACKS[name](strike)
+            ATTACKS[name](attempt)
         except Exception as error:
             if self.server.process.poll() is None:  # else it is told below
-                self.book.violate(
+                self.log.violate(
                     "server", name, f"the attack ended with {error!r}", trace=traceback.format_exc(), **where
                 )
         self.windows.append((begun, time.monotonic(), f"{name} {number}"))
-        self.book.add(name, strike.answers, strike.worst or time.monotonic() - begun)
+        self.log.add(name, attempt.answers, attempt.worst or time.monotonic() - begun)
 
     def during(self, slow: list[tuple[float, float]]) -> list[str]:
         """What was under way while `/health` was slowest."""
@@ -887,7 +887,7 @@ class Siege:
 
     def look(self, names: list[str]) -> None:
         """The server lives, serves what it served, and logged no bug."""
-        where = {"number": [self.book._numbers[name] for name in names]}
+        where = {"number": [self.log._numbers[name] for name in names]}
         what = " + ".join(names)
         if self.server.process.poll() is not None:
             raise RuntimeError(
@@ -895,22 +895,22 @@ class Siege:
             )
         try:
             if (policy := self.server.ask("/policy").body) != self._served:
-                self.book.violate("corruption", what, f"/policy is {policy!r}, not {self._served!r}", **where)
+                self.log.violate("corruption", what, f"/policy is {policy!r}, not {self._served!r}", **where)
         except TimeoutError:
-            self.book.violate("hang", what, f"/policy had no answer in {HONEST_SECONDS:g} s", **where)
+            self.log.violate("hang", what, f"/policy had no answer in {HONEST_SECONDS:g} s", **where)
         log = self.server.log
         if "Traceback" in log[self._logged :] or "bug" in log[self._logged :]:
-            self.book.violate("server", what, f"logged: {log[self._logged :][-1500:]}", **where)
+            self.log.violate("server", what, f"logged: {log[self._logged :][-1500:]}", **where)
         self._logged = len(log)
 
 
-def besiege(book: Book, seconds: float, names: list[str], dice: random.Random, key: str | None) -> dict:
-    """Start a server, attack it for so long, and say how it fared."""
+def run_round(log: AttackLog, seconds: float, names: list[str], rng: random.Random, key: str | None) -> dict:
+    """Start a server, attack it for `seconds`, and return what was measured."""
     begun = time.monotonic()
     calm = min(CALM_SECONDS, seconds / 4)
     with serving(key) as server:
-        siege = Siege(server, book)
-        honest = Honest(server, book)
+        server_round = ServerRound(server, log)
+        honest = HonestClient(server, log)
         warm_up(server)
         before = server.resident()
         measured = server.folder / "probes"
@@ -921,15 +921,15 @@ def besiege(book: Book, seconds: float, names: list[str], dice: random.Random, k
         worst_log, calm_from = 0, math.inf
         try:
             while time.monotonic() < end:
-                order = order or dice.sample(names, len(names))
-                at_once = [order.pop() for _ in range(min(len(order), dice.choice([1, 1, 1, 2, 3])))]
+                order = order or rng.sample(names, len(names))
+                at_once = [order.pop() for _ in range(min(len(order), rng.choice([1, 1, 1, 2, 3])))]
                 print(f"  {time.monotonic() - begun:5.0f} s  {' + '.join(at_once)}", flush=True)
-                threads = [threading.Thread(target=siege.strike, args=(name,), daemon=True) for name in at_once]
+                threads = [threading.Thread(target=server_round.attempt, args=(name,), daemon=True) for name in at_once]
                 for thread in threads:
                     thread.start()
                 for thread in threads:
                     thread.join(4 * ANSWER_SECONDS)
-                siege.look(at_once)
+                server_round.look(at_once)
             print(f"  {time.monotonic() - begun:5.0f} s  calm for {calm:.0f} s", flush=True)
             peak = server.resident()
             calm_from = time.monotonic()
@@ -937,24 +937,24 @@ def besiege(book: Book, seconds: float, names: list[str], dice: random.Random, k
             after = server.resident()
             worst_log = len(server.log)
         except RuntimeError as error:
-            book.violate("server", "all", str(error))
+            log.violate("server", "all", str(error))
             peak = after = 0
         finally:
             honest.over.set()
             prober.terminate()
             prober.wait()
         honest.join(ANSWER_SECONDS)
-        took = end_server(server, book, dice)
+        took = end_server(server, log, rng)
         probed = probes(measured, calm_from)
     if probed.failed:
-        book.violate("server", "/health", f"{probed.failed} of {len(probed.latencies)} probes had no answer")
+        log.violate("server", "/health", f"{probed.failed} of {len(probed.latencies)} probes had no answer")
     return {
         "key": bool(key),
         "seconds": time.monotonic() - begun,
         "latencies": probed.latencies,
         "calm": probed.calm,
         "delays": probed.delays,
-        "slow_health": siege.during(probed.slow),
+        "slow_health": server_round.during(probed.slow),
         "honest": honest.seconds,
         "honest_busy": honest.busy,
         "memory": {"before": before, "peak": peak, "after": after},
@@ -964,7 +964,7 @@ def besiege(book: Book, seconds: float, names: list[str], dice: random.Random, k
 
 
 def warm_up(server: Server) -> None:
-    """Everything an honest day loads: long prompts, many choices, grammars, streams."""
+    """Load what normal requests load: long prompts, many choices, grammars, streams."""
     for body in (
         HONEST,
         chat(n=64, logprobs=True),
@@ -982,16 +982,16 @@ def enough(before: int, after: int) -> bool:
     return after <= 1.2 * before + (100 << 20)
 
 
-def end_server(server: Server, book: Book, dice: random.Random) -> float:
+def end_server(server: Server, log: AttackLog, rng: random.Random) -> float:
     """SIGTERM while streams are open, as often as not: it ends in time and leaves nothing."""
-    doors = []
-    strike = Strike(server, dice, lambda *_, **__: None)
-    if dice.random() < 0.5:
+    sockets = []
+    attempt = Attempt(server, rng, lambda *_, **__: None)
+    if rng.random() < 0.5:
         body = json.dumps(chat(max_tokens=64, stream=True, ignore_eos=True, n=64)).encode()
         with contextlib.suppress(OSError):
             for _ in range(8):
-                doors.append(strike.socket())
-                doors[-1].sendall(strike.head(CHAT, len(body)) + b"\r\n" + body)
+                sockets.append(attempt.socket())
+                sockets[-1].sendall(attempt.head(CHAT, len(body)) + b"\r\n" + body)
     begun = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     try:
@@ -999,14 +999,14 @@ def end_server(server: Server, book: Book, dice: random.Random) -> float:
     except subprocess.TimeoutExpired:
         code = None
     took = time.monotonic() - begun
-    for door in doors:
+    for door in sockets:
         door.close()
     if took > END_SECONDS + 1.5 or code not in (0, 130, 143):
-        book.violate("hang", "SIGTERM to the server", f"exit {code} after {took:.1f} s, {len(doors)} streams open")
+        log.violate("hang", "SIGTERM to the server", f"exit {code} after {took:.1f} s, {len(sockets)} streams open")
     if left := [str(path.relative_to(server.temporary)) for path in server.temporary.rglob("*")]:
-        book.violate("leftovers", "SIGTERM to the server", f"left in TMPDIR: {left[:10]}")
+        log.violate("leftovers", "SIGTERM to the server", f"left in TMPDIR: {left[:10]}")
     if "Traceback" in server.log:
-        book.violate("server", "SIGTERM to the server", server.log[-1500:])
+        log.violate("server", "SIGTERM to the server", server.log[-1500:])
     return took
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark here shares: bars it must clear, a table, and one JSON object as its last line."""
+"""Bars that a benchmark must clear, its table, and the JSON object on its last line."""
 
 import argparse
 import datetime

@@ -1,13 +1,13 @@
-"""A training under fire: its processes killed at random, its disk filled, its wires cut, its graders lying.
+"""Trains while processes are killed, the disk is filled, connections fail and graders return garbage.
 
 The quickstart task in `processes` placement. Killed with SIGKILL, at random moments: orchestrator, trainer, server, and
-the workers an environment computes in. Between orchestrator and the other two stand proxies that drop connections,
-delay answers and talk nonsense; grades are garbage, raise, or are late. The disk is a size-limited mount of its own,
-filled up now and then: the run must stop with a sentence that says so, and go on where it stood when there is room.
+the worker processes of the environment. Proxies between the orchestrator and the other two drop connections, delay
+answers and send garbage; grades are garbage, raise, or are late. The disk is a size-limited mount of its own that is
+filled a few times: the run must stop with a sentence that says so, and resume where it stood when there is room again.
 
 The trainer also dies while the very first checkpoint is written, and while the model is exported.
 
-Bars: as many kills as asked for, each kind among them; every ticket ended once, trained ones in the batch the books
+Bars: as many kills as asked for, of each kind; every ticket ended once, trained ones in the batch that the records
 name and in no other, dropped ones because they were stale or, few, because graders failed; each trained token's log
 probability is what the weights of its version give it; each death named in a sentence, and never more than a minute
 without a word; reward, over all steps and over the last, within noise of undisturbed runs.
@@ -33,9 +33,9 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 from bars import arguments, machine
-from chaos_books import Archive, dropped, false_tokens, lines, wrong_tickets
 from chaos_grader import FAULTS
-from chaos_wires import Odds, Wires
+from check_run import Archive, dropped, false_tokens, lines, wrong_tickets
+from fault_proxy import FaultProxies, FaultRates
 from paceline.config import load
 from paceline.runtime.processes.supervisor import Supervisor
 
@@ -69,25 +69,25 @@ rollouts = {batch}
 [[env]]
 type = "custom"
 name = "{env}"
-import_path = "{world}:World"
+import_path = "{world}:ChaosEnv"
 timeout = 60
 [env.algo]
 type = "grpo"
 """
 
 
-class Screen:
-    """Everything the run says, and when."""
+class OutputLog:
+    """Lines that the run printed, with their times."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[float, str]] = [(time.monotonic(), "begin")]
+        self.printed: list[tuple[float, str]] = [(time.monotonic(), "begin")]
         self.on: dict[str, Callable[[], None]] = {}
         """What is done once, when a line begins so."""
         self.over = False
 
     def write(self, text: str) -> int:
         if text := text.strip():
-            self.said.append((time.monotonic(), text))
+            self.printed.append((time.monotonic(), text))
             print(f"    {text}"[:200], flush=True)
             for beginning in [beginning for beginning in self.on if text.startswith(beginning)]:
                 self.on.pop(beginning)()
@@ -96,34 +96,34 @@ class Screen:
     def flush(self) -> None: ...
 
     def silence(self) -> float:
-        times = [at for at, _ in self.said] + ([] if self.over else [time.monotonic()])
+        times = [at for at, _ in self.printed] + ([] if self.over else [time.monotonic()])
         return max(b - a for a, b in itertools.pairwise(times))
 
 
 class Chaos:
-    """One run, and whatever happens to it."""
+    """One run and the faults that it meets."""
 
     def __init__(self, folder: Path, archive: Path, given) -> None:
         self._folder, self._given = folder, given
-        self._dice = random.Random(given.seed)
+        self._rng = random.Random(given.seed)
         self.root = folder / "runs" / "chaos"
-        self.screen = Screen()
+        self.screen = OutputLog()
         for moment in ("... saving checkpoint", "... exporting the model"):
-            self.screen.on[moment] = lambda: self._strike(self._now, "trainer")
+            self.screen.on[moment] = lambda: self._kill_one(self._now, "trainer")
         self.kills: list[dict] = []
         self.disk: list[str] = []
         private = tempfile.mkdtemp(prefix="wires-")
-        odds = Odds() if not given.gentle else Odds(0, 0, 0)
-        self.wires = Wires(odds, given.seed, private)
+        rates = FaultRates() if not given.gentle else FaultRates(0, 0, 0)
+        self.wires = FaultProxies(rates, given.seed, private)
         self.archive = Archive(self.root / ".live" / "weights", archive)
         threading.Thread(target=self._give_up, name="patience", daemon=True).start()
 
     def run(self) -> str:
-        """To the end of training, however many lives that takes; how it ended."""
-        fills = sorted(self._dice.sample(range(2, self._given.steps - 2), self._given.fills))
+        """Train to the end, with as many restarts as that takes; return how it ended."""
+        fills = sorted(self._rng.sample(range(2, self._given.steps - 2), self._given.fills))
         resume = False
         while True:
-            run = Supervisor(self._config(resume), screen=self.screen, reach=self.wires.before)
+            run = Supervisor(self._config(resume), screen=self.screen, reach=self.wires.proxy_for)
             self._now = run
             over = threading.Event()
             helpers = [
@@ -163,25 +163,25 @@ class Chaos:
         return max((line["step"] for line in lines(self.root / "metrics.jsonl")), default=0)
 
     def _kill(self, run: Supervisor, over: threading.Event) -> None:
-        """Every few steps somebody dies; sometimes somebody else dies before they are back."""
+        """Kill a process every few steps; sometimes another one before the first is back."""
         left = [role for role in ROLES for _ in range(-(-self._given.kills // len(ROLES)))]
         left = [role for role, n in (Counter(left) - Counter(k["who"] for k in self.kills)).items() for _ in range(n)]
-        self._dice.shuffle(left)
+        self._rng.shuffle(left)
         # Spread over the run, with time left at its end for the last to come back.
         most, room = len(self.kills) + len(left), max(1, self._given.steps - 4)
         while left and not over.is_set():
-            again = self._dice.random() < 0.15
-            aim = 0 if again else 1 + room * (len(self.kills) + self._dice.random()) / most
+            again = self._rng.random() < 0.15
+            aim = 0 if again else 1 + room * (len(self.kills) + self._rng.random()) / most
             while not over.is_set() and (self.step < aim or not self.step):
                 time.sleep(0.02)
-            if over.wait(self._dice.uniform(0, min(1.5, 0.1 * room))):
+            if over.wait(self._rng.uniform(0, min(1.5, 0.1 * room))):
                 return
             who = left.pop()
-            if not self._strike(run, who):
+            if not self._kill_one(run, who):
                 left.insert(0, who)
                 time.sleep(0.2)
 
-    def _strike(self, run: Supervisor, who: str) -> bool:
+    def _kill_one(self, run: Supervisor, who: str) -> bool:
         child = run.children.get("orchestrator" if who == "worker" else who)
         if child is None or child.process.poll() is not None or (self._folder / BALLAST).exists():
             return False
@@ -190,7 +190,7 @@ class Chaos:
             workers = _workers(pid)
             if not workers:
                 return False
-            pid = self._dice.choice(workers)
+            pid = self._rng.choice(workers)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
             self.kills.append({"who": who, "step": self.step, "at": time.monotonic()})
@@ -227,7 +227,7 @@ def _workers(parent: int) -> list[int]:
 
 
 def undisturbed(folder: Path, seed: int, name: str) -> list[float]:
-    """Rewards by step of a run that nobody disturbs."""
+    """Rewards by step of a run without faults."""
     environment = {key: value for key, value in os.environ.items() if key != FAULTS}
     command = [sys.executable, "-m", "paceline", "train", "run.toml", "--name", name, "--seed", str(seed), "--quiet"]
     subprocess.run(command, cwd=folder, env=environment, check=True, timeout=3600, stdout=subprocess.DEVNULL)
@@ -241,7 +241,7 @@ def rewards(root: Path) -> list[float]:
 def unnamed(chaos: Chaos) -> list[str]:
     """Deaths of the three processes that no sentence names."""
     said = Counter(
-        text.split()[2] for _, text in chaos.screen.said if text.startswith("note: the ") and "killed by" in text
+        text.split()[2] for _, text in chaos.screen.printed if text.startswith("note: the ") and "killed by" in text
     )
     died = Counter(kill["who"] for kill in chaos.kills if kill["who"] != "worker")
     return [f"{died[role] - said[role]} deaths of the {role}" for role in died if said[role] < died[role]]
@@ -272,11 +272,11 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--fills", type=int, default=3, help="times the disk is filled")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gentle", action="store_true", help="good wires and honest graders")
+    parser.add_argument("--gentle", action="store_true", help="no faults of connections and graders")
     parser.add_argument("--alone", action="store_true", help="no undisturbed run to compare with")
     given = parser.parse_args()
     if given.fills and not os.environ.get(MOUNTED) and may_mount():
-        # A mount of our own, seen by nobody else: whatever fills it, the machine's disk does not.
+        # A mount that only this process sees: filling it leaves the disk of the machine alone.
         os.environ[MOUNTED] = "1"
         os.execvp("unshare", ["unshare", "-rm", sys.executable, *sys.argv])
     begun = time.monotonic()
@@ -284,7 +284,7 @@ def main() -> int:
         (folder / "run.toml").write_text(
             RUN_FILE.format(
                 quickstart=ROOT / "examples" / "quickstart.toml",
-                world=HERE / "chaos_world.py",
+                world=HERE / "chaos_env.py",
                 steps=given.steps,
                 batch=BATCH,
                 every=EVERY,
@@ -304,7 +304,7 @@ def main() -> int:
         chaos = Chaos(folder, Path(kept), given)
         ended = chaos.run()
         seconds = time.monotonic() - begun
-        result = judge(chaos, given, ended, calm)
+        result = check_bars(chaos, given, ended, calm)
         chaos.archive.close()
     result |= {"seconds": seconds, **machine()}
     if given.json:
@@ -314,8 +314,8 @@ def main() -> int:
     return 0 if result["cleared"] else 1
 
 
-def judge(chaos: Chaos, given, ended: str, calm: dict[str, list[float]]) -> dict:
-    """Everything that was seen, and whether each bar is cleared."""
+def check_bars(chaos: Chaos, given, ended: str, calm: dict[str, list[float]]) -> dict:
+    """What was measured, and whether each bar is cleared."""
     by_role = Counter(kill["who"] for kill in chaos.kills)
     wrong, tokens = ["the run did not finish"], Counter(false=-1)
     if ended == "finished":

@@ -1,6 +1,6 @@
-"""Grades reversed words in a worker process, and has bad days: it answers nonsense, raises, or takes its time.
+"""Grades reversed words in a worker process; some calls return garbage, raise, or are slow.
 
-How often, the environment variable says; without it the grader is an honest one.
+An environment variable sets how many; without it there are no faults.
 """
 
 import json
@@ -14,13 +14,13 @@ FAULTS = "PACELINE_CHAOS_GRADER"
 
 def grade(given: str, wanted: str) -> float | str:
     """1 for the word, else half a point for the share of letters in place."""
-    dice, faults = random.Random(os.urandom(8)), json.loads(os.environ.get(FAULTS, "{}"))
-    if dice.random() < faults.get("garbage", 0):
+    rng, faults = random.Random(os.urandom(8)), json.loads(os.environ.get(FAULTS, "{}"))
+    if rng.random() < faults.get("garbage", 0):
         return "banana"
-    if dice.random() < faults.get("raise", 0):
-        raise RuntimeError("the grader had a bad day")
-    if dice.random() < faults.get("slow", 0):
-        time.sleep(dice.uniform(0.2, 1.0))
+    if rng.random() < faults.get("raise", 0):
+        raise RuntimeError("the grader failed")
+    if rng.random() < faults.get("slow", 0):
+        time.sleep(rng.uniform(0.2, 1.0))
     if given == wanted:
         return 1.0
     hits = sum(a == b for a, b in zip(given, wanted, strict=False))

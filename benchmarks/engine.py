@@ -182,7 +182,7 @@ class Logprobs(LogitsProcessor):
 
 @torch.inference_mode()
 def generate(model: PreTrainedModel, work: list[Chat], clients: int) -> Outcome:
-    """Prompts padded on the left; everybody waits for the longest reply of the batch."""
+    """Prompts padded on the left; every request waits for the longest reply of the batch."""
     model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, eos_token_id=None, pad_token_id=0)
     answers: list[list[float]] = []
     start = time.perf_counter()

@@ -28,7 +28,7 @@ import numpy as np
 import ray
 
 from bars import Row, arguments, finish
-from fleet_rack import LONGEST, Rack
+from fleet_engines import LONGEST, SimulatedEngines
 from paceline.clients import Pool
 from paceline.config import CheckpointConfig, EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
@@ -96,7 +96,7 @@ class OneTurn(Environment):
         return Outcome.solo(float(next(self._played) % 2))
 
 
-class Silent:
+class NullRenderer:
     """A renderer that reads nothing."""
 
     def reply(self, ids) -> str:
@@ -151,7 +151,7 @@ async def lead(options, racks: list, folder: Path) -> dict:
         env=[CustomEnvConfig(name="null", import_path="x:y", timeout=600.0)],
     )
     pool, steps = Pool(engines), Steps()  # ty: ignore
-    client = SamplingClient(pool, Silent(), config.sampling, frozenset({7}))  # ty: ignore
+    client = SamplingClient(pool, NullRenderer(), config.sampling, frozenset({7}))  # ty: ignore
     parts = OrchestratorParts(
         pool=pool,
         trainer=WaitingTrainer(options.seconds / 8),  # ty: ignore
@@ -210,7 +210,7 @@ def main() -> int:
     options = parser.parse_args()
     ray.init(num_cpus=options.actors, include_dashboard=False, log_to_driver=False, configure_logging=False)
     here = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}  # where the rack's own file is
-    kind = ray.remote(Rack).options(num_cpus=1, max_concurrency=100_000, runtime_env=here)
+    kind = ray.remote(SimulatedEngines).options(num_cpus=1, max_concurrency=100_000, runtime_env=here)
     racks = [
         kind.remote(options.engines // options.actors, options.slots, options.seconds) for _ in range(options.actors)
     ]

@@ -1,4 +1,4 @@
-"""How well a model foresees what a tool says, in conversations that nobody trained on."""
+"""Measures the loss of a model on the answers of tools, in conversations that were not trained on."""
 
 import asyncio
 from collections.abc import Sequence

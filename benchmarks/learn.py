@@ -17,7 +17,7 @@ from pathlib import Path
 from bars import arguments, machine
 from learn_algorithms import RECIPES, pictures
 from learn_tasks import TASKS
-from rows import Book, Row, show
+from rows import Row, TrialLog, show
 from trials import ROOT
 
 Learn = Callable[[int, Path], Row]
@@ -34,26 +34,26 @@ def main() -> int:
     known = parser.parse_args()
     if known.json is not None and known.table is None:
         parser.error("a result file holds one table: say which with --table")
-    book = Book(known.runs / "rows.jsonl")
+    log = TrialLog(known.runs / "rows.jsonl")
     cleared = [
-        learn(table, known.only or names, known.seeds, known.runs, book, known.json)
+        learn(table, known.only or names, known.seeds, known.runs, log, known.json)
         for table in TABLES
         if known.table in (None, table) and set(known.only or names) & set(TABLES[table])
     ]
     return 0 if all(cleared) else 1
 
 
-def learn(table: str, names: list[str], seeds: int, runs: Path, book: Book, path: Path | None) -> bool:
+def learn(table: str, names: list[str], seeds: int, runs: Path, log: TrialLog, path: Path | None) -> bool:
     """One table: train what is missing, show all of it, keep it where it was asked for."""
     chosen = {name: each for name, each in TABLES[table].items() if name in names}
     for seed in range(seeds):
         for name, each in chosen.items():
-            if (name, seed) in book.rows:
+            if (name, seed) in log.rows:
                 continue
             print(f"--- {name}, seed {seed} ({time.strftime('%H:%M:%S')})", flush=True)
-            book.enter(each(seed, runs))
-            show([book.rows[name, seed]])
-    wanted = [book.rows[name, seed] for name in chosen for seed in range(seeds)]
+            log.enter(each(seed, runs))
+            show([log.rows[name, seed]])
+    wanted = [log.rows[name, seed] for name in chosen for seed in range(seeds)]
     show(wanted)
     if table == "algorithms":
         pictures(list(chosen), runs, seeds)

@@ -1,8 +1,8 @@
-"""How many rollouts a second the orchestrator itself can handle, on one core.
+"""Measures how many rollouts a second the orchestrator handles on one core.
 
-Everything between a ticket and a trained batch is the real code: conductor, dispatcher, gate, ledger, player, seats,
-pool, assembly, GRPO's credit, metrics, the run directory's recorder. Only those who would compute are null: an engine
-that answers at once, an environment of one turn, a trainer that counts. What is left is the price of leading a run.
+Everything between a ticket and a trained batch is the real code: orchestrator, dispatcher, gate, ledger, rollouts,
+chat sessions, pool, assembly, GRPO's credit, metrics, recorder. Only what would compute is null: an engine that answers
+at once, an environment of one turn, a trainer that counts. What remains is the orchestrator's own cost.
 
 20,000 rollouts are in flight from the first batch to the last: the engine holds their requests and answers the oldest
 of them at each turn of the event loop. The bar is 5,000 rollouts per second of one core, the median over batches: the
@@ -118,18 +118,18 @@ class OneTurn(Environment):
         return Outcome.solo(float(next(self._played) % 2))
 
 
-class Silent:
+class NullRenderer:
     """A renderer that reads nothing."""
 
     def reply(self, ids) -> str:
         return ""
 
 
-class Laps(Monitor):
+class BatchTimes(Monitor):
     """When each batch was done, and how many rollouts were being played then; ends the run after the last one."""
 
     def __init__(self, environment: OneTurn, batches: int) -> None:
-        self.conductor: Orchestrator | None = None
+        self.orchestrator: Orchestrator | None = None
         self.marks: list[float] = []
         """CPU seconds of this process."""
         self.wall: list[float] = []
@@ -139,8 +139,8 @@ class Laps(Monitor):
         self._environment, self._batches = environment, batches
 
     def step(self, step, metrics):
-        if step == self._batches and self.conductor is not None:
-            self.conductor.stop()
+        if step == self._batches and self.orchestrator is not None:
+            self.orchestrator.stop()
         self.marks.append(time.process_time())
         self.wall.append(time.perf_counter())
         self.rollouts_done.append(metrics["batch/rollouts"])
@@ -148,29 +148,29 @@ class Laps(Monitor):
         self.stale.append(metrics["staleness/max"])
 
 
-async def lead(config: RunConfig, batches: int, folder: Path) -> Laps:
+async def lead(config: RunConfig, batches: int, folder: Path) -> BatchTimes:
     """Lead a run of null parts through so many batches."""
     environment = OneTurn()
-    laps = Laps(environment, batches)
+    times = BatchTimes(environment, batches)
     pool = Pool([NullEngine()])  # ty: ignore
-    client = SamplingClient(pool, Silent(), SamplingConfig(max_tokens=REPLY), frozenset({7}))  # ty: ignore
-    courses = build_train_envs(config, {"null": environment})
+    client = SamplingClient(pool, NullRenderer(), SamplingConfig(max_tokens=REPLY), frozenset({7}))  # ty: ignore
+    envs = build_train_envs(config, {"null": environment})
     parts = OrchestratorParts(
         pool=pool,
         trainer=NullTrainer(),  # ty: ignore
         client=client,
         eval_client=client,
-        envs=courses,
-        monitor=Monitors(RunRecorder(folder), laps),
+        envs=envs,
+        monitor=Monitors(RunRecorder(folder), times),
         checkpoints=Checkpoints(folder / "checkpoints", 1),
         clock=RealClock(),
     )
-    laps.conductor = Orchestrator(config, parts)
-    await laps.conductor.run()
-    return laps
+    times.orchestrator = Orchestrator(config, parts)
+    await times.orchestrator.run()
+    return times
 
 
-def run(options, batches: int) -> Laps:
+def run(options, batches: int) -> BatchTimes:
     staleness = 2 * options.in_flight // options.batch
     config = RunConfig(
         steps=1_000_000,
@@ -186,19 +186,19 @@ def run(options, batches: int) -> Laps:
         return asyncio.run(lead(config, batches, Path(folder)))
 
 
-def rates(laps: Laps) -> list[float]:
+def rates(times: BatchTimes) -> list[float]:
     """Rollouts per CPU second of each batch after the first ones."""
-    pairs = itertools.pairwise(laps.marks)
-    return [done / (end - start) for done, (start, end) in zip(laps.rollouts_done[1:], pairs, strict=True)][WARM:]
+    pairs = itertools.pairwise(times.marks)
+    return [done / (end - start) for done, (start, end) in zip(times.rollouts_done[1:], pairs, strict=True)][WARM:]
 
 
 def profiled(options) -> tuple[list[dict], str]:
     """The functions that cost most, by their own time."""
     profile = cProfile.Profile()
-    laps = profile.runcall(run, options, WARM + 5)
+    times = profile.runcall(run, options, WARM + 5)
     stats = pstats.Stats(profile)
     total = sum(own for _, _, own, _, _ in stats.stats.values())
-    rollouts = sum(laps.rollouts_done)
+    rollouts = sum(times.rollouts_done)
     ordered = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:SHOWN]
     lines = [
         {
@@ -230,9 +230,9 @@ def main() -> int:
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    laps = run(options, 1 + WARM + options.batches)
-    each = rates(laps)
-    timed = sum(laps.rollouts_done[1 + WARM :])
+    times = run(options, 1 + WARM + options.batches)
+    each = rates(times)
+    timed = sum(times.rollouts_done[1 + WARM :])
     rate = statistics.median(each)
     lines, text = ([], "") if options.no_profile else profiled(options)
     print(text)
@@ -242,11 +242,11 @@ def main() -> int:
         [Row(what, "rollouts/s", rate, BAR, "bar", rate / BAR, 1.0)],
         options.json,
         rollouts_per_s={"median": round(rate), "slowest": round(min(each)), "fastest": round(max(each))},
-        in_flight={"least": min(laps.in_flight[WARM:]), "most": max(laps.in_flight[WARM:])},
+        in_flight={"least": min(times.in_flight[WARM:]), "most": max(times.in_flight[WARM:])},
         rollouts=int(timed),
-        cpu_seconds=round(laps.marks[-1] - laps.marks[WARM], 2),
-        wall_seconds=round(laps.wall[-1] - laps.wall[WARM], 2),
-        staleness={"allowed": 2 * options.in_flight // options.batch, "seen": max(laps.stale)},
+        cpu_seconds=round(times.marks[-1] - times.marks[WARM], 2),
+        wall_seconds=round(times.wall[-1] - times.wall[WARM], 2),
+        staleness={"allowed": 2 * options.in_flight // options.batch, "seen": max(times.stale)},
         profile=lines,
     )
 

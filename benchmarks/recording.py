@@ -9,8 +9,8 @@ that answers at once.
   talk      user and assistant take turns            tools   each reply is a tool call, each answer its result
   thoughts  the template drops what was thought, so every prompt is rendered anew (Qwen 3 only)
 
-Time is CPU time of this process, whoever else uses the machine. Conversations share their system prompt and nothing
-else: what one asks was not tokenised for another.
+Time is CPU time of this process, so other load on the machine does not count. Conversations share their system prompt
+and nothing else: what one asks was not tokenised for another.
 
 The quickstart model's tokenizer ships with the package; Qwen 3's comes from `shared/tokenizers.tar.xz`, if it is here.
 
@@ -38,7 +38,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import paceline
 from bars import Row, alternate, arguments, finish
-from keeping import Timed
 from paceline.clients import Pool
 from paceline.config import RunConfig
 from paceline.config.inference import SamplingConfig
@@ -47,6 +46,7 @@ from paceline.engine import Completion, GenerateRequest
 from paceline.observe.record import open_run
 from paceline.rollout import Renderer, Rollout, SamplingClient, Seat, assemble
 from paceline.runtime import session
+from timed_recorder import TimedRecorder
 
 ARCHIVE = Path(__file__).parents[2] / "shared" / "tokenizers.tar.xz"
 QUICKSTART = Path(paceline.__file__).parent / "quickstart"
@@ -214,12 +214,12 @@ def main() -> int:
 
 def steps(folder: Path, count: int) -> list[Row]:
     """The record's milliseconds a step, beside a hundredth of the step's."""
-    session.RolloutRecorder = Timed
+    session.RolloutRecorder = TimedRecorder
     result = session.train(RunConfig(runs=str(folder), name="quickstart", steps=count))
-    keeper = Timed.made.pop()
+    recorder = TimedRecorder.made.pop()
     wall = sum(line.get("time/step", 0.0) + line.get("time/eval", 0.0) for line in result.metrics)
-    spent = min(wall, keeper.run_cpu)
-    ours, budget = 1000 * keeper.cost / count, 1000 * SHARE * spent / count
+    spent = min(wall, recorder.run_cpu)
+    ours, budget = 1000 * recorder.cost / count, 1000 * SHARE * spent / count
     kept = open_run(result.directory).rollouts.count
     size = sum(path.stat().st_size for path in (result.directory / "record").iterdir())
     what = f"quickstart, {kept} rollouts in {count} steps"

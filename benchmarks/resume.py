@@ -1,9 +1,9 @@
-"""Bit-identical resume: runs killed with SIGKILL at random moments, against runs that nobody disturbed.
+"""Bit-identical resume: runs killed with SIGKILL at random moments, against runs without a kill.
 
 A real training of the quickstart model, with `deterministic = true` and `staleness = 0`, is killed at random: any time
 after a step, while a checkpoint is being written, while a resumed process restores one. It is resumed until it is
-through. Bars: at least as many kill points as asked for, and in every lineage every step's recorded batch (all streams,
-byte by byte), loss and gradient norm are those of the unbroken run, and the run directory tells of one lineage.
+through. Bars: at least as many kill points as asked for, and in every such run each step's recorded batch (all streams,
+byte by byte), loss and gradient norm are those of the unbroken run, and the run directory shows one unbroken history.
 
 Two run files take turns: the plain quickstart, and one whose steps hang on what came before them (rae's moving
 baselines, a curriculum, evaluation while groups are in flight).
@@ -27,7 +27,7 @@ from paceline.orchestrator.buffered import read_groups
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 STEPS = 12
-KILLS_A_LINEAGE = 4
+KILLS_A_RUN = 4
 LIMIT = 300
 """Seconds any one process may take."""
 CLOCKS = ("time", "memory", "tokens/s", "train_tokens/s", "wait_time_ratio", "overlap_ratio", "busy")
@@ -71,7 +71,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-class Lineage:
+class KilledRun:
     """One run directory, and the processes that fill it."""
 
     def __init__(self, folder: Path, kind: str, name: str) -> None:
@@ -101,9 +101,9 @@ class Lineage:
             tail = (self._folder / f"{self._name}.log").read_text(errors="replace")[-600:]
             raise RuntimeError(f"{self._name} ended with {code}: {tail}")
 
-    def kill(self, dice: random.Random) -> bool:
+    def kill(self, rng: random.Random) -> bool:
         """Start it and kill it somewhere; False if it came to its end first."""
-        kind, there, delay = self._moment(dice)
+        kind, there, delay = self._moment(rng)
         process, until = self.start(), time.monotonic() + LIMIT
         try:
             while not there():
@@ -131,19 +131,19 @@ class Lineage:
         )
         return True
 
-    def _moment(self, dice: random.Random) -> tuple[str, Callable[[], bool], float]:
-        kind = dice.choice(["after a step", "after a step", "while saving", "while restoring"])
+    def _moment(self, rng: random.Random) -> tuple[str, Callable[[], bool], float]:
+        kind = rng.choice(["after a step", "after a step", "while saving", "while restoring"])
         begun = len(self._begins())
         if kind == "while saving":
-            return kind, self._saving(), dice.uniform(0, 0.03)
+            return kind, self._saving(), rng.uniform(0, 0.03)
         if kind == "while restoring" and self.saved:
-            return kind, lambda: len(self._begins()) > begun, dice.uniform(0, 0.2)
-        aim = dice.randrange(min(self.saved, STEPS - 1), STEPS)  # the last checkpoint may stand: then while exporting
+            return kind, lambda: len(self._begins()) > begun, rng.uniform(0, 0.2)
+        aim = rng.randrange(min(self.saved, STEPS - 1), STEPS)  # the last checkpoint may stand: then while exporting
 
         def there() -> bool:
             return len(self._begins()) > begun and self.step >= aim
 
-        return "after a step", there, dice.uniform(0, 0.4)
+        return "after a step", there, rng.uniform(0, 0.4)
 
     def _saving(self) -> Callable[[], bool]:
         """Whether this process writes a checkpoint: what a killed one left half written goes first."""
@@ -162,7 +162,7 @@ class Lineage:
 
 
 def differences(ours: Path, whole: Path) -> list[str]:
-    """Where a lineage is not the unbroken run, down to the last bit."""
+    """Where a killed run differs from the unbroken one, down to the last bit."""
     found = []
     mine, theirs = lines(ours / "metrics.jsonl"), lines(whole / "metrics.jsonl")
     if [line["step"] for line in mine] != [line["step"] for line in theirs]:
@@ -194,7 +194,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    dice, begun = random.Random(given.seed), time.monotonic()
+    rng, begun = random.Random(given.seed), time.monotonic()
     found: dict[str, list[str]] = {}
     kills: list[dict] = []
     with tempfile.TemporaryDirectory() as name:
@@ -202,21 +202,21 @@ def main() -> int:
         whole = {}
         for kind, values in RUN_FILES.items():
             (folder / f"{kind}.toml").write_text(RUN_FILE.format(quickstart=QUICKSTART, **values))
-            whole[kind] = Lineage(folder, kind, f"{kind}-whole")
+            whole[kind] = KilledRun(folder, kind, f"{kind}-whole")
             whole[kind].finish()
         number = 0
         while len(kills) < given.kills:
             kind = list(RUN_FILES)[number % len(RUN_FILES)]
-            lineage = Lineage(folder, kind, f"{kind}-{number}")
+            killed = KilledRun(folder, kind, f"{kind}-{number}")
             number += 1
-            for _ in range(KILLS_A_LINEAGE):
-                if len(kills) + len(lineage.kills) >= given.kills or not lineage.kill(dice):
+            for _ in range(KILLS_A_RUN):
+                if len(kills) + len(killed.kills) >= given.kills or not killed.kill(rng):
                     break
-                print(f"{lineage.root.name}: killed {lineage.kills[-1]}", flush=True)
-            lineage.finish()
-            kills += [{"run": kind, **kill} for kill in lineage.kills]
-            found[lineage.root.name] = differences(lineage.root, whole[kind].root)
-            print(f"{lineage.root.name}: {len(found[lineage.root.name])} differences", flush=True)
+                print(f"{killed.root.name}: killed {killed.kills[-1]}", flush=True)
+            killed.finish()
+            kills += [{"run": kind, **kill} for kill in killed.kills]
+            found[killed.root.name] = differences(killed.root, whole[kind].root)
+            print(f"{killed.root.name}: {len(found[killed.root.name])} differences", flush=True)
     different = {name: what for name, what in found.items() if what}
     result = {
         "title": "resume",

@@ -28,7 +28,7 @@ class Row:
     cleared: bool
 
 
-class Book:
+class TrialLog:
     """Rows by task and seed, kept in a file."""
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The spine against its peers, on this machine, in one run.
+"""Sampling, packed training and a GRPO step against peers, on this machine, in one run.
 
   engine    useful tokens/s of 64 clients asking 512 requests of mixed length, against padded `transformers` generate in
             batches of 64 in arrival order
@@ -86,7 +86,7 @@ def engine_rate(work: list[tuple[list[int], int]]) -> float:
 
 @torch.inference_mode()
 def generate_rate(work: list[tuple[list[int], int]]) -> float:
-    """Batches in arrival order, prompts padded on the left, everybody waits for the longest reply."""
+    """Batches in arrival order, prompts padded on the left; every request waits for the longest reply."""
     model = plain_model()
     start = time.perf_counter()
     for at in range(0, len(work), CLIENTS):

@@ -1,7 +1,7 @@
 """What do old samples cost? One task, three losses, samplers that ride 0 to 16 versions ahead; CPU, small scale.
 
-  naive      PPO, clipped around whoever sampled: the older the sample, the sooner a token stops learning
-  decoupled  PPO, clipped around the batch's start, and weighted for who sampled (`trainer.proximal`)
+  naive      PPO, clipped around the policy that sampled: the older the sample, the sooner a token stops learning
+  decoupled  PPO, clipped around the batch's start, and weighted for the policy that sampled (`trainer.proximal`)
   dppo       the default: dropped by difference of probabilities instead of clipped by ratio
 
 The table of AReaL (arXiv 2505.24298) has this shape. Every run trains on equally many rollouts, and none is dropped for

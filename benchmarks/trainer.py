@@ -30,7 +30,6 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from bars import arguments
 from engine_gpu import SHAPES as GPU_SHAPES
 from engine_gpu import VOCABULARY, Sheet
-from keeping import NowAndThen, Timed
 from paceline import Environment, Outcome, RunConfig, train
 from paceline.config import trainer as config
 from paceline.data import Sample
@@ -38,6 +37,7 @@ from paceline.model import ATTENTION, trainable_parameters
 from paceline.runtime import session
 from paceline.trainer.torch.optimizer import MasterAdamW
 from paceline.trainer.torch.trainer import TorchTrainer
+from timed_recorder import AlternatingRecorder, TimedRecorder
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 PEAK = 790e12
@@ -182,7 +182,7 @@ class Guessing(Environment):
 
 
 def whole_steps(
-    folder: Path, staleness: int, steps: int, tiny: bool, keeper: type[Timed] = Timed
+    folder: Path, staleness: int, steps: int, tiny: bool, recorder: type[TimedRecorder] = TimedRecorder
 ) -> tuple[list[float], float]:
     """Seconds of each step of 32 prompts x 8, 128 in, 512 out, once the run is warm; and of each, what it cost to keep
     its rollouts, in seconds of CPU."""
@@ -209,14 +209,14 @@ def whole_steps(
         "filters": {"zero_advantage": False},  # a group drawn anew would be one more, slow pass
         "env": [{"type": "reverse-text", "name": "bench"}],
     }
-    session.RolloutRecorder = keeper
+    session.RolloutRecorder = recorder
     bench = {"bench": Guessing(prompts * (steps + 2), inside)}
     result = train(RunConfig.model_validate(run), environments=bench, overwrite=True, quiet=True)
     for line in result.metrics:
         parts = ("time/step", "time/sample", "time/score", "time/train", "time/publish")
         print({key: round(line[key], 3) for key in parts if key in line}, flush=True)
     shutil.rmtree(folder / "runs", ignore_errors=True)
-    return [line["time/step"] for line in result.metrics[WARM:-1]], Timed.made.pop().cost / steps
+    return [line["time/step"] for line in result.metrics[WARM:-1]], TimedRecorder.made.pop().cost / steps
 
 
 @contextlib.contextmanager
@@ -239,9 +239,9 @@ def grpo(sheet: Sheet, tokenizer: Path, device: str, tiny: bool, steps: int = 20
         kept: list[float] = []
         for _ in range(rounds):
             for staleness, taken in seconds.items():
-                some, keeping = whole_steps(folder, staleness, steps, tiny)
+                some, recording = whole_steps(folder, staleness, steps, tiny)
                 taken += some
-                kept.append(keeping)
+                kept.append(recording)
                 free()
         together, ahead = (statistics.fmean(taken) for taken in seconds.values())
         sheet.at_most("0.5B whole synchronous GRPO step, 32 x 8, 128 in, 512 out", "s", together, 3.5)
@@ -253,10 +253,10 @@ def record(sheet: Sheet, tokenizer: Path, device: str, tiny: bool, steps: int = 
     """What the record costs a step, in one run that keeps its rollouts now and then. What a step leaves behind is
     written while the next one samples. Medians: a step that stumbles says nothing of the record."""
     with policy(tokenizer, device, tiny) as folder:
-        seconds, _ = whole_steps(folder, 0, steps, tiny, NowAndThen)
+        seconds, _ = whole_steps(folder, 0, steps, tiny, AlternatingRecorder)
     arms: dict[bool, list[float]] = {True: [], False: []}
     for step, taken in enumerate(seconds, start=WARM + 1):
-        arms[NowAndThen.kept(step - 1)].append(taken)
+        arms[AlternatingRecorder.kept(step - 1)].append(taken)
     kept, left_out = (statistics.median(arms[which]) for which in (True, False))
     for which, name in ((True, "kept"), (False, "left out")):
         spread = statistics.stdev(arms[which]) / len(arms[which]) ** 0.5

@@ -83,7 +83,7 @@ class _Search(ast.NodeVisitor):
         self._bounded = outer
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """A function is called where nobody sees the bounds around its definition."""
+        """A function is called far from the bounds around its definition."""
         outer = self._bounded, self._looping
         self._bounded = self._looping = False
         self.generic_visit(node)

@@ -323,7 +323,7 @@ def test_a_solution_has_the_memory_it_is_given_and_no_more():
 
 def test_the_attack_has_as_many_kinds_as_the_page_says(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    attack, server, world = map(importlib.import_module, ("attack", "attack_server", "attack_world"))
+    attack, server, world = map(importlib.import_module, ("attack", "attack_server", "attack_env"))
     page = " ".join((ROOT / "docs" / "security.md").read_text().split())
     assert f"{len(server.ATTACKS)} attacks on the server" in page
     assert f"{len(attack.TRAINING)} faults of signals" in page

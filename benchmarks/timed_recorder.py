@@ -9,10 +9,10 @@ from paceline.observe.monitor import RunOutcome, RunPlan
 from paceline.observe.record import RolloutRecorder
 
 
-class Timed(RolloutRecorder):
+class TimedRecorder(RolloutRecorder):
     """Counts what handing over costs the event loop, and what the run costs meanwhile."""
 
-    made: ClassVar[list["Timed"]] = []
+    made: ClassVar[list["TimedRecorder"]] = []
 
     def __init__(self, run: Path) -> None:
         super().__init__(run)
@@ -38,7 +38,7 @@ class Timed(RolloutRecorder):
         super().end(outcome)
 
 
-class NowAndThen(Timed):
+class AlternatingRecorder(TimedRecorder):
     """Keeps the rollouts of some steps and leaves out those of the next, in turn."""
 
     SPELL: ClassVar[int] = 4

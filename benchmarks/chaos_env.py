@@ -12,7 +12,7 @@ from paceline.rollout import Seat
 GRADE = f"{Path(__file__).with_name('chaos_grader.py').resolve()}:grade"
 
 
-class World(Environment):
+class ChaosEnv(Environment):
     """`reverse: planet` wants `tenalp`."""
 
     def __init__(self, workers: int = 2, timeout: float = 5.0) -> None:

@@ -17,7 +17,7 @@ VARIABLE = "PACELINE_ATTACK"
 VARIABLE_FIRED = "PACELINE_ATTACK_FIRED"
 """The file in which faults are counted."""
 _settings = json.loads(os.environ.get(VARIABLE, "{}"))
-_dice = random.Random(_settings.get("seed", 0))
+_rng = random.Random(_settings.get("seed", 0))
 _odds: dict[str, float] = _settings.get("odds", {})
 _tasks: list[asyncio.Task] = []
 FAULTS: dict[str, Callable[[dict], Any]] = {}
@@ -47,26 +47,26 @@ async def play(row: dict, seat: Any) -> Any:
     wanted = row["answer"]
     reward = sum(a == b for a, b in zip(reply.text.strip(), wanted, strict=False)) / len(wanted)
     for name, chance in _odds.items():
-        if _dice.random() < chance:
+        if _rng.random() < chance:
             note(name)
             answer = FAULTS[name](row)
             if asyncio.iscoroutine(answer):
                 answer = await answer
             if answer is not row:
                 return answer
-    return reward + 0.01 * _dice.random()
+    return reward + 0.01 * _rng.random()
 
 
 @fault
 def raise_error(row: dict) -> Any:
     """An error of any kind."""
-    raise _dice.choice([KeyError("x"), OSError(28, "No space left on device"), MemoryError(), RecursionError("deep")])
+    raise _rng.choice([KeyError("x"), OSError(28, "No space left on device"), MemoryError(), RecursionError("deep")])
 
 
 @fault
 def raise_base(row: dict) -> Any:
     """What `except Exception` does not catch."""
-    raise _dice.choice([SystemExit(0), SystemExit("bye"), KeyboardInterrupt(), GeneratorExit(), Outcome("failed")])
+    raise _rng.choice([SystemExit(0), SystemExit("bye"), KeyboardInterrupt(), GeneratorExit(), Outcome("failed")])
 
 
 @fault
@@ -79,13 +79,13 @@ def raise_group(row: dict) -> Any:
 
         __repr__ = __str__
 
-    raise _dice.choice([Mute(), BaseExceptionGroup("all", [SystemExit(3), KeyError("y")]), StopAsyncIteration()])
+    raise _rng.choice([Mute(), BaseExceptionGroup("all", [SystemExit(3), KeyError("y")]), StopAsyncIteration()])
 
 
 @fault
 def cancel_itself(row: dict) -> Any:
     """A cancellation that was not asked for."""
-    if _dice.random() < 0.5:
+    if _rng.random() < 0.5:
         raise asyncio.CancelledError("by itself")
     task = asyncio.current_task()
     assert task is not None
@@ -112,7 +112,7 @@ async def swallow_cancellation(row: dict) -> None:
 @fault
 def block_loop(row: dict) -> Any:
     """Seconds in which the event loop does nothing else."""
-    time.sleep(_dice.choice([1, 3, 30]))
+    time.sleep(_rng.choice([1, 3, 30]))
     return row
 
 
@@ -122,7 +122,7 @@ def odd_reward(row: dict) -> Any:
     import numpy as np
 
     odd = [float("nan"), float("inf"), -float("inf"), 1e308, -1e308, None, "seven", "1", b"1", 10**400, True, 1j, {}]
-    return _dice.choice([*odd, np.float32(1), np.array(1.0), np.array([1.0, 2.0]), np.nan, [1, 2], object()])
+    return _rng.choice([*odd, np.float32(1), np.array(1.0), np.array([1.0, 2.0]), np.nan, [1, 2], object()])
 
 
 @fault
@@ -137,13 +137,13 @@ def odd_outcome(row: dict) -> Any:
         lambda: Ended,
         lambda: play,
     ]
-    return _dice.choice(ways)()
+    return _rng.choice(ways)()
 
 
 @fault
 def change_row(row: dict) -> Any:
     """The row is the run's own: whatever is done to it must reach no other episode."""
-    _dice.choice(
+    _rng.choice(
         [
             row.clear,
             lambda: row.update(answer="", messages=None, loop=row),
@@ -157,7 +157,7 @@ def change_row(row: dict) -> Any:
 @fault
 def leave_thread(row: dict) -> Any:
     """A thread that outlives the run."""
-    threading.Thread(target=time.sleep, args=(1e6,), daemon=_dice.random() < 0.5).start()
+    threading.Thread(target=time.sleep, args=(1e6,), daemon=_rng.random() < 0.5).start()
     return row
 
 
@@ -166,17 +166,17 @@ def leave_task(row: dict) -> Any:
     """A task that fails, or never ends, after its episode."""
 
     async def later() -> None:
-        await asyncio.sleep(_dice.random())
+        await asyncio.sleep(_rng.random())
         raise ValueError("late")
 
-    _tasks.append(asyncio.ensure_future(_dice.choice([later, lambda: swallow_cancellation(row)])()))
+    _tasks.append(asyncio.ensure_future(_rng.choice([later, lambda: swallow_cancellation(row)])()))
     return row
 
 
 @fault
 def print_much(row: dict) -> Any:
     """Text on both streams, control codes among it."""
-    print("\x1b[2J\0\r" * 50 + "x" * _dice.choice([10, 100_000]), file=_dice.choice([sys.stdout, sys.stderr]))
+    print("\x1b[2J\0\r" * 50 + "x" * _rng.choice([10, 100_000]), file=_rng.choice([sys.stdout, sys.stderr]))
     return row
 
 
@@ -199,11 +199,11 @@ def disturb_globals(row: dict) -> Any:
         os.chdir("/")
 
     ways = [lambda: random.seed(0), lambda: np.random.seed(0), lambda: torch.manual_seed(0), other_folder]
-    _dice.choice([*ways, lambda: sys.path.clear(), lambda: sys.setrecursionlimit(200)])()
+    _rng.choice([*ways, lambda: sys.path.clear(), lambda: sys.setrecursionlimit(200)])()
     return row
 
 
 @fault
 def leave_process(row: dict) -> Any:
     """The process ends."""
-    os._exit(_dice.choice([0, 1, 3]))
+    os._exit(_rng.choice([0, 1, 3]))

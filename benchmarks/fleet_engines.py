@@ -11,7 +11,7 @@ LONGEST = 8192
 LENGTHS = Lengths(median=700.0, spread=0.9, longest=LONGEST)
 
 
-class Rack:
+class SimulatedEngines:
     """Several simulated engines in one process, which sample in real time."""
 
     def __init__(self, engines: int, slots: int, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What a run directory must prove after chaos: every ticket accounted for once, every token sampled by who it says."""
+"""Checks a run directory: every ticket ended once, every token was sampled by the version it names."""
 
 import json
 import shutil

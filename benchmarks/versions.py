@@ -1,0 +1,157 @@
+"""This version against an older one, side by side on one machine.
+
+Each version has a process of its own for each measure. Both are set up first; then they are asked in turn, the first
+of a round alternating, while the other waits. So noise and drift of the machine meet both alike. The measures are the
+functions of each version's own benchmarks; what counts is the ratio of the medians, and the bar is 0.97.
+
+  git worktree add ../older d59e120
+  python benchmarks/versions.py ../older                  orchestrator, and the engine and a GRPO step on the CPU
+  python benchmarks/versions.py ../older --gpu            the engine at 256, 64 and 1 requests and a packed trainer step
+  python benchmarks/versions.py ../older --only engine    measures whose name begins so
+"""
+
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from bars import Row, arguments, finish
+
+ROOT = Path(__file__).resolve().parent.parent
+BAR = 0.97
+
+CPU_ENGINE = """
+import spine
+work = spine.workload()
+measure = lambda _: spine.engine_rate(work)
+"""
+CPU_STEP = """
+import spine
+measure = lambda _: 1 / spine.our_step_seconds()
+"""
+ORCHESTRATOR = """
+import argparse, os, statistics
+import orchestrator
+os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+options = argparse.Namespace(in_flight=20_000, batch=2_000, group=8)
+measure = lambda _: statistics.median(orchestrator.rates(orchestrator.run(options, 1 + orchestrator.WARM + 8)))
+"""
+GPU_ENGINE = """
+import itertools
+import engine_gpu
+engine, seeds = engine_gpu.Started(engine_gpu.random_model("0.5B")).engine, itertools.count()
+def measure(count):
+    seed = next(seeds)
+    prompts = engine_gpu.prompts(count, 128, seed=f"{count} {seed}")
+    return engine_gpu.rate(engine, engine_gpu.requests(prompts, [512] * count, seed=seed))
+"""
+GPU_STEP = """
+import trainer
+def measure(_):
+    rate = trainer.ours("0.5B", "cuda", trainer.BUDGET, 6)[1]
+    trainer.free()
+    return rate
+"""
+SERVE = """
+import contextlib, sys
+given, answers = sys.stdin, sys.stdout
+with contextlib.redirect_stdout(sys.stderr):
+    for line in given:
+        print(measure(int(line)), file=answers, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What both versions are asked for: a function `measure`, as source, that returns a rate; more is better."""
+
+    name: str
+    unit: str
+    source: str
+    rounds: int
+    argument: int = 0
+
+
+MEASURES = {
+    "cpu": [
+        Measure("orchestrator, one core", "rollouts/s", ORCHESTRATOR, 5),
+        Measure("engine, quickstart model", "tok/s", CPU_ENGINE, 7),
+        Measure("step of GRPO, quickstart", "steps/s", CPU_STEP, 5),
+    ],
+    "gpu": [
+        Measure("engine 0.5B, 256 requests", "tok/s", GPU_ENGINE, 16, 256),
+        Measure("engine 0.5B, 64 requests", "tok/s", GPU_ENGINE, 10, 64),
+        Measure("engine 0.5B, 1 request", "tok/s", GPU_ENGINE, 6, 1),
+        Measure("trainer 0.5B, packed step", "tok/s", GPU_STEP, 2),
+    ],
+}
+
+
+class Version:
+    """A process that answers each line with one measurement of the source under `tree`."""
+
+    def __init__(self, tree: Path, source: str) -> None:
+        paths = [str(tree / "src"), str(tree / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", source + SERVE],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, argument: int) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(argument, file=self._process.stdin, flush=True)
+        if not (answer := self._process.stdout.readline()):
+            raise SystemExit(f"the measuring process ended with {self._process.wait()}: what it wrote is above")
+        return float(answer)
+
+    def __enter__(self) -> "Version":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def compare(measure: Measure, older: Version, this: Version, rounds: int) -> dict[str, list[float]]:
+    """The rates of both, after a first one that is not counted."""
+    versions = {"older": older, "this": this}
+    rates: dict[str, list[float]] = {name: [] for name in versions}
+    for number in range(rounds + 1):
+        got = {name: versions[name].ask(measure.argument) for name in sorted(versions, reverse=number % 2 == 1)}
+        note = ", ".join(f"{name} {rate:,.4g}" for name, rate in got.items())
+        print(f"{measure.name}: {note} {measure.unit}{'' if number else ' (first, not counted)'}", flush=True)
+        for name in versions if number else ():
+            rates[name].append(got[name])
+    return rates
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("older", type=Path, help="checkout of the older version")
+    parser.add_argument("--gpu", action="store_true", help="measure on CUDA instead")
+    parser.add_argument("--only", default="", help="measures whose name begins so")
+    parser.add_argument("--rounds", type=int, help="how often each version is asked; each measure has its own number")
+    options = parser.parse_args()
+    chosen = [m for m in MEASURES["gpu" if options.gpu else "cpu"] if m.name.startswith(options.only)]
+    if not chosen:
+        parser.error(f"no measure begins with {options.only!r}")
+    tree, each, rows = options.older.resolve(), {}, []
+    for source, measures in itertools.groupby(chosen, key=lambda measure: measure.source):
+        with Version(tree, source) as older, Version(ROOT, source) as this:
+            for measure in measures:
+                rates = each[measure.name] = compare(measure, older, this, options.rounds or measure.rounds)
+                ours, theirs = statistics.median(rates["this"]), statistics.median(rates["older"])
+                rows.append(Row(measure.name, measure.unit, ours, theirs, tree.name, ours / theirs, BAR))
+    return finish("this version against an older one", rows, options.json, each=each)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
