@@ -24,7 +24,7 @@ from paceline.config.env import CustomEnvConfig
 from paceline.data import Ticket
 from paceline.envs import Environment, Outcome
 from paceline.envs.offloop import run_user_code
-from paceline.orchestrator import RealClock
+from paceline.orchestrator import Clock
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.rollout import SamplingClient
 from paceline.runtime.local import RunParts, local
@@ -75,7 +75,7 @@ class SlowTools(Environment):
 
 
 async def crowd(here: RunParts, client: SamplingClient, options: argparse.Namespace) -> dict[str, float]:
-    player = RolloutRunner(client, RealClock(), seed=0)
+    player = RolloutRunner(client, Clock(), seed=0)
     course = here.envs["slow"]
     ends, turns = Counter(), 0
     begun, stop = 0, False

@@ -36,7 +36,7 @@ from paceline.config.inference import SamplingConfig
 from paceline.data import State
 from paceline.envs import Environment, Outcome
 from paceline.observe.monitor import Monitor, Monitors, RunRecorder
-from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, build_train_envs
+from paceline.orchestrator import Checkpoints, Clock, Orchestrator, OrchestratorParts, build_train_envs
 from paceline.rollout import SamplingClient
 from paceline.runtime.ray.engines import RayEngine
 from paceline.trainer import StepReport
@@ -160,7 +160,7 @@ async def lead(options, racks: list, folder: Path) -> dict:
         envs=build_train_envs(config, {"null": OneTurn()}),
         monitor=Monitors(RunRecorder(folder), steps),
         checkpoints=Checkpoints(folder / "checkpoints", 1),
-        clock=RealClock(),
+        clock=Clock(),
     )
     conductor = Orchestrator(config, parts)
     running = asyncio.create_task(conductor.run())

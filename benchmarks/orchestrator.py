@@ -34,7 +34,7 @@ from paceline.config.inference import SamplingConfig
 from paceline.engine import Completion, GenerateRequest
 from paceline.envs import Environment, Outcome
 from paceline.observe.monitor import Monitor, Monitors, RunRecorder
-from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, build_train_envs
+from paceline.orchestrator import Checkpoints, Clock, Orchestrator, OrchestratorParts, build_train_envs
 from paceline.rollout import SamplingClient
 from paceline.trainer import StepReport
 from paceline.util.gc_tuning import tuned_gc
@@ -163,7 +163,7 @@ async def lead(config: RunConfig, batches: int, folder: Path) -> BatchTimes:
         envs=envs,
         monitor=Monitors(RunRecorder(folder), times),
         checkpoints=Checkpoints(folder / "checkpoints", 1),
-        clock=RealClock(),
+        clock=Clock(),
     )
     times.orchestrator = Orchestrator(config, parts)
     await times.orchestrator.run()

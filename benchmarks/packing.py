@@ -33,13 +33,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bars import Row, arguments, finish
-from paceline.data import Cost, balance_bins, first_fit_decreasing, imbalance
+from paceline.data import first_fit_decreasing
+from paceline.data.balance import Cost, balance_bins, imbalance
 
 BAR, SECONDS, MANY = 0.03, 1.0, 100_000
 RANKS = (2, 4, 8, 16, 32, 64)
-COST = Cost.from_shape(
-    hidden=3584, layers=28, intermediate=18_944, heads=28, kv_heads=4, head_dim=128, vocabulary=152_064
-)
+COST = Cost(linear=2 * 7.070e9, attention=2 * 28 * 28 * 128)  # Qwen 2.5 7B
 DEARER = Cost(COST.linear, 2 * COST.attention)
 CAPTION = (
     "imbalance: sum over rows of the costliest micro-batch / (all work / ranks) - 1; padding: share of empty tokens "

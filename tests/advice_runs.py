@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from paceline.config import RunConfig, dump
-from paceline.config.advice import AdviceConfig
 from paceline.config.env import ReverseTextConfig
+from paceline.config.filters import AdviceConfig
 from paceline.data import Sample, Ticket
 from paceline.observe.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
 from paceline.observe.record import RolloutRecorder

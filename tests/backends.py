@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from paceline.engine.cpu import sampler as torch_sampler
 from paceline.engine.cpu.kv_cache import SlotCache as TorchSlotCache
 from paceline.engine.cpu.sampler import uniform as torch_uniform
-from paceline.engine.sampling import SamplerOutput, SamplingMetadata
+from paceline.engine.runner import SamplerOutput, SamplingMetadata
 from paceline.model.support import AttentionShape
 
 MLX = os.environ.get("PACELINE_BACKEND", "torch") == "mlx"
@@ -43,8 +43,9 @@ if MLX:
 
     from mlx_models import as_mlx
     from paceline.engine.engine import DecodingEngine
-    from paceline.engine.mlx import MlxEngine, sampler
     from paceline.engine.mlx import engine as served
+    from paceline.engine.mlx import sampler
+    from paceline.engine.mlx.engine import MlxEngine
     from paceline.engine.mlx.kv_cache import KVShape, MlxSlotCache
     from paceline.weights.mlx_arrays import as_array
     from paceline.weights.update import uniform_array
@@ -70,9 +71,9 @@ if MLX:
             super().write(layer, *where, as_array(keys)[:, :, None], as_array(values)[:, :, None])
             mx.eval(self.arrays)
 
-        def read_slot(self, layer: int, slot: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-            """As torch's slots give it: [1, position, kv head, dim]."""
-            rows = (store[layer][slot : slot + 1, :, :width] for store in (self.keys, self.values))
+        def read(self, layer: int, slots: slice, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+            """As torch's slots give it: [slots, position, kv head, dim]."""
+            rows = (store[layer][slots, :, :width] for store in (self.keys, self.values))
             keys, values = (torch.from_numpy(np.array(row.transpose(0, 2, 1, 3))) for row in rows)
             return keys, values
 
@@ -80,11 +81,11 @@ if MLX:
         return sum(array.nbytes for array in cache.arrays)
 
     def interfere(monkeypatch: pytest.MonkeyPatch, copy_one: Callable) -> None:
-        put, numbers = served.replace_parameter, itertools.count()
+        put, numbers = served.replace_layer, itertools.count()
         monkeypatch.setattr(
             served,
-            "replace_parameter",
-            lambda model, name, array: copy_one(next(numbers), functools.partial(put, model, name), array),
+            "replace_layer",
+            lambda net, name, array: copy_one(next(numbers), functools.partial(put, net, name), array),
         )
 
     def _numpy(draw: SamplingMetadata) -> SamplingMetadata:

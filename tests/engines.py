@@ -105,11 +105,12 @@ class SymbolicRunner(Runner):
         return written
 
     def _compute(self, chunk) -> None:
-        sequence, slot = chunk.sequence, torch.tensor([chunk.sequence.slot])
+        sequence, number = chunk.sequence, chunk.sequence.slot
+        slot = torch.tensor([number])
         known = [*sequence.request.prompt_ids, *self.sampled.get(sequence, [])]
         weights = self.catalog.weights_key(sequence.request.model)
         assert chunk.version == self.catalog.versions[sequence.request.model]
-        last = int(self.cache.read_slot(0, sequence.slot, chunk.start)[0][0, -1]) if chunk.start else 0
+        last = int(self.cache.read(0, slice(number, number + 1), chunk.start)[0][0, -1]) if chunk.start else 0
         made = []
         for token in known[chunk.start : chunk.start + chunk.length]:
             made.append(last := chain(last, token, weights))

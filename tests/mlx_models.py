@@ -14,8 +14,8 @@ from mlx.utils import tree_flatten
 from transformers import PreTrainedModel
 
 from paceline.config.model import ModelConfig
-from paceline.engine.mlx.engine import replace_parameter
 from paceline.model.mlx.loading import MlxModel, clone_model, load_model
+from paceline.model.mlx.lora import replace_layer
 from paceline.weights.mlx_arrays import as_array
 
 QUANTISED = {"group_size": 32, "bits": 4}
@@ -25,7 +25,7 @@ def as_mlx(model: PreTrainedModel) -> MlxModel:
     """The same weights in MLX, whatever they are: not even NaN is refused."""
     made = clone_model(_loaded(model.config.to_json_string(use_diff=False), type(model)))
     for name, parameter in model.named_parameters():
-        replace_parameter(made, name, as_array(parameter))
+        replace_layer(made.net, name, as_array(parameter))
     return made
 
 

@@ -184,7 +184,7 @@ def truncated_score(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 
 def spiked_rate(patch: pytest.MonkeyPatch, _: Path) -> None:
-    from paceline.trainer.optimizer import Schedule
+    from paceline.trainer.backend import Schedule
 
     real = Schedule.lr.fget
     patch.setattr(Schedule, "lr", property(lambda self: real(self) * (100 if self.steps == 1 else 1)))

@@ -3,7 +3,8 @@
 import numpy as np
 
 from paceline.data import Sample, Ticket
-from paceline.rollout import Group, Rollout, Turn, assemble
+from paceline.rollout import Group, Message, Renderer, Rollout, Turn, assemble
+from paceline.rollout.history import TurnIndex
 
 TICKET = Ticket(4, "maze", 0, 4, 1)
 
@@ -61,3 +62,13 @@ def group(number: int = 0, messages: list[dict] | None = None, numbers: tuple[fl
     )
     rollout.metrics = {"m": np.float32(0.5), "nan": float("inf")}
     return Group(ticket=ticket, rollouts=[rollout], places=2, failed=[Rollout(ticket=ticket, member=0, error="why")])
+
+
+def continued_prompt(renderer: Renderer, turn: Turn, messages: list[Message]) -> list[int]:
+    """The prompt of a conversation, as a seat that has recorded this turn renders it."""
+    history = TurnIndex()
+    if turn.messages is not None:
+        _, said = history.find(turn.messages, turn.tools)
+        history.add(turn, renderer.text(turn.messages, turn.tools), said)
+    past, _ = history.find(messages, turn.tools)
+    return renderer.prompt(messages, turn.tools) if past is None else renderer.render_continuation(turn, messages).ids

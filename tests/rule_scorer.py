@@ -12,6 +12,7 @@ from paceline.data import Ticket
 from paceline.errors import EngineError, RequestError
 from paceline.rollout import Group, Message, Renderer, Rollout, SamplingClient, Turn, assemble
 from paceline.weights.update import ServedPolicy
+from rollouts import continued_prompt
 
 
 def truth(ids: Sequence[int], temperature: float) -> list[float]:
@@ -90,7 +91,7 @@ def spoken(
     end = min(renderer.end_tokens)
     for at, text in enumerate(replies):
         last = at == len(replies) - 1
-        prompt = renderer.extend(turns[-1], messages) if turns else renderer.prompt(messages)
+        prompt = continued_prompt(renderer, turns[-1], messages) if turns else renderer.prompt(messages)
         cut = last and finish == "length"
         said = [*renderer.encode(text), *([] if cut else [end])]
         turns.append(

@@ -14,9 +14,9 @@ from paceline.envs import Environment, Outcome
 from paceline.observe.monitor import Monitor
 from paceline.orchestrator import (
     Checkpoints,
+    Clock,
     Orchestrator,
     OrchestratorParts,
-    RealClock,
     build_train_envs,
 )
 from paceline.rollout import SamplingClient
@@ -143,9 +143,7 @@ def conduct(tmp_path: Path, environment: Environment, seed: int = 0, also: dict 
     pool = Pool([ScriptedEngine(seed)])
     client = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
     courses = build_train_envs(config, {"coins": environment, **(also or {})})
-    parts = OrchestratorParts(
-        pool, trainer, client, client, courses, log, Checkpoints(tmp_path / "ckpt", 100), RealClock()
-    )
+    parts = OrchestratorParts(pool, trainer, client, client, courses, log, Checkpoints(tmp_path / "ckpt", 100), Clock())
     conductor = Orchestrator(config, parts)
     asyncio.run(asyncio.wait_for(conductor.run(), 240))
     return trainer, log, conductor

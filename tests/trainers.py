@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from paceline.config import trainer as config
 from paceline.data import MicroBatch
 from paceline.model import trainable_parameters
-from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.critic import value_loss
 from paceline.trainer.loss import Loss, LossStats
+from paceline.trainer.terms import TrainedTokens
 
 MLX = os.environ.get("PACELINE_BACKEND", "torch") == "mlx"
 

@@ -11,7 +11,6 @@ import contextvars
 import inspect
 import re
 import shutil
-import signal
 import sys
 import threading
 import warnings
@@ -34,10 +33,11 @@ from paceline.envs import Environment, Split
 from paceline.envs.custom import FunctionEnvironment
 from paceline.envs.reward import RewardEnvironment, Rewards, reward_functions
 from paceline.observe.monitor import Monitor, RunDirectory
-from paceline.observe.monitor.notebook import NotebookView, in_notebook
+from paceline.observe.monitor.plain import NotebookView, in_notebook
 from paceline.runtime.policy import RunFailed, RunResult
 from paceline.runtime.signals import STOP_SECONDS, Signals
 from paceline.util.importing import FROM_PYTHON, import_object
+from paceline.util.interrupts import on_interrupt
 
 Source = str | Path | RunConfig | LoadedConfig
 """A run file, or a config that was read or made."""
@@ -224,7 +224,9 @@ def run_in_thread(work: Callable[[], T], signals: Signals) -> T:
     # With the caller's context variables: a kernel finds the cell that output belongs to by one of them.
     context = contextvars.copy_context()
     thread = threading.Thread(target=lambda: context.run(run), name="paceline train", daemon=True)
-    with _interrupts(signals.interrupt):
+    # In place of what this thread does about Ctrl-C: `asyncio.run` cancels its task and goes on, a kernel raises
+    # KeyboardInterrupt in the middle of the wait.
+    with on_interrupt(lambda number, frame: signals.interrupt()):
         thread.start()
         while not done.done():
             wait([done], _LOOK_SECONDS)
@@ -236,20 +238,6 @@ def run_in_thread(work: Callable[[], T], signals: Signals) -> T:
             raise KeyboardInterrupt from None
         finally:
             thread.join()  # bounded: it has set its result
-
-
-@contextmanager
-def _interrupts(heard: Callable[[], None]) -> Generator[None]:
-    """Call `heard` on Ctrl-C in place of what this thread does about it: `asyncio.run` cancels its task and goes on, a
-    kernel raises KeyboardInterrupt in the middle of the wait."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals go to the main thread, whatever it does
-        return
-    before = signal.signal(signal.SIGINT, lambda number, frame: heard())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def train(

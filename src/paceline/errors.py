@@ -1,8 +1,13 @@
-"""Errors that are a sentence for the user rather than a bug, and those of every engine."""
+"""Errors that are a sentence for the user rather than a bug, and those of every engine and trainer."""
 
 
 class PacelineError(Exception):
     """Says what was wrong, where, and what to write instead. The command line prints it without a traceback."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or else its type."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class EngineError(PacelineError):
@@ -40,3 +45,11 @@ class Unreachable(EngineError):
 class PartialUpdateError(Unreachable):
     """An update broke off in the middle: the engine holds a mixture of two versions, says so, and answers no request
     until it is sent all weights."""
+
+
+class TrainerError(PacelineError):
+    """Training cannot go on, as a sentence for the user."""
+
+
+class TrainerLost(TrainerError):
+    """The trainer's process ended, and with it everything since the newest checkpoint."""

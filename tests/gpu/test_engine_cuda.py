@@ -16,7 +16,7 @@ from families import FAMILIES, tiny
 from paceline.config.inference import EngineConfig
 from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.engine.cpu.sampler import sample, uniform
-from paceline.engine.sampling import SamplingMetadata
+from paceline.engine.runner import SamplingMetadata
 from paceline.errors import EngineError
 from paceline.model import PLAN, Adapter, LMHead, PackedPlan, WeightUpdate, clone_model, fingerprint, token_logprobs
 from paceline.model.head import make_canary

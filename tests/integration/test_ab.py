@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.commands.ab import train_arms
-from paceline.config.target import load_arms, split_by_arm
+from paceline.config.target import ARMS, load_arms, split_by_prefix
 from paceline.errors import PacelineError
 from paceline.observe.record import open_run
 from paceline.observe.record.paired import pair_rewards
@@ -82,6 +82,6 @@ def test_a_whole_model_is_no_arm(tmp_path):
 
 
 def test_keys_of_one_arm_are_its_own():
-    shared, own = split_by_arm(["--steps", "3", "--a.x.y", "1", "--b.z=2", "--flag", "--b.w"])
+    shared, own = split_by_prefix(["--steps", "3", "--a.x.y", "1", "--b.z=2", "--flag", "--b.w"], ARMS)
     assert shared == ["--steps", "3", "--flag"]
     assert own == {"a": ["--x.y", "1"], "b": ["--z=2", "--w"]}

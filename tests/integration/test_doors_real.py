@@ -16,7 +16,8 @@ from live_server import MODEL, served
 from paceline.config.env import ReasoningGymConfig as GymSettings
 from paceline.config.env import TextArenaConfig as GameSettings
 from paceline.config.env import VerifiersConfig as VerifiersSettings
-from paceline.data import Scheme, Ticket, open_rows
+from paceline.data import Ticket, open_rows
+from paceline.data.sources import Scheme
 from paceline.envs.base import EnvError
 from paceline.rollout import Rollout, assemble
 from real_seats import stage as open_stage

@@ -43,8 +43,8 @@ from paceline.util.connections import listen
 SEARCHING = re.compile(r"paceline: searching (\d+) documents at (http://\S+)/search")
 SERVE = """
 import sys
-from paceline.envs.search.server import load_options, serve_search
-serve_search(load_options(port=0, index=sys.argv[1], corpus=sys.argv[2], top_k=3))
+from paceline.envs.search.server import SearchOptions, serve_search
+serve_search(SearchOptions(port=0, index=sys.argv[1], corpus=sys.argv[2], top_k=3))
 """
 
 

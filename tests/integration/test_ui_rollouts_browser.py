@@ -9,7 +9,7 @@ import pytest
 import test_ui_browser as ui
 
 from conversations import TOOLS, Talking, asked, png, rollout, turn
-from paceline.selfplay.payoff import Payoff
+from paceline.observe.analysis.payoff import Payoff
 from recorded_runs import Told, served
 
 pytestmark = ui.pytestmark

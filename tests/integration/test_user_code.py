@@ -15,7 +15,7 @@ from paceline.observe.monitor.doctor import diagnose
 from paceline.observe.record.folder import RunFolder
 from paceline.runtime import session, train
 from paceline.runtime.processes.supervisor import OUTCOME
-from paceline.runtime.rpc import RpcCall, answer_call, decode_answer, encode_frame
+from paceline.runtime.rpc import RpcCall, TrainerRpcHandler, decode_answer, encode_frame
 from paceline.runtime.session import result_of
 from paceline.util.user_code import InternalError, UserCodeError, trace_to_print
 
@@ -166,19 +166,23 @@ def test_a_bug_of_our_own_ends_the_run_as_failed_and_asks_for_a_report(tmp_path,
     assert "SIGKILL" not in diagnose(done.directory).verdict
 
 
-async def _raises(hooks: Path):
-    from paceline.util.importing import import_object
-    from paceline.util.user_code import user_code
+class RaisingHandler(TrainerRpcHandler):
+    def __init__(self, hooks: Path):
+        self._hooks = hooks
 
-    with user_code("the loss `x` (trainer.loss)", "ticket 3"):
-        import_object(f"{hooks}:loss")(None)
+    async def _do(self, call):
+        from paceline.util.importing import import_object
+        from paceline.util.user_code import user_code
+
+        with user_code("the loss `x` (trainer.loss)", "ticket 3"):
+            import_object(f"{self._hooks}:loss")(None)
 
 
 def test_the_words_of_another_process_are_the_same(hooks, tmp_path, monkeypatch):
     """A trainer behind a socket or on a cluster answers with a frame; a child tells its supervisor by a report."""
     import asyncio
 
-    failed = asyncio.run(answer_call(RpcCall("me", 1, "step"), _raises(hooks)))
+    failed = asyncio.run(RaisingHandler(hooks).answer(RpcCall("me", 1, "step")))
     error = decode_answer(encode_frame(failed)[FRAME_HEADER.size :]).error()
     assert isinstance(error, UserCodeError)
     assert f"line {LINE}, in deeper" in str(error)

@@ -24,7 +24,7 @@ from paceline.config.inference import EngineConfig
 from paceline.config.model import ModelConfig
 from paceline.engine import Completion, EmbeddedEngine, GenerateRequest, noise_key
 from paceline.engine.engine import DecodingEngine
-from paceline.engine.mlx import MlxEngine
+from paceline.engine.mlx.engine import MlxEngine
 from paceline.errors import EngineError
 from paceline.model import PLAN, Adapter, LMHead, PackedPlan, WeightUpdate, fingerprint, load_model, token_logprobs
 from paceline.model.head import make_canary
@@ -155,7 +155,7 @@ sys.modules["torch"] = sys.modules["peft"] = None
 from paceline.config.inference import EngineConfig
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.engine.base import GenerateRequest
-from paceline.engine.mlx import MlxEngine
+from paceline.engine.mlx.engine import MlxEngine
 from paceline.model.mlx.loading import load_model, clone_model
 from paceline.model.mlx.lora import adapter_tensors, attach_lora
 from paceline.weights.update import Adapter, WeightUpdate

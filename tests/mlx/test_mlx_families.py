@@ -9,7 +9,7 @@ pytest.importorskip("mlx_lm")
 from families import FAMILIES, eager_logprobs, sequences, tiny
 from paceline.config.inference import EngineConfig
 from paceline.config.model import ModelConfig
-from paceline.engine.mlx import MlxEngine
+from paceline.engine.mlx.engine import MlxEngine
 from paceline.model import ModelError
 from paceline.model.mlx.loading import load_model
 

@@ -16,7 +16,7 @@ from paceline.trainer import TrainerError
 from paceline.trainer.batch import trained_positions
 from paceline.trainer.mlx import forward
 from paceline.trainer.mlx.trainer import MlxTrainer
-from paceline.trainer.ops import clip
+from paceline.trainer.terms import clip
 
 LORA = LoRAConfig(rank=4)
 
@@ -72,8 +72,8 @@ def compared(budget: int = 150, lora: LoRAConfig | None = None, **settings) -> N
     both = pair(lora, **settings)
     prox = settings.get("proximal") is not None or isinstance(settings["loss"], config.GSPOConfig)
     for micro_batch in packs(samples(1), budget, prox):
-        wanted = both.torch.backward(micro_batch).values
-        got = both.mlx.backward(micro_batch).values
+        wanted = both.torch.learner.backward(micro_batch, both.torch.version).values
+        got = both.mlx.learner.backward(micro_batch, both.mlx.version).values
         assert got.keys() == wanted.keys()
         for name, value in wanted.items():
             assert got[name].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-4), name
@@ -103,7 +103,7 @@ def test_every_loss_learns_whatever_the_level(loss, more):
     trainer = MlxTrainer(mlx_model(), config.TrainerConfig(loss=LOSSES[loss], **MORE[more]))
     off = {"ce_weights": None, "ref_kl_weights": None, "base_logprobs": None, "logprobs": None}
     (micro_batch,) = packs([s.with_streams(**off) for s in samples(2, count=2)])
-    trainer.backward(micro_batch)
+    trainer.learner.backward(micro_batch, trainer.version)
     size = trainer.learner.optimizer.clip()
     assert np.isfinite(size)
     assert size > 1e-3
@@ -123,7 +123,7 @@ def gradient(monkeypatch=None, logits: int | None = None, lora: LoRAConfig | Non
     trainer = MlxTrainer(mlx_model(lora), config.TrainerConfig(loss=config.PPOConfig(), entropy_coef=0.1, **settings))
     trainer.policy.net.train()
     for micro_batch in packs(samples(3), 150):
-        trainer.backward(micro_batch)
+        trainer.learner.backward(micro_batch, trainer.version)
     trainer.close()
     return mlx_gradient(trainer)
 
@@ -170,7 +170,7 @@ def test_micro_batches_leave_nothing_behind(again):
     trainer.policy.net.train()
     held = []
     for micro_batch in packs(batch, 64):
-        trainer.backward(micro_batch)
+        trainer.learner.backward(micro_batch, trainer.version)
         held.append(mx.get_active_memory())
     assert len(held) > 6
     assert max(held) - held[0] < 1 << 17

@@ -22,7 +22,7 @@ from paceline.data import BadRow, DataError
 from paceline.envs import EnvError
 from paceline.envs.reward import RewardFunction, reward_functions
 from paceline.observe.monitor import RunOutcome, RunPlan, read_jsonl
-from paceline.observe.monitor.notebook import NotebookView
+from paceline.observe.monitor.plain import NotebookView
 from paceline.rollout import Reply
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"

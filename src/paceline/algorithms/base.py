@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.clients.frozen import FrozenPool
-from paceline.config.failures import DEFAULT_POLICY, FailurePolicy
+from paceline.config.filters import DEFAULT_POLICY, FailurePolicy
 from paceline.config.model import ModelRef
 from paceline.data import BadRows, Row
 from paceline.envs import Environment

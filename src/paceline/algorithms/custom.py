@@ -61,25 +61,19 @@ class CustomCredit(Algorithm):
 def guard_hooks(algorithm: Algorithm, path: str) -> Algorithm:
     """The same object, whose hooks name themselves when they raise."""
 
-    def called(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(hook)
+    def guard(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             with user_code(f"`{name}` of the algorithm `{path}` (algo)", describe_call(*args)):
                 return hook(*args)
 
-        return call
-
-    def awaited(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(hook)
-        async def call(*args: Any) -> Any:
+        async def call_async(*args: Any) -> Any:
             with user_code(f"`{name}` of the algorithm `{path}` (algo)", describe_call(*args)):
                 return await hook(*args)
 
-        return call
+        return wraps(hook)(call_async if name in AWAITED else call)
 
-    for names, guard in ((CALLED, called), (AWAITED, awaited)):
-        for name in names:
-            setattr(algorithm, name, guard(name, getattr(algorithm, name)))
+    for name in CALLED + AWAITED:
+        setattr(algorithm, name, guard(name, getattr(algorithm, name)))
     return algorithm
 
 

@@ -3,8 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from paceline.algorithms.base import Algorithm, AlgorithmContext, AlgorithmError
 from paceline.clients import Pool
 from paceline.clients.frozen import FrozenPool
 from paceline.config.algorithm import OPDConfig, OPSDConfig
-from paceline.config.failures import DEFAULT_POLICY, FailurePolicy
+from paceline.config.filters import DEFAULT_POLICY, FailurePolicy
 from paceline.config.model import Reference as Ref
 from paceline.data import Row, Sample, find_bad_rows
 from paceline.errors import EngineError, RequestError
@@ -81,10 +80,13 @@ class ReferenceScorer:
         for good stops the run."""
         pairs = [(rollout, sample) for group in groups for rollout in group.rollouts for sample in rollout.samples]
         pending = PendingBatch(sum(_lacks_scores(sample) for _, sample in pairs))
-        with self._logging_progress(pending):
+        progress = asyncio.create_task(self._log_progress(pending), name="progress of a reference")
+        try:
             answers = await gather_or_cancel(
                 [self._score_sample(pending, sample, context, rollout) for rollout, sample in pairs]
             )
+        finally:
+            progress.cancel()
         for group in groups:
             for rollout in group.rollouts:
                 rollout.samples = []
@@ -127,24 +129,15 @@ class ReferenceScorer:
             raise AlgorithmError(f'{self._name} could not score a sample: {error} (failures.teacher = "fail")')
         return self._policy.retries(failed) and not isinstance(error, RequestError)
 
-    @contextmanager
-    def _logging_progress(self, pending: "PendingBatch") -> Generator[None]:
-        """Says every now and then how far it is, and what is in the way."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-
-        def tell() -> None:
-            nonlocal timer
+    async def _log_progress(self, pending: "PendingBatch") -> None:
+        """Says every now and then how far it is, and what is in the way, until it is cancelled."""
+        now = asyncio.get_running_loop().time
+        began = now()
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)  # bounded: by the batch, which cancels it
             why = f": {pending.cause or self._pool.trouble or 'no answer yet'}"
             text = "waiting for %s since %.0f s: %d of %d samples are scored%s"
-            log.warning(text, self._name, loop.time() - began, pending.answered, pending.total, why)
-            timer = loop.call_later(PROGRESS_SECONDS, tell)
-
-        timer = loop.call_later(PROGRESS_SECONDS, tell)
-        try:
-            yield
-        finally:
-            timer.cancel()
+            log.warning(text, self._name, now() - began, pending.answered, pending.total, why)
 
     async def _request_scores(self, sample: Sample, setting: ReferencePrompt) -> Sample:
         ids = [*setting.head, *sample.token_ids[setting.cut :].tolist()]

@@ -11,8 +11,8 @@ from paceline.algorithms.base import AlgorithmContext, AlgorithmError
 from paceline.algorithms.grpo import GRPO
 from paceline.config.algorithm import EchoConfig as Config
 from paceline.rollout import Message, Rollout, Turn, threads
-from paceline.rollout.history import PrefixHashes
-from paceline.rollout.render import Renderer, RenderError, Tools
+from paceline.rollout.history import PrefixHashes, Tools
+from paceline.rollout.render import Renderer, RenderError
 from paceline.server.tokenizer import TokenBytes
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
@@ -52,13 +52,11 @@ class MessageLocator:
             whole = self._renderer.text(turn.messages, turn.tools)
         except RenderError:  # a hand-made turn, of messages this template cannot write
             return []
-        written, edges = whole.encode(), [0, *accumulate(len(self._lexicon.decode_token(token)[1]) for token in ids)]
-        if (
-            b"".join(bytes(self._lexicon.decode_token(token)[1]) for token in ids)
-            != written[len(written) - edges[-1] :]
-        ):
-            return []
+        spelled = [bytes(self._lexicon.decode_token(token)[1]) for token in ids]
+        written, edges = whole.encode(), [0, *accumulate(map(len, spelled))]
         first = len(written) - edges[-1]
+        if b"".join(spelled) != written[first:]:
+            return []
         found = []
         for place in messages:
             span = self._span(turn.messages, turn.tools, place, whole)
@@ -89,13 +87,8 @@ class MessageLocator:
 
 def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
     """Neighbours as ranges: [2, 3, 7] is [(2, 4), (7, 8)]."""
-    runs: list[tuple[int, int]] = []
-    for at in places:
-        if runs and runs[-1][1] == at:
-            runs[-1] = (runs[-1][0], at + 1)
-        else:
-            runs.append((at, at + 1))
-    return runs
+    runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 
 
 OPENINGS: dict[str, list[Message]] = {
@@ -129,8 +122,8 @@ class Echo(GRPO):
         for role in self._alphas:
             said: list[Message] = [*OPENINGS.get(role, []), {"role": role, "content": "The quick brown fox."}]
             try:
-                ids = context.client.renderer.prompt(said)
-                seen = self._bodies.find(_probe_turn(ids, said), [len(said) - 1])
+                probe = Turn.unsampled(context.client.renderer.prompt(said), [], messages=said)
+                seen = self._bodies.find(probe, [len(said) - 1])
             except RenderError:
                 seen = []
             if not seen:
@@ -196,10 +189,3 @@ class Echo(GRPO):
                 )
             kept[id(turn)] = flags.astype(bool)
         return kept
-
-
-def _probe_turn(ids: list[int], said: list[Message]) -> Turn:
-    """A turn with a prompt and nothing said yet."""
-    return Turn(
-        prompt_ids=ids, completion_ids=[], logprobs=[], versions=[], finish="stop", temperature=1.0, messages=said
-    )

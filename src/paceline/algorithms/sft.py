@@ -13,8 +13,8 @@ from paceline.config.model import ModelRef
 from paceline.data import Row, Sample, find_bad_rows
 from paceline.envs import POLICY, Environment, Outcome, Split
 from paceline.rollout import Group, Message, SamplingClient, Seat, Turn
-from paceline.rollout.history import message_text
-from paceline.rollout.render import Renderer, RenderError, Tools
+from paceline.rollout.history import Tools, message_text
+from paceline.rollout.render import Renderer, RenderError
 
 
 def demonstration_turns(renderer: Renderer, messages: Sequence[Message], tools: Tools | None = None) -> list[Turn]:
@@ -30,20 +30,9 @@ def demonstration_turns(renderer: Renderer, messages: Sequence[Message], tools: 
             continue
         before = list(messages[:place])
         said = _reply(renderer, before, message, tools)
-        turns.append(
-            Turn(
-                prompt_ids=renderer.prompt(before, tools),
-                completion_ids=said,
-                logprobs=[0.0] * len(said),
-                versions=[0] * len(said),
-                finish="stop",
-                temperature=1.0,
-                messages=before,
-                tools=list(tools) if tools else None,
-                text=renderer.reply(said),
-                said=message,
-            )
-        )
+        shown = list(tools) if tools else None
+        words = {"messages": before, "tools": shown, "text": renderer.reply(said), "said": message}
+        turns.append(Turn.unsampled(renderer.prompt(before, tools), said, **words))
     if not turns:
         raise RenderError("a demonstration needs an assistant message after what it answers")
     return turns

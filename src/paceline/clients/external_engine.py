@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import orjson
 
-from paceline.clients.remote import CONNECT_SECONDS, JSON_HEADERS, HttpConnection, deliver_whole, finite_canary
+from paceline.clients.http import CONNECT_SECONDS, JSON_HEADERS, HttpConnection, finite_canary
+from paceline.clients.rpc import deliver_whole
 from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, Mismatch, RequestError, UnknownModel, Unreachable
 from paceline.weights.update import ServedPolicy, WeightUpdate

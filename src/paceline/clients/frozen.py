@@ -16,9 +16,9 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import httpx
 from transformers import PreTrainedTokenizerBase
 
-from paceline.clients.http import HttpEngine
+from paceline.clients.http import HttpConnection, HttpEngine
 from paceline.clients.pool import Pool
-from paceline.clients.remote import HttpConnection
+from paceline.clients.registry import answer_within
 from paceline.config.model import ModelRef
 from paceline.config.secret import redact
 from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener
@@ -73,14 +73,12 @@ class FrozenPool(Pool):
 
     async def _run_with_timeout(self, seconds: float | None, work: Awaitable[T]) -> T:
         """Report a timeout as the endpoint's: the pool's own message addresses environment code."""
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                return await work
-        except TimeoutError:
-            if not limit.expired():
-                raise
+
+        def late() -> EngineError:
             cause = "" if self._registry.serving else f" ({self._registry.trouble})"
-            raise EngineError(f"no answer within {seconds:g} s{cause}") from None
+            return EngineError(f"no answer within {seconds:g} s{cause}")
+
+        return await answer_within(seconds, work, late)
 
     async def aclose(self) -> None:
         self.close()

@@ -1,8 +1,10 @@
-"""Client of the engine behind a running `paceline serve`."""
+"""Requests to servers over HTTP, and the client of the engine behind a running `paceline serve`."""
 
 import asyncio
 import base64
 import dataclasses
+import math
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import cached_property
@@ -12,14 +14,8 @@ from typing import Any
 import httpx
 import orjson
 
-from paceline.clients.remote import (
-    CONNECT_SECONDS,
-    ControlCall,
-    HttpConnection,
-    RemoteEngine,
-    deliver_whole,
-    finite_canary,
-)
+from paceline.clients.rpc import ControlCall, RemoteEngine, deliver_whole
+from paceline.config.secret import redact
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Grammar, Listener
 from paceline.errors import (
     DeltaBaseMismatch,
@@ -32,15 +28,113 @@ from paceline.errors import (
 )
 from paceline.weights import tensors as libraries
 from paceline.weights.transports import UPDATE_HEADER, WeightPath, WeightTransport, transport_for
-from paceline.weights.update import ServedPolicy, WeightUpdate
+from paceline.weights.update import Canary, ServedPolicy, WeightUpdate
 from paceline.weights.weight_store import clone_update
 
+CONNECT_SECONDS = 10.0
+SYNC_SECONDS = 60.0
+JSON_HEADERS = {"Content-Type": "application/json"}
+KEEPALIVE_CONNECTIONS = 1024
+KEEPALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
+    (socket.IPPROTO_TCP, getattr(socket, name), seconds)
+    for name, seconds in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, name)
+]
+"""A machine that vanished is noticed within half a minute, however long its requests take."""
+STATUS_ERRORS: dict[int, type[EngineError]] = dict.fromkeys((400, 405, 413, 422), RequestError)
+STATUS_ERRORS |= {404: UnknownModel, 429: Overloaded, 503: Overloaded}
+"""Overload passes, a request that is refused stays refused."""
 STATS_SECONDS = 1.0
 """Longest age of `busy_seconds` while responses arrive."""
 SCORE_SEQUENCES = 256
 SCORE_TOKENS = 128_000
 """Tokens in one request for scores, unless one sequence has more: a server bounds what a body may hold."""
 STATS_FIELDS = frozenset(field.name for field in dataclasses.fields(EngineStats))
+
+
+class HttpConnection:
+    """Requests to one server, whose refusals are raised as our errors. Cancelling a request closes its connection, and
+    the server then drops it."""
+
+    def __init__(self, url: str, api_key: str | None, timeout: float = 3600.0, env_proxies: bool = False) -> None:
+        self.name = url.rstrip("/").removesuffix("/v1")
+        self._key = api_key
+        self._client_options: dict[str, Any] = {
+            "base_url": self.name,
+            "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+            "trust_env": env_proxies,  # a proxy that the environment names must not get an engine's key
+            "timeout": httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None),
+        }
+        self._loop_client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
+
+    async def get(self, path: str, **more: Any) -> Any:
+        return await self._request("GET", path, **more)
+
+    async def post(self, path: str, body: Any = None) -> Any:
+        content = orjson.dumps(body) if body is not None else None
+        return await self._request("POST", path, content=content, headers=JSON_HEADERS)
+
+    def request_sync(self, path: str, body: Any = None, seconds: float = SYNC_SECONDS) -> Any:
+        """A blocking GET, or POST with a body, outside an event loop."""
+        quick: dict[str, Any] = {**self._client_options, "timeout": seconds}
+        with httpx.Client(**quick) as client:
+            try:
+                return self._decode_response(client.get(path) if body is None else client.post(path, json=body))
+            except httpx.TransportError as error:
+                raise self._unreachable(error) from error
+
+    def close(self) -> None:
+        """Let the connections go. Inside an event loop, await `aclose` instead to see them closed."""
+        opened, self._loop_client = self._loop_client, None
+        if opened is not None and opened[0].is_running():
+            loop, client = opened
+            loop.call_soon_threadsafe(lambda: loop.create_task(client.aclose()))
+
+    async def aclose(self) -> None:
+        """Close every connection; what still runs is cancelled by the server."""
+        opened, self._loop_client = self._loop_client, None
+        if opened is not None:
+            await opened[1].aclose()
+
+    async def _request(self, method: str, path: str, **more: Any) -> Any:
+        try:
+            return self._decode_response(await self._client().request(method, path, **more))
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from error
+
+    def _client(self) -> httpx.AsyncClient:
+        """One for each event loop: connections cannot move to another."""
+        loop = asyncio.get_running_loop()
+        if self._loop_client is None or self._loop_client[0] is not loop:
+            transport = None  # with a transport of ours httpx would not look for proxies
+            if not self._client_options["trust_env"]:
+                limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEEPALIVE_CONNECTIONS)
+                transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEPALIVE_OPTIONS)
+            self._loop_client = (loop, httpx.AsyncClient(**self._client_options, transport=transport))
+        return self._loop_client[1]
+
+    def _unreachable(self, error: Exception) -> Unreachable:
+        return Unreachable(f"{self.name} does not answer: {str(error) or type(error).__name__}")
+
+    def _decode_response(self, response: httpx.Response) -> Any:
+        """The answer of an OpenAI-compatible server, or its own sentence as the error it stands for."""
+        try:
+            answer = orjson.loads(response.content)
+        except orjson.JSONDecodeError:
+            answer = response.text  # health, metrics and some orders answer in words, or not at all
+        if response.status_code == 200:
+            return answer
+        message = answer.get("error", answer) if isinstance(answer, dict) else answer
+        message = message.get("message", message) if isinstance(message, dict) else message
+        where, words = str(response.url).partition("?")[0], redact(str(message), self._key)[:500]
+        raise STATUS_ERRORS.get(response.status_code, EngineError)(f"{where} answered {response.status_code}: {words}")
+
+
+def finite_canary(update: WeightUpdate) -> Canary | None:
+    """The update's canary, if it has one. JSON cannot say infinity, and no engine could be compared with it."""
+    if update.canary is not None and not all(map(math.isfinite, update.canary.logprobs)):
+        raise Mismatch(f"version {update.version} gives log probabilities that are not finite: its weights are broken")
+    return update.canary
 
 
 class HttpEngine(HttpConnection, RemoteEngine):
@@ -198,18 +292,16 @@ def _score_batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[list[int
         yield batch
 
 
+SAME_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "noise", "order")
+"""Fields of a request that have the same name in the body."""
+
+
 def _completion_body(request: GenerateRequest) -> dict[str, Any]:
-    body: dict[str, Any] = {
+    body: dict[str, Any] = {name: getattr(request, name) for name in SAME_FIELDS} | {
         "flat": True,
         "prompt": request.prompt_ids,
-        "max_tokens": request.max_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
         "stop_token_ids": sorted(request.stop_token_ids),
         "ignore_eos": True,  # the request's own stop tokens are all there are
-        "noise": request.noise,
-        "order": request.order,
     }
     if request.model:
         body["model"] = request.model

@@ -8,7 +8,6 @@ from socket import AF_UNIX, socket
 from typing import Any
 
 from paceline.clients import rpc
-from paceline.clients.remote import ControlCall, RemoteEngine
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, PacelineError
 from paceline.util.private_folder import PrivateFolder
@@ -23,7 +22,7 @@ FILE_BYTES = 16 << 20
 seven times, in pieces of 64 KiB."""
 
 
-class FramedEngine(RemoteEngine):
+class FramedEngine(rpc.RemoteEngine):
     """Sends an engine the messages of `rpc.py`; subclasses provide the transport."""
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class FramedEngine(RemoteEngine):
     async def stats(self) -> EngineStats:
         return await self._ask("stats")
 
-    async def _ask(self, what: ControlCall) -> Any:
+    async def _ask(self, what: rpc.ControlCall) -> Any:
         return getattr(await self._send(rpc.Ask(next(self._numbers), what)), what, None)
 
     def _load_message(self, update: WeightUpdate, weights: bytes | list[str], delta: bytes = b"") -> rpc.Load:
@@ -71,8 +70,9 @@ class EngineLink(FramedEngine):
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._listeners: dict[int, Listener] = {}
         self._outbox: list[Any] = []
-        self._reader_task: asyncio.Task[None] | None = None
-        self._exit_error: asyncio.Future[EngineError] | None = None
+        self._reader_task: asyncio.Task[EngineError] | None = None
+        """Reads what the engine says, and ends with the cause when its process is gone."""
+        self._writer: asyncio.StreamWriter | None = None
         self._folder: PrivateFolder | None = None
         """Holds weights on their way to the engine."""
         self.end_tokens: tuple[int, ...] = ()
@@ -138,15 +138,11 @@ class EngineLink(FramedEngine):
 
     async def wait_closed(self) -> EngineError:
         """Wait until the engine's process is gone; returns the cause."""
-        self._attach()
-        assert self._exit_error is not None
-        return await asyncio.shield(self._exit_error)  # unbounded: as long as the other side lives
+        return await asyncio.shield(self._attach())  # unbounded: as long as the other side lives
 
     async def _send(self, message: rpc.EngineMessage) -> Any:
-        self._attach()
-        assert self._exit_error is not None
-        if self._exit_error.done():
-            raise self._exit_error.result()  # bounded: it is done
+        if (reading := self._attach()).done():
+            raise EngineError("the link was closed") if reading.cancelled() else reading.result()  # bounded: it is done
         answer = self._pending[message.id] = asyncio.get_running_loop().create_future()
         self._enqueue(message)
         try:
@@ -154,12 +150,11 @@ class EngineLink(FramedEngine):
         finally:
             self._pending.pop(message.id, None)
 
-    def _attach(self) -> None:
+    def _attach(self) -> asyncio.Task[EngineError]:
         """Hand the socket to the event loop, once."""
         if self._reader_task is None:
-            self._exit_error = asyncio.get_running_loop().create_future()
-            self._writer: asyncio.StreamWriter | None = None
             self._reader_task = asyncio.ensure_future(self._read_loop())
+        return self._reader_task
 
     def _enqueue(self, message: Any) -> None:
         self._outbox.append(message)
@@ -173,18 +168,17 @@ class EngineLink(FramedEngine):
         if not self._writer.is_closing():
             self._writer.writelines(rpc.encode_frame(rpc.ToEngine(messages)))
 
-    async def _read_loop(self) -> None:
-        assert self._exit_error is not None
+    async def _read_loop(self) -> EngineError:
         reader, self._writer = await rpc.open_streams(self._sock)
         self._flush()
         while (body := await rpc.read_frame(reader)) is not None:
             self._dispatch(rpc.decode_from_engine(body))
         self._writer.close()
         message = f"the engine's process ended: {await asyncio.to_thread(self._cause)}"
-        self._exit_error.set_result(EngineError(message))
         for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(EngineError(message))
+        return EngineError(message)
 
     def _dispatch(self, batch: rpc.FromEngine) -> None:
         self._busy = batch.busy_seconds

@@ -14,6 +14,7 @@ from paceline.clients.registry import (
     PoolMember,
     PrefixAffinity,
     RejoiningEngine,
+    answer_within,
     choose_member,
 )
 from paceline.engine.base import Completion, Engine, EngineStats, GenerateRequest
@@ -164,8 +165,12 @@ class Pool:
         route: Callable[[list[PoolMember]], PoolMember],
         ask: Callable[[PoolMember], Awaitable[T]],
     ) -> Coroutine[Any, Any, T]:
+        def late() -> EngineError:
+            cause = f" ({pending.trouble})" if pending.trouble else ""
+            return EngineError(f"no completion within {pending.deadline:g} s{cause}: give it a longer deadline")
+
         work = self._attempt(pending, route, ask)
-        return work if pending.deadline is None else _run_with_deadline(pending, pending.deadline, work)
+        return work if pending.deadline is None else answer_within(pending.deadline, work, late)
 
     async def _attempt(
         self,
@@ -256,17 +261,6 @@ class Pool:
             raise EngineError(f"{pending.description} is given up after {names} failed under it: {error}") from error
         if pending.lost_connections >= MOST_LOST_CONNECTIONS:
             raise error
-
-
-async def _run_with_deadline(pending: PendingRequest, deadline: float, work: Coroutine[Any, Any, T]) -> T:
-    try:
-        async with asyncio.timeout(deadline) as limit:
-            return await work
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        cause = f" ({pending.trouble})" if pending.trouble else ""
-        raise EngineError(f"no completion within {deadline:g} s{cause}: give it a longer deadline") from None
 
 
 class LeaguePool(Pool):

@@ -298,15 +298,21 @@ class EngineRegistry:
         member.context, member.capacity = limits.max_context, max(1, stats.capacity)
 
 
-async def _call_engine(member: PoolMember, seconds: float, work: Awaitable[T]) -> T:
-    """The engine's answer, if in time. A remote engine whose answer cannot be read counts as unreachable."""
+async def answer_within(seconds: float | None, work: Awaitable[T], late: Callable[[], EngineError]) -> T:
+    """The result of `work`, or the error that `late` makes once the time is over."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await work
     except TimeoutError:
         if not limit.expired():
             raise
-        raise Unreachable(f"no answer within {seconds:g} s") from None
+        raise late() from None
+
+
+async def _call_engine(member: PoolMember, seconds: float, work: Awaitable[T]) -> T:
+    """The engine's answer, if in time. A remote engine whose answer cannot be read counts as unreachable."""
+    try:
+        return await answer_within(seconds, work, lambda: Unreachable(f"no answer within {seconds:g} s"))
     except OSError as error:  # a file that was to be sent is gone, say
         raise Unreachable(f"it cannot be reached ({error})") from error
     except MALFORMED_ANSWER as error:

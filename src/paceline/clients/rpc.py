@@ -7,15 +7,15 @@ both sides can read.
 import asyncio
 import socket
 import struct
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from safetensors import SafetensorError
 
-from paceline.clients.remote import ControlCall
 from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener, Piece
 from paceline.errors import (
     DeltaBaseMismatch,
@@ -35,6 +35,33 @@ ERROR_TYPES = {
     kind.__name__: kind
     for kind in (EngineError, RequestError, UnknownModel, Overloaded, Mismatch, DeltaBaseMismatch, PartialUpdateError)
 }
+ControlCall = Literal["policy", "limits", "stats", "pause", "resume", "sleep", "wake"]
+
+
+class RemoteEngine(ABC):
+    """The calls of the `Engine` protocol that have no arguments and no result."""
+
+    _busy = 0.0
+
+    @abstractmethod
+    async def _ask(self, what: ControlCall) -> Any: ...
+
+    async def pause(self) -> None:
+        await self._ask("pause")
+
+    async def resume(self) -> None:
+        await self._ask("resume")
+
+    async def sleep(self) -> None:
+        await self._ask("sleep")
+
+    async def wake(self) -> None:
+        await self._ask("wake")
+
+    @property
+    def busy_seconds(self) -> float:
+        """As of the last answer that reported it."""
+        return self._busy
 
 
 class EngineMessage(msgspec.Struct, array_like=True, tag=True):
@@ -130,13 +157,13 @@ class FromEngine(msgspec.Struct, array_like=True):
     busy_seconds: float = 0.0
 
 
-_encoder = msgspec.msgpack.Encoder()
+encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 def encode_frame(batch: ToEngine | FromEngine) -> list[bytes]:
-    body = _encoder.encode(batch)
+    body = encode(batch)
     return [FRAME_HEADER.pack(len(body)), body]
 
 
@@ -168,6 +195,13 @@ def join_pieces(pieces: Sequence[Piece]) -> Piece:
         [version for piece in pieces for version in piece.versions],
         top,
     )
+
+
+def deliver_whole(completion: Completion, listener: Listener | None) -> Completion:
+    """Pass a finished completion to the listener as one piece, for engines that do not stream; returns it."""
+    if listener is not None:
+        listener(Piece(completion.token_ids, completion.logprobs, completion.versions, completion.top))
+    return completion
 
 
 async def handle_message(

@@ -10,7 +10,7 @@ A call that is not well formed, or names no tool of the request, stays text: the
 
 import json
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +112,16 @@ class ToolParser:
         except UnicodeEncodeError:  # JSON can spell half a character, which no text may hold
             return None
         return ToolCall(value["name"], text)
+
+
+def reply_message(text: str, tools: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
+    """A whole reply as a message: calls of the tools there are, and the text around them."""
+    parser = ToolParser([tool.get("function", tool).get("name", "") for tool in tools or ()])
+    content, calls = parser.feed(text)
+    rest, more = parser.flush()
+    if not (calls := calls + more):
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": content + rest, "tool_calls": [call.as_dict() for call in calls]}
 
 
 def _parse_json(text: str) -> Any:

@@ -18,8 +18,15 @@ from paceline.observe.record import open_run
 from paceline.observe.record.paired import Verdict, verdict
 from paceline.orchestrator import build_train_envs
 from paceline.orchestrator.league_checkpoints import league_envs
-from paceline.runtime.local import DriverParts, RunParts, share_cores, with_sections, with_trainer
-from paceline.runtime.model_backends import load_backend, with_settled_dtype
+from paceline.runtime.local import (
+    DriverParts,
+    RunParts,
+    load_backend,
+    share_cores,
+    with_sections,
+    with_settled_dtype,
+    with_trainer,
+)
 from paceline.runtime.preflight import refuse_unready
 from paceline.runtime.session import Given, Placement, RunSession, run_sessions
 from paceline.runtime.signals import STOPPED_BY_USER, Signals

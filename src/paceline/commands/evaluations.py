@@ -1,6 +1,7 @@
 """`paceline eval`: evaluates models and runs on held-out rows, one or several side by side."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,12 @@ from paceline.commands.rollouts import split_sampling
 from paceline.commands.targets import RunTarget, find_run
 from paceline.config import RunConfig, load
 from paceline.config.model import ModelConfig
-from paceline.config.target import load_target, names_environment, names_run_file, nearest_target
+from paceline.config.target import load_target, names_environment, names_run_file, nearest_target, split_by_prefix
 from paceline.errors import PacelineError
-from paceline.orchestrator import RealClock, build_train_envs
+from paceline.orchestrator import Clock, build_train_envs
 from paceline.orchestrator.episodes import EVAL, RolloutRunner
 from paceline.orchestrator.evaluation import confidence_intervals, evaluate, group_by_actor, summarise
-from paceline.rollout import Rollout
+from paceline.rollout import Rollout, SamplingClient
 from paceline.runtime.episode_runtime import open_episode_runtime
 from paceline.runtime.signals import run_until_complete
 
@@ -78,27 +79,32 @@ def find_targets(
     if env is not None and file is not None:
         raise PacelineError("--env and --file both say where the rows come from: leave one of them out")
     source = file or env or ""
-    shared_config = _load_for_eval(lambda more: load_target(source, more).config, overrides) if source else None
+    shared = _load_for_eval(lambda more: load_target(source, more).config, overrides) if source else None
     runs = {name: find_run(name) for name in names}
-    rows = shared_config or next(
-        (_target_config(name, runs[name], overrides) for name in names if _has_rows(name, runs[name])), None
-    )
-    return [_build_target(name, runs[name], overrides, shared_config, rows) for name in names]
+    # With a shared config the overrides are its keys, not the run's.
+    own = {name: _own_config(name, run, () if shared else overrides) for name, run in runs.items()}
+    rows = shared or next(filter(None, own.values()), None)
+    return [_build_target(name, runs[name], own[name], shared, rows) for name in names]
+
+
+def _own_config(name: str, run: RunTarget | None, overrides: Sequence[str]) -> RunConfig | None:
+    """The config of a run or run file with the overrides of the command line; None for a model, which has none."""
+    if run is not None:
+        return _load_for_eval(lambda more: load(run.root, more).config, overrides)
+    if names_run_file(name) or names_environment(name):
+        return _load_for_eval(lambda more: load_target(name, more).config, overrides)
+    return None
 
 
 def _build_target(
-    name: str, run: RunTarget | None, overrides: Sequence[str], shared_config: RunConfig | None, rows: RunConfig | None
+    name: str, run: RunTarget | None, own: RunConfig | None, shared: RunConfig | None, rows: RunConfig | None
 ) -> EvalTarget:
-    if _has_rows(name, run):
-        # With a shared config the overrides are its keys, not the run's.
-        own = _target_config(name, run, () if shared_config else overrides)
+    if own is not None:
         if run is None or run.checkpoint is not None:
-            return EvalTarget(
-                name, _with_model(shared_config or own, own.model), None if run is None else run.checkpoint
-            )
+            return EvalTarget(name, _with_model(shared or own, own.model), None if run is None else run.checkpoint)
         if run.export is None:
             raise PacelineError(f"{name} has neither a whole checkpoint nor an export: nothing was trained yet")
-        return EvalTarget(name, _with_model(shared_config or own, own.model, str(run.export)))
+        return EvalTarget(name, _with_model(shared or own, own.model, str(run.export)))
     if rows is None:
         hint = "" if Path(name).exists() else nearest_target(name)
         raise PacelineError(
@@ -110,31 +116,15 @@ def _build_target(
     return EvalTarget(name, _with_model(rows, rows.model, name))
 
 
-def _has_rows(name: str, run: RunTarget | None) -> bool:
-    return run is not None or names_run_file(name) or names_environment(name)
-
-
-def _target_config(name: str, run: RunTarget | None, overrides: Sequence[str]) -> RunConfig:
-    """The target's own config with the overrides of the command line."""
-    return _load_for_eval(
-        lambda more: (load_target(name, more) if run is None else load(run.root, more)).config, overrides
-    )
-
-
 def _load_for_eval(read: Callable[[Sequence[str]], RunConfig], overrides: Sequence[str]) -> RunConfig:
     """Load a config for evaluation; `--sampling.*` overrides apply to the sampling of `eval`."""
-    flags: list[int] = []  # places of `--sampling.*` and of the values that follow them
-    for index, argument in enumerate(overrides):
-        value = index - 1 in flags and not argument.startswith("--") and "=" not in overrides[index - 1]
-        if value or argument.startswith("--sampling."):
-            flags.append(index)
-    others = [argument for index, argument in enumerate(overrides) if index not in flags]
+    others, own = split_by_prefix(overrides, ["sampling"])
     config = read(others)
-    if not flags:
+    if not own["sampling"]:
         return config
     start = split_sampling(config, "eval").model_dump()
     whole = [f"--eval.sampling.{key}={json.dumps(value)}" for key, value in start.items()]
-    changed = [overrides[index].replace("--sampling.", "--eval.sampling.", 1) for index in flags]
+    changed = [re.sub("^--", "--eval.sampling.", word) for word in own["sampling"]]
     return read([*others, *whole, *changed])
 
 
@@ -155,8 +145,8 @@ def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Eval
     with open_episode_runtime(
         config, split_sampling(config, "eval"), None, config.eval.concurrency, target.checkpoint
     ) as runtime:
-        assert runtime.client is not None
-        runner = RolloutRunner(runtime.client, RealClock(), config.seed, EVAL)
+        assert isinstance(runtime.client, SamplingClient)
+        runner = RolloutRunner(runtime.client, Clock(), config.seed, EVAL)
 
         async def play() -> list[Rollout]:
             played: list[Rollout] = []

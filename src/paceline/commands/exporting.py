@@ -9,14 +9,14 @@ from typing import Literal
 
 from paceline.commands.targets import RunTarget
 from paceline.config import RunConfig
-from paceline.config.apple import uses_mlx
+from paceline.config.hardware import uses_mlx
 from paceline.config.model import Dtype
 from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints
 from paceline.planner.hardware import with_dtype
-from paceline.runtime.model_backends import with_settled_dtype
+from paceline.runtime.local import with_settled_dtype
 from paceline.util.private_folder import PrivateFolder
 from paceline.weights.manifest import write_manifest
 
@@ -101,7 +101,7 @@ def _write_torch(config: RunConfig, checkpoint: Path, folder: Path, form: Export
 
 
 def _write_mlx(config: RunConfig, checkpoint: Path, folder: Path, form: ExportForm, dtype: Dtype | None) -> None:
-    from paceline.runtime.model_backends import MlxBackend
+    from paceline.runtime.local import MlxBackend
 
     if dtype is not None:
         raise PacelineError('--dtype needs backend = "torch": with mlx an export keeps the checkpoint\'s type')

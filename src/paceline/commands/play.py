@@ -4,9 +4,8 @@ import asyncio
 import math
 import signal
 import sys
-import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from paceline.clients.tools import ToolParser
+from paceline.clients.tools import reply_message
 from paceline.commands.rollouts import (
     PlayedEpisode,
     draw_tickets,
@@ -34,13 +33,14 @@ from paceline.envs import Environment, Split, build_environment
 from paceline.errors import PacelineError
 from paceline.observe.monitor.show_rollout import show_rollout
 from paceline.observe.monitor.text import format_amount, format_score
-from paceline.rollout import Message, Reply
+from paceline.rollout import Message, RecordingServer, Reply
 from paceline.rollout.endpoint import TextSeat
-from paceline.rollout.history import same_conversation
-from paceline.rollout.seat import AddressProvider, SeatClosed, SeatFactories
+from paceline.rollout.history import Tools, same_conversation
+from paceline.rollout.seat import SeatClosed, SeatFactories
 from paceline.runtime.episode_runtime import EpisodeRuntime, OpenAIServer, is_checkpoint, open_episode_runtime
+from paceline.runtime.local import with_sections
+from paceline.util.interrupts import on_interrupt
 
-Tools = Sequence[dict[str, Any]]
 TOOL_CALL_HINT = 'to call one, say <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
 
 
@@ -85,7 +85,8 @@ class Person:
             named = ", ".join(str(tool.get("function", tool).get("name")) for tool in tools)
             self._console.print(Text(f"tools: {named}; {TOOL_CALL_HINT}", "dim"))
         try:
-            with _interruptible():
+            # Ctrl-C ends the wait for a line, which an asyncio signal handler would not do.
+            with on_interrupt(signal.default_int_handler):
                 answer = self._read_answer(who)
         except (EOFError, KeyboardInterrupt):
             self.has_left = True
@@ -114,7 +115,7 @@ class PersonSeat(TextSeat):
         name: str,
         actor: str,
         sampling: SamplingConfig,
-        recorder: AddressProvider,
+        recorder: RecordingServer,
         spell: Callable[[Sequence[int]], str],
     ) -> None:
         super().__init__(sampling, recorder, actor)
@@ -123,7 +124,7 @@ class PersonSeat(TextSeat):
     async def answer(self, messages: Sequence[Message], tools: Tools | None) -> dict[str, Any]:
         known = self._known_messages(messages)
         text = self._person.ask(self._name, messages[known:], None if known else tools)
-        return _choice(_parse_tool_calls(text, tools))
+        return _choice(reply_message(text, tools))
 
     async def complete(self, token_ids: Sequence[int]) -> Reply:
         if self._closed:
@@ -140,29 +141,6 @@ class PersonSeat(TextSeat):
 
 def _choice(message: Message) -> dict[str, Any]:
     return {"message": message, "finish": "stop", "usage": None}
-
-
-def _parse_tool_calls(text: str, tools: Tools | None) -> Message:
-    """Parse tool calls in the format of most open models."""
-    reader = ToolParser([tool.get("function", tool).get("name", "") for tool in tools or ()])
-    text_before, calls = reader.feed(text)
-    rest, more = reader.flush()
-    if not (calls := [*calls, *more]):
-        return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": text_before + rest, "tool_calls": [call.as_dict() for call in calls]}
-
-
-@contextmanager
-def _interruptible() -> Generator[None]:
-    """Let Ctrl-C end the wait for a line, which an asyncio signal handler would not."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 MOST_CONCURRENT_SEATS = 8
@@ -302,8 +280,7 @@ def opponent_model(config: RunConfig, options: PlayOptions) -> tuple[RunConfig, 
     if is_checkpoint(Path(name)):
         return config, Path(name)
     # What a run exports is merged, so there is no adapter beside it.
-    model = config.model.model_copy(update={"name": name, "lora": None})
-    return config.model_copy(update={"model": model}), None
+    return with_sections(config, model={"name": name, "lora": None}), None
 
 
 def _show_game(console: Console, played: PlayedEpisode, number: int, seat: str, reveal: bool) -> None:

@@ -13,14 +13,14 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.table import Table
-from torch import Tensor
+from rich.table import Column, Table
 
 from paceline.commands.targets import step_of
 from paceline.config import RunConfig
@@ -35,12 +35,12 @@ from paceline.orchestrator import Checkpoints
 from paceline.runtime.local import with_sections
 from paceline.runtime.torch_backend import torch_trainer
 from paceline.trainer import TorchTrainer
-from paceline.trainer.batch import TrainedTokens, trained_positions
+from paceline.trainer.batch import trained_positions
 from paceline.trainer.checkpoint import check_files
 from paceline.trainer.critic import truncate
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import TokenLosses
-from paceline.trainer.terms import find_clipped
+from paceline.trainer.terms import TrainedTokens, find_clipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,13 @@ class TokenLossRecorder:
     def __call__(self, micro_batch: MicroBatch, tokens: TrainedTokens, losses: TokenLosses) -> None:
         starts = np.cumsum(micro_batch.lengths) - micro_batch.lengths
         places, segments = trained_positions(micro_batch), tokens.segments.cpu().numpy()
-        shares = {name: _to_numpy(values) for name, values in losses.scaled().items()}
-        used = {name: _to_numpy(scale) != 0 for name, scale in losses.scales.items()}
-        left = {name: _to_numpy(values) & used[name] for name, values in losses.clipped.items()}
+        shares = {name: values.numpy(force=True) for name, values in losses.scaled().items()}
+        used = {name: scale.numpy(force=True) != 0 for name, scale in losses.scales.items()}
+        left = {name: values.numpy(force=True) & used[name] for name, values in losses.clipped.items()}
         ratio = losses.ratio
         streams = [tokens.logprobs, tokens.rollout_logprobs, ratio.value, tokens.advantages, tokens.entropy]
-        streams, differences, rl = [_to_numpy(stream) for stream in streams], _to_numpy(ratio.difference), used["rl"]
+        streams, rl = [stream.numpy(force=True) for stream in streams], used["rl"]
+        differences = ratio.difference.numpy(force=True)
         for number, member in enumerate(micro_batch.members):
             at = np.flatnonzero(segments == number)
             if not len(at):
@@ -96,10 +97,6 @@ class TokenLossRecorder:
                 skipped=skipped,
             )
         self._progress(len(self.tokens))
-
-
-def _to_numpy(values: Tensor) -> NDArray:
-    return values.detach().cpu().numpy()
 
 
 MOST_NAMED_SAMPLES = 3
@@ -220,7 +217,7 @@ def replay(
         samples,
         weights,
         exact,
-        _recorded_metrics(folder, step),
+        folder.step_metrics(step),
         replayed,
         source=source,
         tokens=recorder.tokens,
@@ -245,7 +242,7 @@ def replay_dump(run: Path, dump: str, config: RunConfig) -> ReplayedStep:
         broken, findings = nonfinite_weights(trainer.learner), examine_samples(trainer.learner, short, trainer.version)
         replayed = _train_step(trainer, samples)
     folder = open_run(run)
-    recorded, problems = _recorded_metrics(folder, step), folder.problems(patient=False)
+    recorded, problems = folder.step_metrics(step), folder.problems(patient=False)
     sentence = findings_verdict(findings, broken)
     return ReplayedStep(step, samples, weights, exact, recorded, replayed, findings, sentence, remarks=problems)
 
@@ -275,10 +272,9 @@ def _train_step(trainer: TorchTrainer, samples: Sequence[Sample]) -> dict[str, f
 
 def loss_table(result: ReplayedStep) -> Table:
     """The table of recorded and replayed metrics."""
-    shown = Table(title=f"step {result.step}: {len(result.samples)} samples, {sum(map(len, result.samples)):,} tokens")
-    shown.add_column("")
-    for heading in ("recorded", "replayed", "difference"):
-        shown.add_column(heading, justify="right")
+    title = f"step {result.step}: {len(result.samples)} samples, {sum(map(len, result.samples)):,} tokens"
+    figures = [Column(heading, justify="right") for heading in ("recorded", "replayed", "difference")]
+    shown = Table("", *figures, title=title)
     differences = result.differences()
     for name in sorted(result.replayed, key=lambda name: (not name.startswith("loss"), name)):
         was = f"{result.recorded[name]:.6g}" if name in result.recorded else "-"
@@ -292,25 +288,15 @@ def samples_table(result: ReplayedStep) -> Table:
     """A bad batch's samples: those that are not finite first, then by the size of their gradients."""
     names = list(dict.fromkeys(name for finding in result.findings for name in finding.losses))
     ranked = sorted(result.findings, key=lambda finding: (not finding.nonfinite, -finding.grad_norm))
-    shown = Table(title=f"{min(MOST_ROWS, len(ranked))} of {len(ranked)} samples, each alone")
-    for heading in ("env", "ticket", "rollout"):
-        shown.add_column(heading)
-    for heading in (*(f"loss/{name}" for name in names), "gradient"):
-        shown.add_column(heading, justify="right")
-    shown.add_column("not finite")
+    title = f"{min(MOST_ROWS, len(ranked))} of {len(ranked)} samples, each alone"
+    figures = [Column(heading, justify="right") for heading in (*(f"loss/{name}" for name in names), "gradient")]
+    shown = Table("env", "ticket", "rollout", *figures, "not finite", title=title)
     for finding in ranked[:MOST_ROWS]:
         sample = finding.sample
         number = "-" if sample.ticket is None else str(sample.ticket.number)
         values = [f"{finding.losses.get(name, 0.0):.4g}" for name in names]
-        row = (
-            sample.env,
-            number,
-            str(sample.rollout),
-            *values,
-            f"{finding.grad_norm:.4g}",
-            ", ".join(finding.nonfinite),
-        )
-        shown.add_row(*row)
+        norm, broken = f"{finding.grad_norm:.4g}", ", ".join(finding.nonfinite)
+        shown.add_row(sample.env, number, str(sample.rollout), *values, norm, broken)
     return shown
 
 
@@ -361,19 +347,8 @@ def _missing_remarks(folder: RunFolder, step: int) -> list[str]:
     return [f"{count} were kept without their tokens: this is the loss of the others"]
 
 
-def _recorded_metrics(folder: RunFolder, step: int) -> dict[str, float]:
-    columns = folder.metrics(since=step)
-    places = [place for place, number in enumerate(columns["step"]) if number == step]
-    last = {name: values[places[-1]] for name, values in columns.items()} if places else {}
-    return {name: value for name, value in last.items() if value is not None}
-
-
 def _format_ranges(numbers: Sequence[int]) -> str:
     """Consecutive numbers as ranges: 3 to 5, 9."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    places = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in places]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

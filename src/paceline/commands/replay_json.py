@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,11 @@ def _token_decoder(config: RunConfig) -> tuple[TokenDecoder | None, list[str]]:
         tokenizer = load_tokenizer(config.model)
     except PacelineError as error:
         return None, [f"tokens are shown by their numbers: {error}"]
-    cache: dict[int, str] = {}
 
+    @cache
     def decode_token(token: int) -> str:
-        if token not in cache:
-            text, raw = str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token))
-            # SentencePiece drops the space before what it takes for the first word.
-            cache[token] = f" {text}" if raw.startswith("\u2581") and not text.startswith(" ") else text
-        return cache[token]
+        text, raw = str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token))
+        # SentencePiece drops the space before what it takes for the first word.
+        return f" {text}" if raw.startswith("\u2581") and not text.startswith(" ") else text
 
     return decode_token, []

@@ -21,9 +21,9 @@ from paceline.envs import EnvError, Environment, Outcome, Split, build_environme
 from paceline.errors import EngineError, Overloaded, PacelineError, RequestError
 from paceline.observe.monitor.directory import to_json_value
 from paceline.observe.monitor.show_rollout import show_rollout, show_summary
-from paceline.orchestrator import RealClock
+from paceline.orchestrator import Clock
 from paceline.orchestrator.episodes import assign_row, metric_value, outcome_error
-from paceline.rollout import Message, Rollout, Seat, SessionMap, Turn, assemble
+from paceline.rollout import Message, Rollout, SamplingClient, Seat, SessionMap, Turn, assemble
 from paceline.rollout.endpoint import TextSeat
 from paceline.rollout.history import canonical_text
 from paceline.rollout.seat import SeatFactories
@@ -82,7 +82,7 @@ def preview_rollouts(config: RunConfig, options: RolloutOptions, stream: TextIO 
 
     address = OpenAIServer(options.endpoint, options.endpoint_model, options.api_key) if options.endpoint else None
     with open_episode_runtime(config, split_sampling(config, options.split), address, options.concurrency) as runtime:
-        if runtime.client is None and (options.raw or options.ids):
+        if not isinstance(runtime.client, SamplingClient) and (options.raw or options.ids):
             raise PacelineError(
                 f"{options.endpoint} is asked in words, so its tokens are unknown here: leave --raw and --ids out, or "
                 "let the model of the run file play in this process or behind `paceline serve`"
@@ -199,7 +199,8 @@ async def play_episode(
     guests: SeatFactories | None = None,
 ) -> PlayedEpisode:
     """Play one episode. A failure is stored in `error`; only a lost engine is raised."""
-    sessions = runtime.table((seed, PREVIEW_DOMAIN, ticket.number, member), environment.actors, guests or {})
+    noise = (seed, PREVIEW_DOMAIN, ticket.number, member)
+    sessions = SessionMap(runtime.client, noise, 0, environment.actors, guests)
     outcome, error, began = None, None, time.perf_counter()
 
     async def play() -> Outcome | None:
@@ -207,20 +208,18 @@ async def play_episode(
         return await environment.play(own_row, sessions)
 
     try:
-        outcome = await RealClock().wait_within(section.timeout, f"an episode of `{section.name}`", play())
+        outcome = await Clock().wait_within(section.timeout, f"an episode of `{section.name}`", play())
         spoke = {name: seat for name, seat in sessions.items() if seat.turns and seat.trained}
         error = "dropped by the environment" if outcome is None else outcome_error(spoke, outcome)
     except DeadlineError as failure:
         error = f"{failure}: {section.raise_hint('timeout')}"
-    except EngineError as failure:
-        if not isinstance(failure, RequestError | Overloaded):
-            raise
-        error = str(failure)
     except asyncio.CancelledError:
         if is_cancelled():
             raise
         error = "something the environment awaited was cancelled"
     except PacelineError as failure:
+        if isinstance(failure, EngineError) and not isinstance(failure, RequestError | Overloaded):
+            raise
         error = str(failure)
     except BaseException as failure:  # a user's code: shown with its file and line
         if is_ctrl_c(failure):

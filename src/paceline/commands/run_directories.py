@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.commands.commands import OVERRIDES_HELP, RUN_ARGUMENT, arg, deprecated_option, flag, subcommand
@@ -199,9 +199,8 @@ def difference_report(compared: RunComparison, one: str, other: str) -> Renderab
     """A report of what differs between two runs: their settings, then the first difference in their records."""
     parts: list[RenderableType] = []
     if compared.settings:
-        table = Table(title="settings that differ", title_justify="left")
-        for heading in ("key", one, other):
-            table.add_column(heading, overflow="fold")
+        columns = [Column(heading, overflow="fold") for heading in ("key", one, other)]
+        table = Table(*columns, title="settings that differ", title_justify="left")
         for key, mine, theirs in compared.settings[:MOST_SETTINGS]:
             table.add_row(Text(key), Text(str(mine)), Text(str(theirs)))
         parts.append(table)

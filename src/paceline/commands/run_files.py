@@ -143,8 +143,7 @@ def check(known: argparse.Namespace, overrides: list[str]) -> None:
       paceline check runs/quickstart                           what was planned, beside what was measured
     """
     if (Path(known.file) / "config.toml").is_file():
-        from paceline.planner import compare
-        from paceline.planner.compare import comparison_report
+        from paceline.planner.compare import compare, comparison_report
 
         comparison = compare(Path(known.file))
         if known.json:
@@ -168,15 +167,15 @@ def check(known: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _show_plan(loaded: LoadedConfig, known: argparse.Namespace) -> None:
-    from paceline import planner
     from paceline.config.hardware import UnknownShape
     from paceline.planner.compare import plan_report
-    from paceline.planner.shape import shape_of
-    from paceline.planner.work import assumed
+    from paceline.planner.hardware import found, parse, with_memory
+    from paceline.planner.plan import predict
+    from paceline.planner.shape import assumed, shape_of
 
     config = loaded.config
-    hardware = planner.parse(known.hardware) if known.hardware else planner.found(config.device, backend=config.backend)
-    hardware = planner.with_memory(hardware, known.memory)
+    hardware = parse(known.hardware) if known.hardware else found(config.device, backend=config.backend)
+    hardware = with_memory(hardware, known.memory)
     try:
         shape = shape_of(config.model.name)
     except UnknownShape as reason:
@@ -184,7 +183,7 @@ def _show_plan(loaded: LoadedConfig, known: argparse.Namespace) -> None:
             raise
         print(f"paceline: no plan: {reason}", file=sys.stderr)
         return
-    plan = planner.predict(config, hardware, assumed(config, shape, known.prompt_tokens, known.reply_tokens), shape)
+    plan = predict(config, hardware, assumed(config, shape, known.prompt_tokens, known.reply_tokens), shape)
     if known.json:
         print(json.dumps(plan.table(), indent=2))
     else:

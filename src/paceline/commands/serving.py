@@ -144,8 +144,9 @@ def search_server(known: argparse.Namespace, rest: list[str]) -> None:
       paceline train my-run.toml --env.0.url http://127.0.0.1:8100         a retrieval environment that asks it
     """
     from paceline.config.env import SEARCH_KEY_VARIABLE
-    from paceline.envs.search.server import SearchOptions, load_options, serve_search
+    from paceline.envs.search.server import SearchOptions, serve_search
 
     flags = {name: getattr(known, name, None) for name in SearchOptions.model_fields}
     flags["embeddings_url"] = known.embeddings_endpoint
-    serve_search(load_options(**flags | {"api_key": known.api_key or os.environ.get(SEARCH_KEY_VARIABLE)}))
+    flags["api_key"] = known.api_key or os.environ.get(SEARCH_KEY_VARIABLE)
+    serve_search(options_from_flags(SearchOptions, flags))

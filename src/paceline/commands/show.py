@@ -5,10 +5,11 @@ the token that ends it. Any other is a prompt, and what trains is yet to be samp
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice, takewhile
+from itertools import accumulate, islice
 
 from rich.console import Console
 from rich.table import Table
@@ -124,7 +125,8 @@ class RowPrinter:
         # Some templates write a reply otherwise once the conversation goes on (thoughts are gone, say), and some open
         # the next one unasked. Then only the words themselves tell where it ends.
         reply = message_text(messages[at]).strip()
-        start = _common_prefix(opening, whole) if at else max(0, whole.find(reply))
+        shared = os.path.commonprefix([opening, whole])  # noqa: RUF071 - texts, no paths
+        start = len(shared) if at else max(0, whole.find(reply))
         for words in filter(None, (reply, reply.rpartition("</think>")[2].strip())):
             if found := re.compile(rf"\s*(<think>.*?</think>\s*)?{re.escape(words)}", re.DOTALL).match(whole, start):
                 ending = self._marks.match(whole, found.end())
@@ -167,8 +169,3 @@ class RowPrinter:
             return text
         left_out = Text(f"\n... {len(text) - MOST_CHARACTERS:,} characters left out ...\n", "dim italic")
         return Text.assemble(text[: MOST_CHARACTERS // 2], left_out, text[-MOST_CHARACTERS // 2 :])
-
-
-def _common_prefix(one: str, other: str) -> int:
-    """The length of the common beginning of two texts."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

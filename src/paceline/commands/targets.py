@@ -1,6 +1,5 @@
 """Finds the run, checkpoint or export that a command line names, such as `runs/a@40`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +34,7 @@ class RunTarget:
         return folder if (folder / "config.json").is_file() else None
 
 
-def find_run(text: str, overrides: Sequence[str] = ()) -> RunTarget | None:
+def find_run(text: str) -> RunTarget | None:
     """The run that `text` names, or None where it names none; a step that the run lacks is an error.
 
     Without a step it is the newest complete checkpoint.
@@ -52,7 +51,7 @@ def find_run(text: str, overrides: Sequence[str] = ()) -> RunTarget | None:
         if checkpoint is None:
             known = ", ".join(f"@{step_of(path)}" for path in whole) or "none"
             raise PacelineError(f"{root} has no whole checkpoint of step {step}: it has {known} (checkpoint.keep)")
-    return RunTarget(root, load(RunDirectory(root).config_file, overrides).config, checkpoint)
+    return RunTarget(root, load(RunDirectory(root).config_file).config, checkpoint)
 
 
 def is_loadable_run(folder: Path) -> bool:

@@ -1,7 +1,9 @@
-"""Filters, length rules and replay: settings that decide which sampled groups train."""
+"""Settings that decide which sampled groups train: filters, length rules, replay, failed episodes, advisories."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import floor, gcd
+from typing import Literal
 
 from pydantic import Field
 
@@ -50,3 +52,102 @@ class LengthConfig(Section):
     `penalty` at the limit; 0 turns the penalty off."""
     penalty: float = Field(default=1.0, gt=0)
     """Reward that a reply at the limit loses."""
+
+
+Choice = Literal["retry", "drop", "fail"]
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+
+
+class FailuresConfig(Section):
+    """How a failed episode is handled, by kind of error. `retry` plays it again from its beginning, with the same
+    noise and after a growing pause, and drops it in the end; `drop` goes on without it; `fail` stops the run at once
+    with the cause. `[breaker]` counts what was dropped, and stops a run that loses too much."""
+
+    episode: Choice = "drop"
+    """The environment raised an error of its own, or ended an episode with something that is no outcome."""
+    timeout: Choice = "drop"
+    """An episode took longer than its environment's `timeout`. Every try has all of that time."""
+    worker: Choice = "retry"
+    """A process the environment computes in died, or what it answered cannot be read."""
+    engine: Choice = "retry"
+    """No engine could answer: all are gone or full, or what came back cannot be read."""
+    request: Choice = "drop"
+    """A request that no engine can ever answer, such as one longer than the context."""
+    judge: Choice = "retry"
+    """A model that grades could not be reached, or gave no grade that can be read."""
+    teacher: Choice = "retry"
+    """A reference model could not score a sample: it is asked again, and then the sample is dropped."""
+    tries: int = Field(default=3, ge=1)
+    """How often `retry` tries in all, the first time included."""
+
+    def policy(self, kind: str) -> "FailurePolicy":
+        """What follows a failure of this kind."""
+        return FailurePolicy(getattr(self, kind), self.tries)
+
+
+@dataclass(frozen=True, slots=True)
+class FailurePolicy:
+    """What follows a failure: another try, `tries` in all; the loss of what failed; the end of the run."""
+
+    choice: Choice = "retry"
+    tries: int = 3
+
+    def retries(self, failed: int) -> bool:
+        """Whether to try once more after so many failures."""
+        return self.choice == "retry" and failed < self.tries
+
+    @staticmethod
+    def pause(failed: int) -> float:
+        """Seconds before the next try: twice as long each time, up to a limit.
+
+        >>> [FailurePolicy.pause(failed) for failed in (1, 2, 3, 9)]
+        [1.0, 2.0, 4.0, 30.0]
+        """
+        return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failed - 1, 10))
+
+    def __str__(self) -> str:
+        return f'"retry", {self.tries} tries' if self.choice == "retry" else f'"{self.choice}"'
+
+
+DEFAULT_POLICY = FailurePolicy()
+"""The policy of most kinds of failure."""
+
+
+AdvisoryName = Literal[
+    "flat_groups", "length", "truncation", "format", "parting", "judges", "entropy", "mismatch", "starving", "idle"
+]
+
+
+class AdviceConfig(Section):
+    """Advisories: `paceline doctor` and the page "Advice" show them, each with its evidence. A key named like an
+    advisory is the limit from which it speaks, once the figures are sure to lie beyond it by three standard errors."""
+
+    steps: int = Field(default=20, ge=10, le=1000)
+    """The last steps that are looked at."""
+    pause: list[AdvisoryName] = Field(default_factory=list)
+    """Advisories at which nothing more is drawn from the environment they speak of, until the steps that gave rise to
+    them lie behind. One about the whole run, and one about the only environment left, stops the run with a checkpoint.
+    `pause` of an [[env]] goes before."""
+    interval: int = Field(default=5, ge=1)
+    """Steps between two looks of a run that may pause an environment."""
+
+    flat_groups: float = Field(default=0.7, gt=0, lt=1)
+    """Share of groups without variance in reward. Groups that all earn the best reward seen so far are not counted."""
+    length: float = Field(default=0.5, gt=0)
+    """Change in length of replies, as a share of what it was, while the reward does not rise."""
+    truncation: float = Field(default=0.1, gt=0, lt=1)
+    """Share of replies cut off at `sampling.max_tokens`."""
+    format: float = Field(default=0.8, gt=0, lt=1)
+    """Share of the differences in reward within a group that metrics of form alone explain."""
+    parting: float = Field(default=0.25, gt=0)
+    """How far training reward leaves held-out reward behind, in standard deviations of the reward."""
+    judges: float = Field(default=0.4, gt=0, lt=1)
+    """Krippendorff's alpha below which judges count as disagreeing; 1 is agreement, 0 is chance."""
+    entropy: float = Field(default=0.1, gt=0, lt=1)
+    """Entropy left, as a share of the first steps', while rewards are still to be had."""
+    mismatch: float = Field(default=0.015, gt=0)
+    """`mismatch_kl`, in nats a token."""
+    starving: float = Field(default=0.2, gt=0, lt=1)
+    """Share that an environment has in the gradient, relative to what its weight asks for."""
+    idle: float = Field(default=0.75, gt=0, lt=1)
+    """Share of the time in which trainer or sampler has nothing to do, where they need not take turns."""

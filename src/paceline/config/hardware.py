@@ -1,19 +1,28 @@
-"""Data sheets of GPUs, the types that hardware multiplies fast, and the type a checkpoint is stored in.
+"""Data sheets of GPUs, the types that hardware multiplies fast, the type of a checkpoint, and whether a run uses mlx.
 
 A checkpoint is computed in its own type where the hardware multiplies that type fast, else in float32. Instructions
 decide, not a measurement: a machine under load must choose as an idle one does.
 """
 
 import importlib.resources
+import importlib.util
 import json
 import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.config.model import QUICKSTART, Dtype
 from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.config.run import RunConfig
+    from paceline.config.trainer import TrainerConfig
 
 
 class UnknownShape(PacelineError):
@@ -67,7 +76,6 @@ WITHOUT_BFLOAT16 = ("v100", "t4")
 """Cards that have float16 tensor cores alone."""
 DTYPES: dict[str, Dtype] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 _SAFETENSORS_DTYPES: dict[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_LONGEST_HEADER = 100 << 20
 
 
 def stored_dtype(name: str) -> Dtype | None:
@@ -114,16 +122,13 @@ def _config_dtype(config: Any) -> Dtype | None:
 
 
 def _first_tensor_dtype(folder: Path) -> Dtype | None:
-    """The type of the first floating-point tensor that a safetensors header lists."""
+    """The type of the first floating-point tensor of a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
     for file in sorted(folder.glob("*.safetensors"))[:1]:
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            try:
-                header = json.loads(stream.read(size)) if size <= _LONGEST_HEADER else {}
-            except ValueError:
-                return None
-        found = (_SAFETENSORS_DTYPES.get(about.get("dtype")) for about in header.values() if isinstance(about, dict))
-        return next((dtype for dtype in found if dtype), None)
+        with suppress(SafetensorError), safe_open(file, "np") as tensors:
+            found = (_SAFETENSORS_DTYPES.get(tensors.get_slice(name).get_dtype()) for name in tensors.offset_keys())
+            return next((dtype for dtype in found if dtype), None)
     return None
 
 
@@ -142,3 +147,52 @@ def config_file(name: str) -> Path:
         f"no config.json of `{name}` is on this machine, so nothing can be said about memory and time: get it with "
         f"`hf download {name} config.json`"
     )
+
+
+BACKEND_VARIABLE = "PACELINE_BACKEND"
+"""Environment variable that chooses for all runs whose file leaves it open."""
+
+
+def uses_mlx(wanted: str) -> bool:
+    """Whether `backend` means mlx on this machine."""
+    wanted = os.environ.get(BACKEND_VARIABLE) or wanted if wanted == "auto" else wanted
+    if wanted not in ("auto", "torch", "mlx"):
+        raise PacelineError(f"{BACKEND_VARIABLE}={wanted}: write torch or mlx")
+    if wanted != "auto":
+        return wanted == "mlx"
+    apple = sys.platform == "darwin" and platform.machine() == "arm64"
+    return apple and importlib.util.find_spec("mlx") is not None
+
+
+def ignored_settings(config: "RunConfig") -> Iterator[str]:
+    """Settings that have no effect in a run file that asks for mlx."""
+    if config.backend != "mlx":
+        return
+    if config.device == "cpu":
+        yield 'device = "cpu" has no effect with backend = "mlx", which takes the GPU of its machine: remove it'
+    if config.engine.products != "exact":
+        yield f'engine.products = "{config.engine.products}" has no effect with backend = "mlx": remove it'
+    if config.engine.cache_gib is not None:
+        yield 'engine.cache_gib has no effect with backend = "mlx", whose cache grows as it is needed: remove it'
+
+
+def unsupported_settings(config: "RunConfig") -> Iterator[str]:
+    """Settings that need torch."""
+    if config.placement != "local":
+        yield f'backend = "mlx" computes in one process, and placement = "{config.placement}" in several: change one'
+    if config.device == "cuda":
+        yield 'device = "cuda" is for torch: leave it out where backend = "mlx"'
+    if config.engine.backend != "paceline":
+        yield f'engine.backend = "{config.engine.backend}" is fed by a trainer of torch: set backend = "torch"'
+    yield from unsupported_trainer_settings(config.trainer)
+    if config.engine.cache == "pages":
+        yield 'engine.cache = "pages" is torch\'s: leave it out where backend = "mlx"'
+
+
+def unsupported_trainer_settings(c: "TrainerConfig") -> Iterator[str]:
+    """The same of a trainer's own settings."""
+    if c.parallel.ranks > 1:
+        yield 'trainer.parallel is for several processes of torch: leave it out where backend = "mlx"'
+    for name, asked in (("optimizer", c.optimizer.offload), ("kl", c.kl is not None and c.kl.offload)):
+        if asked:
+            yield f"trainer.{name}.offload has nowhere to move to on a machine with one memory: leave it out with mlx"

@@ -8,6 +8,8 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
+from pydantic import create_model
+
 from paceline.config.base import Section
 from paceline.config.errors import ConfigError
 from paceline.config.fields import ROOT, SchemaNode, describe_expected, join_words
@@ -82,8 +84,12 @@ def key_schema(asked: str) -> dict[str, Any]:
     parent, _, last = asked.replace("-", "_").rpartition(".")
     found = []
     for section, key in chain.from_iterable(_owners(node, last) for node in key_nodes(parent)):
+        if key:  # alone in a section, it comes with the definitions that it needs itself
+            fields: Any = {key: (section.model_fields[key].annotation, section.model_fields[key])}
+            section = create_model("OneKey", **fields)
         whole = section.model_json_schema()
-        found.append(_with_definitions(whole["properties"][key], whole.get("$defs", {})) if key else whole)
+        defined = {name: whole[name] for name in whole.keys() & {"$defs"}}
+        found.append(whole["properties"][key] | defined if key else whole)
     once = [fragment for place, fragment in enumerate(found) if fragment not in found[:place]]
     return once[0] if len(once) == 1 else {"anyOf": once}
 
@@ -118,19 +124,6 @@ def _owners(node: SchemaNode, part: str) -> Iterator[tuple[type[Section], str]]:
     """The sections here that have such a key, with the key; and the section of such a type, without one."""
     yield from ((section, part) for section in node.element.tables if part in section.model_fields)
     yield from ((s, "") for type_, s in node.element.sections.items() if type_ and type_.replace("-", "_") == part)
-
-
-def _with_definitions(fragment: dict[str, Any], defined: dict[str, Any]) -> dict[str, Any]:
-    """A part of a schema with the definitions it refers to, and no others."""
-    needed: dict[str, Any] = {}
-    rest = [fragment]
-    while rest:
-        text = json.dumps(rest.pop())
-        for name in defined:
-            if name not in needed and f'"#/$defs/{name}"' in text:
-                needed[name] = defined[name]
-                rest.append(defined[name])
-    return fragment | ({"$defs": needed} if needed else {})
 
 
 def _tables(node: SchemaNode, path: str, listed: bool, seen: dict[tuple, str]) -> Iterator[ConfigTable]:

@@ -301,14 +301,10 @@ def load(
 
 
 def _validate(table: dict[str, Any]) -> LoadedConfig:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", ConfigWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)  # the caller gets them as a list
         config = RunConfig.model_validate(table)
-    ours = [str(one.message) for one in caught if issubclass(one.category, ConfigWarning)]
-    for other in caught:
-        if not issubclass(other.category, ConfigWarning):
-            warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
-    return LoadedConfig(config, ours)
+    return LoadedConfig(config, list(config.doubtful_settings()))
 
 
 def dump(config: RunConfig, *, unset: bool = False) -> str:

@@ -9,15 +9,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.config import apple, cluster
+from paceline.config import cluster, hardware
 from paceline.config import inference as backends
-from paceline.config.advice import AdviceConfig
 from paceline.config.algorithm import AlgorithmConfig, EchoConfig, GAEConfig, GroupCreditConfig, GRPOConfig, SFTConfig
 from paceline.config.base import PathKey, Section
 from paceline.config.cluster import ClusterConfig
 from paceline.config.env import EnvConfig, ReverseTextConfig
-from paceline.config.failures import FailuresConfig
-from paceline.config.filters import FiltersConfig, LengthConfig, ReplayConfig
+from paceline.config.filters import AdviceConfig, FailuresConfig, FiltersConfig, LengthConfig, ReplayConfig
 from paceline.config.inference import EngineConfig, SamplingConfig
 from paceline.config.model import ModelConfig
 from paceline.config.secret import secrets_in
@@ -224,7 +222,7 @@ class RunConfig(Section):
         problems = [*self._problems(), *(problem for env in self.env for problem in self._env_problems(env))]
         if problems:
             raise ValueError("\n".join(problems))
-        for warning in self._warnings():
+        for warning in self.doubtful_settings():
             warnings.warn(warning, ConfigWarning, stacklevel=2)
         return self
 
@@ -250,7 +248,7 @@ class RunConfig(Section):
         yield from secrets_in(self.model_dump())
         yield from backends.engine_problems(self)
         if self.backend == "mlx":  # left to the machine, it is looked at when the run starts: a file is checked alike
-            yield from apple.unsupported_settings(self)
+            yield from hardware.unsupported_settings(self)
         yield from cluster.cluster_problems(self)
         if self.steps is not None and self.epochs is not None:
             yield "give either `steps` or `epochs`, not both"
@@ -327,7 +325,8 @@ class RunConfig(Section):
                     "give it an [[env]] of its own, without `seats`"
                 )
 
-    def _warnings(self) -> Iterator[str]:
+    def doubtful_settings(self) -> Iterator[str]:
+        """A sentence for each setting that is legal, but probably not meant."""
         sizes = [env.group_size for env in self.env if env.group_size]
         if self.replay.share and self.staleness == 0:
             yield (
@@ -344,7 +343,7 @@ class RunConfig(Section):
                 f'weights.path = "{self.weights.path}" has no effect with placement = "{self.placement}", where engine '
                 'and trainer share a process: set placement = "processes", or remove [weights]'
             )
-        yield from apple.ignored_settings(self)
+        yield from hardware.ignored_settings(self)
         if self.oversample and not self.extra_rollouts:
             yield (
                 f"oversample = {self.oversample} has no effect: of a batch of {self.batch_size} that is less than one "

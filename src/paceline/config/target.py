@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -120,22 +120,23 @@ ARMS = ("a", "b")
 
 def load_arms(path: str | Path, overrides: Sequence[str]) -> dict[str, LoadedConfig]:
     """The run file for each arm of an A/B run; flags behind `--a.` and `--b.` apply to one arm only."""
-    shared, own = split_by_arm(overrides)
+    shared, own = split_by_prefix(overrides, ARMS)
     arms = {arm: load_target(str(path), [*shared, *own[arm]]) for arm in ARMS}
     for arm, loaded in arms.items():
         loaded.config.name = f"{loaded.config.name}-{arm}"
     return arms
 
 
-def split_by_arm(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """The overrides of both arms, and those of each arm alone, as `load` takes them."""
+def split_by_prefix(overrides: Sequence[str], prefixes: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """The overrides without any of these prefixes, and those behind each one, without it: `--a.steps 3` is `--steps 3`
+    of `a`."""
     shared: list[str] = []
-    own: dict[str, list[str]] = {arm: [] for arm in ARMS}
+    own: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
     to = shared
     for word in overrides:
         if word.startswith("--"):
-            arm, dot, key = word[2:].partition(".")
-            to = own[arm] if dot and arm in own else shared
+            prefix, dot, key = word[2:].partition(".")
+            to = own[prefix] if dot and prefix in own else shared
             word = f"--{key}" if to is not shared else word
         to.append(word)
     return shared, own

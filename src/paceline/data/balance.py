@@ -55,31 +55,6 @@ class Cost:
         n = np.asarray(lengths, np.float64)
         return self.linear * n + self.attention * n * n
 
-    @classmethod
-    def from_shape(
-        cls,
-        *,
-        hidden: int,
-        layers: int,
-        intermediate: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        vocabulary: int = 0,
-        full_layers: int | None = None,
-    ) -> "Cost":
-        """Forward flops of a decoder with gated MLPs; backward multiplies both parts about alike.
-
-        Linear: 2 for each weight a token meets (queries and output, keys and values, the MLP's three matrices, the
-        head). Attention: 4 for each number of the heads and each pair of tokens, of which causality leaves half. With
-        experts `intermediate` is that of all experts a token visits. `full_layers` attend to every token; the windows
-        of the others are left out.
-        """
-        attended = heads * head_dim
-        weights = 2 * hidden * (attended + kv_heads * head_dim) + 3 * hidden * intermediate
-        full = layers if full_layers is None else full_layers
-        return cls(linear=2.0 * (layers * weights + hidden * vocabulary), attention=2.0 * full * attended)
-
 
 def balance_bins(lengths: Sequence[int], ranks: int, budget: int, cost: Cost) -> list[Bins]:
     """For each rank its micro-batches, as indices of samples: equally many on every rank, the costliest row first.

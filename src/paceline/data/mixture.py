@@ -66,18 +66,15 @@ def skipped_rows(rows: Sequence[Row]) -> list[BadRows]:
     return [rows.bad] if isinstance(rows, StoredRows) and rows.bad else []
 
 
-def open_mixture(weights: Mapping[str, float], fields: Mapping[str, str] | None = None, **options: Any) -> Mixture:
-    """The datasets behind several URIs, by weight; `options` are those of `open_rows`."""
-    return Mixture({uri: open_rows(uri, fields, **options) for uri in weights}, weights)
-
-
 def open_dataset(
     source: str | Sequence[str] | Mapping[str, float], fields: Mapping[str, str] | None = None, **options: Any
 ) -> Sequence[Row]:
-    """The rows that a run file's `dataset` names: one URI, several in equal shares, or several by weight."""
+    """The rows that a run file's `dataset` names: one URI, several in equal shares, or several by weight. `options` are
+    those of `open_rows`."""
     if isinstance(source, str):
         return open_rows(source, fields, **options)
-    return open_mixture(source if isinstance(source, Mapping) else dict.fromkeys(source, 1.0), fields, **options)
+    weights = source if isinstance(source, Mapping) else dict.fromkeys(source, 1.0)
+    return Mixture({uri: open_rows(uri, fields, **options) for uri in weights}, weights)
 
 
 def make_cursor(rows: Sequence[Row], seed: int, name: str, curriculum: bool = False) -> Cursor:

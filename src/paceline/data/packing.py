@@ -150,20 +150,13 @@ class MicroBatch:
         return len(self.token_ids)
 
 
-def pack(
-    samples: Sequence[Sample],
-    scales: Sequence[Scales],
-    budget: int,
-    prox: Sequence[NDArray | None] = (),
-) -> list[MicroBatch]:
+def pack(samples: Sequence[Sample], scales: Sequence[Scales], budget: int) -> list[MicroBatch]:
     """Pack by first-fit-decreasing. A sample longer than the budget gets a micro-batch of its own.
 
-    Inside a micro-batch samples keep their order, so that tries of one example lie side by side. `prox` are the log
-    probabilities of each sample under the policy at the batch's start.
+    Inside a micro-batch samples keep their order, so that tries of one example lie side by side.
     """
     bins = first_fit_decreasing([len(s) for s in samples], budget)
-    streams = {i: stream for i, stream in enumerate(prox) if stream is not None}
-    return [collate(sorted(members), samples, dict(enumerate(scales)), streams) for members in bins]
+    return [collate(sorted(members), samples, dict(enumerate(scales)), {}) for members in bins]
 
 
 def minibatches(samples: Sequence[Sample], number: int) -> list[list[int]]:
@@ -259,7 +252,8 @@ class BinHeap:
 def collate(
     members: Sequence[int], samples: Sequence[Sample], scales: Mapping[int, Scales], prox: Mapping[int, NDArray]
 ) -> MicroBatch:
-    """Some samples of a batch laid end to end, by their indices in it."""
+    """Some samples of a batch laid end to end, by their indices in it. `prox` are log probabilities of a sample under
+    the policy at the batch's start."""
     chosen = [samples[i] for i in members]
     nan, zero = np.float32(np.nan), np.float32(0)
 

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, overload
@@ -37,15 +38,16 @@ class BadRows:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def good(self) -> None:
+    def check(self, look: Callable[[], object], refused: type[Exception], place: str = "") -> None:
+        """Count the next row, which is bad where `look` raises the error `refused`: why, as a sentence that `place`
+        begins. Raises when none of the first rows is any good."""
+        try:
+            look()
+        except refused as error:
+            self.indices.add(self.seen)
+            if len(self.first) < MAX_NAMED_ROWS:
+                self.first.append(f"{place}{error}")
         self.seen += 1
-
-    def bad(self, sentence: str) -> None:
-        """Count the next row; raises when none of the first rows is any good."""
-        self.indices.add(self.seen)
-        self.seen += 1
-        if len(self.first) < MAX_NAMED_ROWS:
-            self.first.append(sentence)
         if len(self) == self.seen == FIRST_ROWS:
             self.settle()
 
@@ -70,12 +72,7 @@ def find_bad_rows(rows: Sequence[object], look: Callable[[int], object], refused
     """The rows at which `look` raises the error `refused`; that error again where they are too many."""
     found = BadRows(refused)
     for number in range(len(rows)):
-        try:
-            look(number)
-        except refused as error:
-            found.bad(str(error))
-        else:
-            found.good()
+        found.check(partial(look, number), refused)
     found.settle()
     return found
 
@@ -166,12 +163,17 @@ def csv_rows(path: Path) -> PlacedRows:
 
 def parse_object(text: str, place: str) -> Row:
     """The row a line of JSON holds."""
+    return _check_row(_parse_json(text, DataError, f"{place}: not valid JSON", f"{place}: cannot be read"), place)
+
+
+def _parse_json(text: str, kind: type[Exception], invalid: str, unreadable: str) -> Any:
+    """The value a text holds; else an error of this kind, which begins with one of the two."""
     try:
-        return _check_row(json.loads(text), place)
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not valid JSON: {error.msg}") from error
+        raise kind(f"{invalid}: {error.msg}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets without end
-        raise DataError(f"{place}: cannot be read: {error}") from error
+        raise kind(f"{unreadable}: {error}") from error
 
 
 def _check_row(row: object, place: str) -> Row:
@@ -258,7 +260,7 @@ def _conversation(value: Any, name: str, role: str) -> list[dict]:
     if isinstance(value, str) and name != "messages":
         return [{"role": role, "content": value}]
     if isinstance(value, str):
-        value = _parse_json(value, name)
+        value = _parse_field(value, name)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise BadRow(f"`{name}` must be a list of messages, not {_kind(value)}")
     return [_message(message, f"{name}[{index}]") for index, message in enumerate(value)]
@@ -294,7 +296,7 @@ def part_problem(content: Any) -> str | None:
 
 
 def _token_ids(value: Any) -> list[int]:
-    ids = _parse_json(value, "input_token_ids") if isinstance(value, str) else value
+    ids = _parse_field(value, "input_token_ids") if isinstance(value, str) else value
     if not isinstance(ids, Sequence) or isinstance(ids, str) or not ids:
         raise BadRow(f"`input_token_ids` must be a list of whole numbers, not {_kind(ids)}")
     for token in ids:
@@ -303,13 +305,8 @@ def _token_ids(value: Any) -> list[int]:
     return list(ids)
 
 
-def _parse_json(text: str, name: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadRow(f"`{name}` is text, but not valid JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets without end
-        raise BadRow(f"`{name}` cannot be read: {error}") from error
+def _parse_field(text: str, name: str) -> Any:
+    return _parse_json(text, BadRow, f"`{name}` is text, but not valid JSON", f"`{name}` cannot be read")
 
 
 def _kind(value: Any) -> str:

@@ -8,7 +8,7 @@ views; the trainer copies once, when it packs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -80,6 +80,15 @@ class Sample:
 
     def __post_init__(self) -> None:
         self._set(self.streams())
+
+    @classmethod
+    def as_sampled(cls, token_ids: Sequence[int] | NDArray, temperature: float = 1.0) -> Self:
+        """All tokens but the first, as if the policy had just sampled them."""
+        mask = np.arange(len(token_ids)) > 0
+        temperatures = np.full(len(token_ids), temperature, np.float32)
+        return cls(
+            token_ids=np.asarray(token_ids), loss_mask=mask, versions=np.where(mask, 0, -1), temperatures=temperatures
+        )
 
     def _set(self, streams: Mapping[str, NDArray | None]) -> None:
         """Set streams, each as a contiguous array of its type, and check them."""
@@ -197,7 +206,7 @@ class WiredSample(msgspec.Struct, array_like=True):
     streams: dict[str, WiredArray]
     ended: Ended
     env: str
-    ticket: tuple[int, str, int, int, int] | None
+    ticket: Ticket | None
     rollout: int
     spans: tuple[tuple[int, int], ...]
 
@@ -244,11 +253,5 @@ def unwire(wired: WiredSample) -> Sample:
         # Strings are compared, not dtypes: numpy evaluates parts of a dtype string, and this one came from outside.
         if array.dtype != (expected := np.dtype(STREAM_DTYPES[name]).str):
             raise WireError(f"stream `{name}` has dtype {array.dtype}, not {expected}")
-    return Sample(
-        **{name: array.view() for name, array in wired.streams.items()},
-        ended=wired.ended,
-        env=wired.env,
-        ticket=None if wired.ticket is None else Ticket(*wired.ticket),
-        rollout=wired.rollout,
-        spans=wired.spans,
-    )
+    streams: dict[str, Any] = {name: array.view() for name, array in wired.streams.items()}
+    return Sample(**streams, **{name: getattr(wired, name) for name in SCALAR_FIELDS})

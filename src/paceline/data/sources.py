@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,12 +39,7 @@ class StoredRows(Rows):
         self._shape = shape
         self.bad = BadRows(DataError)
         for place, row in placed:
-            try:
-                shape(row)
-            except BadRow as error:
-                self.bad.bad(f"{place}: {error}")
-            else:
-                self.bad.good()
+            self.bad.check(partial(shape, row), BadRow, f"{place}: ")
             if self.bad.seen - len(self.bad) == limit:
                 break
         self.bad.settle()

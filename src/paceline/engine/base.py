@@ -9,6 +9,7 @@ from paceline.weights.update import ServedPolicy, WeightUpdate
 Finish = Literal["stop", "length"]
 TopLogprobs = list[tuple[int, float]]
 """The most probable tokens at one place with their log probabilities, best first."""
+MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class EngineLimits:
 
     max_context: int
     vocabulary: int
-    max_top_logprobs: int = 20
+    max_top_logprobs: int = MAX_TOP_LOGPROBS
     adapters: Mapping[str, int] = field(default_factory=dict)
     weight_bytes: int = field(default=0, compare=False)
     """Of all its parameters: no update can be larger."""

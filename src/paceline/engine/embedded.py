@@ -21,11 +21,11 @@ from paceline.model import LMHead, set_cpu_threads
 from paceline.model.adapters import Adapters, install
 from paceline.model.background_compile import BackgroundCompile
 from paceline.model.head import CanaryScorer, sequence_logprobs
-from paceline.model.native.layers import Product
-from paceline.model.native.layers import install as install_native
+from paceline.model.native import Product
+from paceline.model.native import install as install_native
 from paceline.model.support import AttentionShape, attention_shape
 from paceline.weights.delta import DeltaError, WeightDelta
-from paceline.weights.update import WeightUpdate, canary_ids, dtype_tolerance, fingerprint
+from paceline.weights.update import WeightUpdate, canary_ids, fingerprint
 
 FIRST_CACHE_LENGTH = 256
 CPU_PAGES_BYTES = 1 << 30
@@ -112,7 +112,7 @@ class TorchWeights(WeightApplier):
     def __init__(
         self, model: PreTrainedModel, head: LMHead, adapters: Adapters | None, native: list[Product], version: int
     ) -> None:
-        super().__init__(adapters, head.vocabulary, version)
+        super().__init__(adapters, head.vocabulary, model.dtype, version)
         self._model, self._head, self._adapters, self._native = model, head, adapters, native
         self._canary = CanaryScorer(model, head)
         self._parameters = dict(model.named_parameters())
@@ -121,10 +121,6 @@ class TorchWeights(WeightApplier):
     @property
     def parameters(self) -> Mapping[str, Tensor]:
         return self._parameters
-
-    @property
-    def tolerance(self) -> float:
-        return dtype_tolerance(self._model.dtype)
 
     def warm_up(self) -> None:
         """Do once what an update does, so that no running request waits for a kernel to be loaded."""

@@ -23,8 +23,7 @@ from paceline.engine.base import Completion, EngineLimits, EngineStats, Generate
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.runner import Runner, StepInFlight
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import Chunk, DecodeSequence, GrammarMatcher, SampledToken, TokenStreamer
-from paceline.engine.validation import MAX_TOP_LOGPROBS, check_request
+from paceline.engine.sequence import Chunk, DecodeSequence, GrammarMatcher, SampledToken, TokenStreamer, check_request
 from paceline.engine.weight_applier import StagedUpdate, WeightApplier
 from paceline.errors import DeltaBaseMismatch, EngineError, Overloaded, RequestError
 from paceline.weights.update import ServedPolicy, WeightUpdate
@@ -137,9 +136,8 @@ class DecodingEngine:
         return await self._run_between_steps(self._weights.policy)
 
     async def limits(self) -> EngineLimits:
-        return EngineLimits(
-            self.max_context, self._vocabulary, MAX_TOP_LOGPROBS, self._catalog.adapters, self._weights.weight_bytes
-        )
+        adapters, weight_bytes = self._catalog.adapters, self._weights.weight_bytes
+        return EngineLimits(self.max_context, self._vocabulary, adapters=adapters, weight_bytes=weight_bytes)
 
     async def stats(self) -> EngineStats:
         if self._failure is not None:

@@ -23,7 +23,7 @@ from paceline.engine.schemas import is_quick_pattern, is_quick_schema, prepare_s
 from paceline.errors import Overloaded, RequestError
 
 if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, TokenizerInfo
+    from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
 
 MOST_COMPILED = 128
 MOST_SOURCE = 1 << 16
@@ -75,7 +75,7 @@ class GrammarMatcherFactory:
                 self._compiled[grammar] = compiled
                 if len(self._compiled) > MOST_COMPILED:
                     del self._compiled[next(iter(self._compiled))]
-        return _new_guide(compiled)
+        return TokenGuide(compiled)
 
     @cached_property
     def _compiler(self) -> "GrammarCompiler":
@@ -105,8 +105,7 @@ class GrammarMatcherFactory:
             compiled = self._run_compiler(grammar)
         except RuntimeError as error:  # xgrammar's word for everything, its own file and line before the sentence
             raise RequestError(f"the grammar is wrong: {str(error).strip().partition(': ')[2] or error}") from error
-        guide, size = _new_guide(compiled), compiled.tokenizer_info.vocab_size
-        if not guide.allowed_mask(size).any():
+        if not TokenGuide(compiled).allowed_mask(compiled.tokenizer_info.vocab_size).any():
             raise RequestError("no text follows this grammar, or none that this model's tokens can spell")
         return compiled
 
@@ -200,10 +199,11 @@ def _request(worker: "subprocess.Popen[str]", question: dict[str, Any]) -> dict[
 class TokenGuide:
     """One completion's place in its grammar."""
 
-    def __init__(self, matcher: "GrammarMatcher", size: int) -> None:
-        self._matcher = matcher
-        self._size = size
-        self._bits = np.full((1, -(-size // 32)), -1, dtype=np.int32)
+    def __init__(self, compiled: "CompiledGrammar") -> None:
+        from xgrammar import GrammarMatcher
+
+        self._matcher, self._size = GrammarMatcher(compiled), compiled.tokenizer_info.vocab_size
+        self._bits = np.full((1, -(-self._size // 32)), -1, dtype=np.int32)
 
     def allowed_mask(self, vocabulary: int) -> NDArray[np.bool_]:
         """True for every token that may come next; ids the tokenizer does not know never do."""
@@ -219,12 +219,6 @@ class TokenGuide:
     def advance(self, token: int) -> bool:
         """Take the token that came; True once an end token has."""
         return not self._matcher.accept_token(token) or self._matcher.is_terminated()
-
-
-def _new_guide(compiled: "CompiledGrammar") -> TokenGuide:
-    from xgrammar import GrammarMatcher
-
-    return TokenGuide(GrammarMatcher(compiled), compiled.tokenizer_info.vocab_size)
 
 
 def grammar_matcher_factory(

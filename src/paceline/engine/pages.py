@@ -148,7 +148,8 @@ class PageCache(KVCache):
             return False
         sequence.slot = self._free_slots.pop()
         for node, page in shared:
-            self._acquire(page)
+            self._prefixes.evictable.pop(page, None)
+            self._ref_counts[page] += 1
             self._append_page(sequence, page)
             sequence.nodes.append(node)
         sequence.num_computed = len(shared) * PAGE
@@ -194,10 +195,6 @@ class PageCache(KVCache):
     def reset_prefixes(self) -> None:
         self._free.extend(self._prefixes.clear())
 
-    def _acquire(self, page: int) -> None:
-        self._prefixes.evictable.pop(page, None)
-        self._ref_counts[page] += 1
-
     def _append_page(self, sequence: DecodeSequence, page: int) -> None:
         column = len(sequence.pages)
         sequence.pages.append(page)
@@ -212,16 +209,10 @@ class PageCache(KVCache):
         self.kv[layer, 0][pages, :, positions % PAGE] = k
         self.kv[layer, 1][pages, :, positions % PAGE] = v
 
-    def read(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        return self._gather(layer, slice(rows), width)
-
     def layer_tensors(self, layer: int) -> None:
         """Never: a sequence's pages lie apart."""
 
-    def read_slot(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]:
-        return self._gather(layer, slice(slot, slot + 1), width)
-
-    def _gather(self, layer: int, slots: slice, width: int) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, slots: slice, width: int) -> tuple[Tensor, Tensor]:
         pages = torch.from_numpy(self.table)[slots, : -(-width // PAGE)].long()
         keys, values = (self.kv[layer, i][pages].transpose(2, 3).flatten(1, 2)[:, :width] for i in range(2))
         return keys, values

@@ -1,9 +1,14 @@
-"""Defines what the decoding loop asks of a runner, independent of the tensor library."""
+"""Defines what the decoding loop asks of a runner and a runner of its sampler, whatever the tensor library."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from paceline.engine.sequence import Chunk
+import numpy as np
+
+from paceline.engine.sequence import Chunk, SampledToken
+from paceline.weights.update import Array
 
 
 class StepInFlight:
@@ -47,3 +52,74 @@ class Runner:
 
     def close(self) -> None:
         """Free what only this runner needs."""
+
+
+ArrayFactory = Callable[..., Array]
+"""Makes an array of a library from values and the name of a type, as `numpy.array` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """How each row is sampled; one entry per row of the logits."""
+
+    temperatures: Array
+    top_p: Array
+    top_k: Array
+    keys: Array
+    indices: Array
+    truncates: bool
+    """Whether any row uses top-p or top-k: sorting the vocabulary is skipped when none does."""
+    greedy: bool
+    """Whether any row has temperature 0."""
+    top: int = 0
+    """Most alternatives any row wants to hear of."""
+    allowed_mask: Array | None = None
+    """Tokens that a grammar allows each row."""
+
+    @classmethod
+    def from_chunks(cls, chunks: Sequence[Chunk], make_array: ArrayFactory) -> "SamplingMetadata":
+        requests = [chunk.sequence.request for chunk in chunks]
+        return cls(
+            temperatures=make_array([r.temperature for r in requests], "float32"),
+            top_p=make_array([r.top_p for r in requests], "float32"),
+            top_k=make_array([r.top_k for r in requests], "int64"),
+            keys=make_array([r.noise for r in requests], "int64"),
+            indices=make_array([chunk.index for chunk in chunks], "int64"),
+            truncates=any(r.top_p < 1 or r.top_k for r in requests),
+            greedy=any(r.temperature == 0 for r in requests),
+            top=max(r.top_logprobs for r in requests),
+        )
+
+    def for_step(self, chunks: Sequence[Chunk], vocabulary: int, make_array: ArrayFactory) -> "SamplingMetadata":
+        """The same rows at the tokens that these chunks sample."""
+        guides = [chunk.sequence.guide for chunk in chunks]
+        allowed = None
+        if any(guides):
+            rows = [
+                np.ones(vocabulary, np.bool_) if guide is None else guide.allowed_mask(vocabulary) for guide in guides
+            ]
+            allowed = make_array(np.stack(rows), "bool")
+        return replace(self, indices=make_array([chunk.index for chunk in chunks], "int64"), allowed_mask=allowed)
+
+
+class SamplerOutput(NamedTuple):
+    """What was drawn for each row."""
+
+    tokens: Array
+    logprobs: Array
+    log_z: Array | None = None
+    top: tuple[Array, Array] | None = None
+
+    def assign_to(self, chunks: Sequence[Chunk]) -> None:
+        """Give each chunk what was drawn for it, and no more than its request asked to hear."""
+        log_z = [None] * len(chunks) if self.log_z is None else self.log_z.tolist()
+        for chunk, token, logprob, z in zip(chunks, self.tokens.tolist(), self.logprobs.tolist(), log_z, strict=True):
+            request = chunk.sequence.request
+            bounded = request.top_p < 1 or request.top_k or chunk.sequence.guide is not None
+            chunk.sampled_token = SampledToken(token, logprob, z if bounded else None)
+        if self.top is not None:
+            ids, values = (array.tolist() for array in self.top)
+            for chunk, best, logprobs in zip(chunks, ids, values, strict=True):
+                assert chunk.sampled_token is not None
+                if count := chunk.sequence.request.top_logprobs:
+                    chunk.sampled_token.top = list(zip(best[:count], logprobs[:count], strict=True))

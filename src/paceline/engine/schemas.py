@@ -101,12 +101,7 @@ def count_states(pattern: str) -> int:
     >>> count_states("a(b|cd){2,10}"), count_states("a*"), count_states("((.{0,99}){0,99}){0,99}b")
     (31, 2, 970300)
     """
-    try:
-        return _count_states(parser.parse(pattern, re.ASCII))
-    except RecursionError as error:
-        raise RequestError("the regular expression nests its groups too deeply: use fewer levels") from error
-    except (re.error, OverflowError) as error:
-        raise RequestError(f"the regular expression is wrong: {error}") from error
+    return _measure_pattern(pattern)[0]
 
 
 def is_quick_pattern(pattern: str) -> bool:
@@ -115,7 +110,8 @@ def is_quick_pattern(pattern: str) -> bool:
     >>> [is_quick_pattern(pattern) for pattern in ("a{3}|b*", "(a*b)*", ".{0,2000}")]
     [True, False, False]
     """
-    return count_states(pattern) <= QUICK_STATES and _repeat_depth(parser.parse(pattern, re.ASCII)) < 2
+    states, depth = _measure_pattern(pattern)
+    return states <= QUICK_STATES and depth < 2
 
 
 def check_states(count: int, what: str) -> None:
@@ -126,32 +122,32 @@ def check_states(count: int, what: str) -> None:
         )
 
 
-def _repeat_depth(parsed: Any) -> int:
-    """Repeats inside one another."""
-    depth = 0
+def _measure_pattern(pattern: str) -> tuple[int, int]:
+    """The pattern's states, and how many of its repeats are inside one another."""
+    try:
+        return _measure(parser.parse(pattern, re.ASCII))
+    except RecursionError as error:
+        raise RequestError("the regular expression nests its groups too deeply: use fewer levels") from error
+    except (re.error, OverflowError) as error:
+        raise RequestError(f"the regular expression is wrong: {error}") from error
+
+
+def _measure(parsed: Any) -> tuple[int, int]:
+    states = depth = 0
     for code, operand in parsed:
+        size, inside = 1, 0
         if code in _REPEATS:
-            depth = max(depth, 1 + _repeat_depth(operand[2]))
+            least, most, repeated = operand
+            size, inside = _measure(repeated)
+            endless = most == codes.MAXREPEAT
+            size, inside = size * (least + 1 if endless else most) + endless, inside + 1
         elif code is codes.SUBPATTERN:
-            depth = max(depth, _repeat_depth(operand[-1]))
+            size, inside = _measure(operand[-1])
         elif code is codes.BRANCH:
-            depth = max(depth, *map(_repeat_depth, operand[1]))
-    return depth
-
-
-def _count_states(parsed: Any) -> int:
-    return sum(_count_item(code, operand) for code, operand in parsed)
-
-
-def _count_item(code: Any, operand: Any) -> int:
-    if code in _REPEATS:
-        least, most, repeated = operand
-        return _count_states(repeated) * (most if most != codes.MAXREPEAT else least + 1) + (most == codes.MAXREPEAT)
-    if code is codes.SUBPATTERN:
-        return _count_states(operand[-1])
-    if code is codes.BRANCH:
-        return sum(map(_count_states, operand[1]))
-    return 1
+            sizes, depths = zip(*map(_measure, operand[1]), strict=True)
+            size, inside = sum(sizes), max(depths)
+        states, depth = states + size, max(depth, inside)
+    return states, depth
 
 
 def prepare_schema(source: str) -> str:
@@ -160,10 +156,12 @@ def prepare_schema(source: str) -> str:
         schema = json.loads(source)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the JSON schema is not JSON: {error}") from error
-    prepared = _prepare(schema, "#", MOST_DEPTH)
-    check_states(_schema_states(prepared), "the JSON schema")
-    _check_references(prepared, prepared, "#")
-    return json.dumps(prepared)
+    _prepare(schema, "#", MOST_DEPTH)
+    check_states(_schema_states(schema), "the JSON schema")
+    for path, part in _walk(schema, "#"):  # a reference that leads nowhere would leave its place without any rule
+        if isinstance(reference := part.get("$ref"), str) and not _resolves(reference, schema):
+            raise RequestError(f"JSON schema, {path}: `$ref` names `{reference}`, which is not in the schema")
+    return json.dumps(schema)
 
 
 def _schema_states(schema: Any) -> int:
@@ -171,7 +169,7 @@ def _schema_states(schema: Any) -> int:
     if isinstance(schema, bool):
         return 1
     size = 1 + len(schema.get("enum", ())) + (count_states(schema["pattern"]) if "pattern" in schema else 0)
-    for key, _, part in _subschemas(schema):
+    for key, _, part in _subschemas(schema, ""):
         bounds = REPEAT_BOUNDS.get(key, ())
         size += _schema_states(part) * max(1, *(schema[bound] for bound in bounds if type(schema.get(bound)) is int), 1)
     return size
@@ -180,26 +178,8 @@ def _schema_states(schema: Any) -> int:
 def is_quick_schema(schema: str) -> bool:
     """Whether a prepared schema is sure to be compiled in seconds."""
     root = json.loads(schema)
-    return _schema_states(root) <= QUICK_STATES and all(map(is_quick_pattern, _patterns(root)))
-
-
-def _patterns(schema: Any) -> Iterator[str]:
-    if isinstance(schema, bool):
-        return
-    if "pattern" in schema:
-        yield schema["pattern"]
-    for _, _, part in _subschemas(schema):
-        yield from _patterns(part)
-
-
-def _check_references(schema: Any, root: Any, path: str) -> None:
-    """A reference that leads nowhere would leave its place without any rule."""
-    if isinstance(schema, bool):
-        return
-    if isinstance(reference := schema.get("$ref"), str) and not _resolves(reference, root):
-        raise RequestError(f"JSON schema, {path}: `$ref` names `{reference}`, which is not in the schema")
-    for key, name, part in _subschemas(schema):
-        _check_references(part, root, f"{path}/{key}" if name is None else f"{path}/{key}/{name}")
+    patterns = [part["pattern"] for _, part in _walk(root, "#") if "pattern" in part]
+    return _schema_states(root) <= QUICK_STATES and all(map(is_quick_pattern, patterns))
 
 
 def _resolves(reference: str, root: Any) -> bool:
@@ -217,9 +197,10 @@ def _resolves(reference: str, root: Any) -> bool:
     return first == "#" and isinstance(found, dict | bool)
 
 
-def _prepare(schema: Any, path: str, depth: int) -> Any:
+def _prepare(schema: Any, path: str, depth: int) -> None:
+    """Check a schema and those inside it, and rewrite them in place."""
     if isinstance(schema, bool):
-        return schema
+        return
     if not isinstance(schema, dict):
         raise RequestError(f"JSON schema, {path}: a schema is an object, not {json.dumps(schema)[:40]}")
     if not depth:
@@ -227,31 +208,32 @@ def _prepare(schema: Any, path: str, depth: int) -> Any:
     _check_keywords(schema, path)
     if "pattern" in schema:
         _check_pattern(schema, path)
-    prepared = {key: value for key, value in schema.items() if key not in ("minLength", "maxLength", "uniqueItems")}
-    for key, name, part in _subschemas(schema):
-        child_path = f"{path}/{key}" if name is None else f"{path}/{key}/{name}"
-        child = _prepare(part, child_path, depth - 1)
-        if name is None:
-            prepared[key] = child
-        elif isinstance(name, int):
-            prepared[key] = [*prepared[key][:name], child, *prepared[key][name + 1 :]]
-        else:
-            prepared[key] = prepared[key] | {name: child}
+    for _, child_path, part in _subschemas(schema, path):
+        _prepare(part, child_path, depth - 1)
+    schema.pop("uniqueItems", None)
     if "minLength" in schema or "maxLength" in schema:
         # The compiler's own lengths let control characters into strings, which JSON forbids; its patterns do not.
-        prepared["pattern"] = f"^.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}$"
-    return prepared
+        schema["pattern"] = f"^.{{{schema.pop('minLength', 0)},{schema.pop('maxLength', '')}}}$"
 
 
-def _subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, str | int | None, Any]]:
-    """The schemas inside a schema: keyword, name or number under it, schema."""
+def _subschemas(schema: dict[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
+    """The schemas inside a schema: keyword, path, schema."""
     for key, value in schema.items():
+        here = f"{path}/{key}"
         if key in ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "propertyNames"):
-            yield key, None, value
+            yield key, here, value
         elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
-            yield from ((key, number, part) for number, part in enumerate(value))
+            yield from ((key, f"{here}/{number}", part) for number, part in enumerate(value))
         elif key in ("properties", "patternProperties", *DEFINITIONS) and isinstance(value, dict):
-            yield from ((key, name, part) for name, part in value.items())
+            yield from ((key, f"{here}/{name}", part) for name, part in value.items())
+
+
+def _walk(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A schema and all those inside it, with their paths; not those that are a mere `true` or `false`."""
+    if isinstance(schema, dict):
+        yield path, schema
+        for _, child_path, part in _subschemas(schema, path):
+            yield from _walk(part, child_path)
 
 
 def _check_keywords(schema: dict[str, Any], path: str) -> None:

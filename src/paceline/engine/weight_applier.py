@@ -11,7 +11,7 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import BASE, BROKEN_VERSION, POLICY, Catalog, DecodeSequence, GrammarMatcher
 from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch, PartialUpdateError
 from paceline.model.adapter_names import AdapterError, check_scale
-from paceline.weights.update import Adapter, Array, Canary, ServedPolicy, WeightUpdate, fingerprint
+from paceline.weights.update import Adapter, Array, Canary, ServedPolicy, WeightUpdate, dtype_tolerance, fingerprint
 
 FailRequest = Callable[[DecodeSequence, str, type[EngineError]], None]
 """Ends a request with an error."""
@@ -50,11 +50,13 @@ class WeightApplier(ABC):
     weight_bytes: int
     """Of all parameters of the base."""
 
-    def __init__(self, adapters: AdapterSlots | None, vocabulary: int, version: int) -> None:
+    def __init__(self, adapters: AdapterSlots | None, vocabulary: int, dtype: Any, version: int) -> None:
         self.catalog = Catalog()
         self.catalog.versions[POLICY] = version
         self._slots = adapters
         self._vocabulary = vocabulary
+        self._tolerance = dtype_tolerance(dtype)
+        """How far log probabilities of the same weights may be apart because of what this engine computes in."""
         self._free = list(range(adapters.slots, 0, -1)) if adapters is not None else []
         self._partial: set[str] = set()
         """Parameters that an update which broke off may have changed."""
@@ -67,11 +69,6 @@ class WeightApplier(ABC):
     @abstractmethod
     def parameters(self) -> Mapping[str, Array]:
         """The base's tensors that are really used, by name."""
-
-    @property
-    @abstractmethod
-    def tolerance(self) -> float:
-        """How far log probabilities of the same weights may be apart because of what this engine computes in."""
 
     @abstractmethod
     def logprobs(self, token_ids: tuple[int, ...], model: str) -> list[float]:
@@ -88,8 +85,8 @@ class WeightApplier(ABC):
     @abstractmethod
     def _read_delta(self, update: WeightUpdate, check: bool) -> StagedUpdate: ...
 
-    @abstractmethod
-    def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None: ...
+    def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None:
+        raise AssertionError("a delta is refused when it is read")
 
     def warm_up(self) -> None:  # noqa: B027 - only where the first time takes long
         """Do once what an update does."""
@@ -231,7 +228,7 @@ class WeightApplier(ABC):
     def check_canary(self, canary: Canary, model: str) -> None:
         """The trainer's log probabilities of a short prompt must be found again."""
         gap = canary.gap(self.logprobs(canary.token_ids, model))
-        allowed = max(canary.tolerance, self.tolerance)
+        allowed = max(canary.tolerance, self._tolerance)
         if not gap <= allowed:
             raise Mismatch(
                 f"version {self.catalog.versions[model]} failed its canary: log probabilities of engine and trainer "

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
-from typing import ClassVar
 
 from paceline.config.env import AlphabetSortConfig as Config
 from paceline.data import Row
@@ -82,19 +81,47 @@ class AlphabetSort(Environment):
         return {"role": "user", "content": ask.format(names=names, by=by, mark=self._mark.strip())}
 
 
-class NameList:
+class WordList:
+    """Short made-up words, and as little else as possible."""
+
+    mark = "*"
+    orders: Sequence[str] = ("first",)
+    first = "sort: {names}"
+    more = "more: {names}"
+    separator = " "
+
+    def __init__(self, config: Config) -> None:
+        self._words = [word for word in words("train", WORD_POOL_SIZE, seed=0) if len(word) <= MAX_SHORT_LETTERS]
+
+    def draw(self, rng: random.Random, count: int) -> list[str]:
+        return rng.sample(self._words, count)
+
+    def join(self, names: Sequence[str]) -> str:
+        return self.separator.join(names)
+
+    def write(self, names: Sequence[str]) -> str:
+        """The reply that lists these names."""
+        return self.join(names)
+
+    def read(self, text: str) -> list[str]:
+        """The names that a reply lists."""
+        return text.split()
+
+
+class NameList(WordList):
     """First and last names, for a model that can read."""
 
-    mark: ClassVar[str] = " (new)"
-    orders: ClassVar[Sequence[str]] = ("first", "last")
-    first: ClassVar[str] = (
+    mark = " (new)"
+    orders = ("first", "last")
+    first = (
         "Put these names in alphabetical order by {by} name. "
         "Write the list between <sorted> and </sorted>, one name on each line.\n\n{names}"
     )
-    more: ClassVar[str] = (
+    more = (
         "More names have come in. Give the whole list so far in the same order and form, "
         "and write `{mark}` after each name that is new in this message.\n\n{names}"
     )
+    separator = "\n"
 
     def __init__(self, config: Config) -> None:
         self._words = [word.capitalize() for word in words("train", WORD_POOL_SIZE, seed=0)]
@@ -104,9 +131,6 @@ class NameList:
         parts = rng.sample(self._words, 2 * count)
         return [f"{first} {last}" for first, last in zip(parts[:count], parts[count:], strict=True)]
 
-    def join(self, names: Sequence[str]) -> str:
-        return "\n".join(names)
-
     def write(self, names: Sequence[str]) -> str:
         return f"<sorted>\n{self.join(names)}\n</sorted>"
 
@@ -115,44 +139,17 @@ class NameList:
         return [line for line in lines if line]
 
 
-class WordList:
-    """Short made-up words, and as little else as possible."""
-
-    mark: ClassVar[str] = "*"
-    orders: ClassVar[Sequence[str]] = ("first",)
-    first: ClassVar[str] = "sort: {names}"
-    more: ClassVar[str] = "more: {names}"
-
-    def __init__(self, config: Config) -> None:
-        self._words = [word for word in words("train", WORD_POOL_SIZE, seed=0) if len(word) <= MAX_SHORT_LETTERS]
-
-    def draw(self, rng: random.Random, count: int) -> list[str]:
-        return rng.sample(self._words, count)
-
-    def join(self, names: Sequence[str]) -> str:
-        return " ".join(names)
-
-    write = join
-
-    def read(self, text: str) -> list[str]:
-        return text.split()
-
-
 class LetterList(WordList):
     """Single letters, for a model of letters: `sort: cab` wants `abc`."""
 
-    mark: ClassVar[str] = ""
+    mark = ""
+    separator = ""
 
     def __init__(self, config: Config) -> None:
         self._words = list(config.letters)
-
-    def join(self, names: Sequence[str]) -> str:
-        return "".join(names)
-
-    write = join
 
     def read(self, text: str) -> list[str]:
         return [letter for letter in text if not letter.isspace()]
 
 
-ITEMS: Mapping[str, type[NameList] | type[WordList]] = {"names": NameList, "words": WordList, "letters": LetterList}
+ITEMS: Mapping[str, type[WordList]] = {"names": NameList, "words": WordList, "letters": LetterList}

@@ -144,9 +144,8 @@ class UserCodeThreadPool:
         try:
             threading.Thread(target=self._run_calls, name="paceline user code", daemon=True).start()
             self._threads += 1
-        except (
-            RuntimeError
-        ) as error:  # the machine gives no more threads; if there are any, they will come to every call
+        # The machine gives no more threads; if there are any, they will come to every call.
+        except RuntimeError as error:
             while self._threads == 0 and self._waiting:
                 lost = EnvError(f"no thread can be started for user code: {error}")
                 self._waiting.popleft().deliver((None, lost))

@@ -143,29 +143,25 @@ class TokenIn(DatasetEnvironment[TokenInConfig]):
     def __init__(self, config: TokenInConfig) -> None:
         super().__init__(config)
         self._scorer: Callable[..., Any] | None = None
-        if config.scorer is not None:
-            self._scorer = import_object(config.scorer.import_path)
-            if not callable(self._scorer):
-                raise EnvError(f"{config.scorer.import_path}: a scorer must be a function of a row and a text")
-        else:
+        if config.scorer is None:
             self.require = (*self.require, "answer")
+            return
+        self._where = config.scorer.import_path
+        scorer = import_object(self._where)
+        if not callable(scorer):
+            raise EnvError(f"{self._where}: a scorer must be a function of a row and a text")
+        self._scorer = partial(scorer, **config.scorer.kwargs)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         reply = await seats[POLICY].complete(example["input_token_ids"])
         if self._scorer is None:
             correct = normalise_spaces(reply.text) in map(normalise_spaces, example["answer"])
             return Outcome.solo(float(correct), correct=float(correct))
-        return await self._run_scorer(example, reply.text)
-
-    async def _run_scorer(self, example: Row, text: str) -> Outcome | None:
-        """The outcome by the user's scorer. A sync one runs off the event loop: it may take its time."""
-        hook = self._config.scorer
-        assert hook is not None
-        assert self._scorer is not None
-        judged = await run_user_code(partial(self._scorer, **hook.kwargs), example, text)
+        # A sync scorer runs off the event loop: it may take its time.
+        judged = await run_user_code(self._scorer, example, reply.text)
         if judged is None or isinstance(judged, Outcome):
             return judged
-        return Outcome.solo(parse_reward(judged, hook.import_path))
+        return Outcome.solo(parse_reward(judged, self._where))
 
     def _row(self, row: Row) -> Row:
         return row if self._scorer is not None else row | {"answer": accepted_answers(row)}

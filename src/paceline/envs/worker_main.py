@@ -30,9 +30,8 @@ def main() -> None:
     if settings["memory_mb"] is not None:
         size = settings["memory_mb"] << 20
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    if (
-        sys.platform == "linux"
-    ):  # the reading thread sees the pipe close, unless native code holds the interpreter's lock
+    # The reading thread sees the pipe close, unless native code holds the interpreter's lock.
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=read_requests, args=(requests, lines), daemon=True).start()

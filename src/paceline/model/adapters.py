@@ -133,11 +133,6 @@ class Adapters:
         halves = {f"{name}.lora_A.weight": a for name, (a, _) in pairs.items()}
         return halves | {f"{name}.lora_B.weight": b for name, (_, b) in pairs.items()}
 
-    def scale(self, slot: int) -> float:
-        """alpha / rank of what a slot holds; 0.0 when it is empty."""
-        self._check_slot(slot)
-        return float(self._table[slot, self._columns(slot).start])
-
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _check_slot(self, slot: int) -> None:

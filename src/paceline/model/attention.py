@@ -5,6 +5,7 @@ but a *plan*, handed through the model's keyword arguments: the trainer's plan a
 engine's plan also reads and writes the KV cache. So both run the very same model code.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -96,11 +97,15 @@ class PackedPlan:
     """Sequences laid end to end, each attending to itself alone, causally.
 
     Sequences of similar length share one padded call: the padding is on the right, where causality hides it from every
-    real token, so no mask is needed and nothing crosses from one sequence to another.
+    real token, so no mask is needed and nothing crosses from one sequence to another. Other kinds of `bucket` bring a
+    mask of their own.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device | str) -> None:
-        self._buckets = [_Bucket(bucket, lengths, device) for bucket in similar_lengths(lengths)]
+    def __init__(
+        self, lengths: list[int], device: torch.device | str, bucket: "Callable[..., PaddedBucket] | None" = None
+    ) -> None:
+        make = bucket or PaddedBucket
+        self._buckets = [make(members, lengths, device) for members in similar_lengths(lengths)]
         order = torch.cat([bucket.tokens for bucket in self._buckets])
         self._restore = torch.empty_like(order)
         self._restore[order] = torch.arange(len(order), device=order.device)
@@ -112,7 +117,7 @@ class PackedPlan:
         return torch.cat(parts).index_select(0, self._restore)
 
 
-class _Bucket:
+class PaddedBucket:
     """Sequences padded to their longest."""
 
     def __init__(self, members: list[int], lengths: list[int], device: torch.device | str) -> None:
@@ -125,14 +130,21 @@ class _Bucket:
         self._full = len(self._indices) == self.rows * self.width
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        mask = None
-        if window and window < self.width:
-            positions = torch.arange(self.width, device=q.device)
-            mask = window_mask(positions, positions, window)
-        out = sdpa(self._pad(q), self._pad(k), self._pad(v), scale, mask).reshape(-1, *q.shape[1:])
-        return out if self._full else out.index_select(0, self._indices)
+        return self.unpad(sdpa(self.pad(q), self.pad(k), self.pad(v), scale, self.mask(window, q)))
 
-    def _pad(self, x: Tensor) -> Tensor:
+    def mask(self, window: int | None, q: Tensor) -> Tensor | None:
+        """What `sdpa` needs beyond causality."""
+        if not window or window >= self.width:
+            return None
+        positions = torch.arange(self.width, device=q.device)
+        return window_mask(positions, positions, window)
+
+    def unpad(self, rows: Tensor) -> Tensor:
+        """The tokens of padded rows, end to end."""
+        flat = rows.reshape(-1, *rows.shape[2:])
+        return flat if self._full else flat.index_select(0, self._indices)
+
+    def pad(self, x: Tensor) -> Tensor:
         if not self._full:
             x = x.new_zeros(self.rows * self.width, *x.shape[1:]).index_copy(0, self._indices, x)
         return x.view(self.rows, self.width, *x.shape[1:])

@@ -198,23 +198,21 @@ def make_canary(
 
 def sequence_logprobs(model: PreTrainedModel, head: LMHead, token_ids: Sequence[int]) -> list[float]:
     """Log probability of each token given those before it, at temperature 1; 0.0 for the first."""
-    return [0.0, *_CanaryPass(model, head, token_ids)().tolist()]
+    return [0.0, *_canary_pass(model, head, token_ids)().tolist()]
 
 
-class _CanaryPass:
+def _canary_pass(model: PreTrainedModel, head: LMHead, token_ids: Sequence[int]) -> Callable[[], Tensor]:
     """One forward pass over always the same tokens, its inputs laid out beforehand."""
+    ids = torch.tensor(token_ids, device=model.device)
+    positions = torch.arange(len(token_ids), device=model.device)[None]
+    plan = PackedPlan([len(token_ids)], model.device)
+    ones = torch.ones(len(token_ids) - 1, device=model.device)
 
-    def __init__(self, model: PreTrainedModel, head: LMHead, token_ids: Sequence[int]) -> None:
-        self._model, self._head = model, head
-        self._ids = torch.tensor(token_ids, device=model.device)
-        self._positions = torch.arange(len(token_ids), device=model.device)[None]
-        self._plan = PackedPlan([len(token_ids)], model.device)
-        self._ones = torch.ones(len(token_ids) - 1, device=model.device)
+    def run() -> Tensor:
+        out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{PLAN: plan})
+        return token_logprobs(head, out.last_hidden_state[0, :-1], ids[1:], ones)[0]
 
-    def __call__(self) -> Tensor:
-        ids, decoder = self._ids, self._model.get_decoder()
-        out = decoder(input_ids=ids[None], position_ids=self._positions, use_cache=False, **{PLAN: self._plan})
-        return token_logprobs(self._head, out.last_hidden_state[0, :-1], ids[1:], self._ones)[0]
+    return run
 
 
 class CanaryScorer:
@@ -225,7 +223,7 @@ class CanaryScorer:
         self._model, self._head = model, head
         self._known: tuple[object, ...] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._pass: _CanaryPass | None = None
+        self._pass: Callable[[], Tensor] | None = None
         """Its inputs are read at every launch."""
         self._logprobs = torch.empty(0)
 
@@ -250,7 +248,7 @@ class CanaryScorer:
 
     def _capture(self, token_ids: tuple[int, ...]) -> None:
         aside, graph = torch.cuda.Stream(self._model.device), torch.cuda.CUDAGraph()
-        self._pass = run = _CanaryPass(self._model, self._head, token_ids)
+        self._pass = run = _canary_pass(self._model, self._head, token_ids)
         run()  # whatever a kernel does the first time it does here
         aside.wait_stream(torch.cuda.current_stream(self._model.device))
         self._graph = None

@@ -62,11 +62,14 @@ def _read(config: ModelConfig, source: str, device: str) -> PreTrainedModel:
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
         )
-        return build(lambda: load_checked(load, config.name))
+        model, info = build(lambda: _loading_info(load))
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelError(unloadable_message("model", config.name, error)) from error
+    for problem in tensor_problems(info, config.name):
+        raise ModelError(problem)
+    return model
 
 
 def attach_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> PreTrainedModel:
@@ -130,14 +133,6 @@ def trained_adapter(model: nn.Module) -> tuple[dict[str, Tensor], float] | None:
             tensors[f"{name}.lora_B.weight"] = module.lora_B[adapter].weight.detach()
     (scale,) = scales
     return tensors, scale
-
-
-def load_checked(load: Callable[..., Any], name: str) -> PreTrainedModel:
-    """Call `from_pretrained` and raise a sentence where the tensors in the files are not the model's."""
-    model, info = _loading_info(load)
-    for problem in tensor_problems(info, name):
-        raise ModelError(problem)
-    return model
 
 
 def tensor_problems(info: dict[str, Any], name: str) -> Generator[str]:

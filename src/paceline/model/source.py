@@ -6,8 +6,10 @@ sentence that names the folder, what is wrong in it, and what to use instead.
 Resolves a model's name to a folder, a hub name, or the model in the package.
 """
 
+import contextlib
 import importlib.resources
 import importlib.util
+import itertools
 import json
 import struct
 from collections.abc import Iterator, Mapping
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.model import QUICKSTART
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, first_line
 from paceline.weights.manifest import MANIFEST, find_problems, join_first
 
 
@@ -58,11 +60,6 @@ def gguf_problem(file: Path) -> str:
     )
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or else its type."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def unloadable_message(what: str, name: str, error: Exception) -> str:
     """The sentence for what transformers could not load."""
     local = name.startswith("paceline:") or Path(name).expanduser().is_dir()
@@ -87,24 +84,16 @@ ROPE_OF_WHOLE_BATCH = {"dynamic", "longrope"}
 
 def check_source(folder: Path, trust_remote_code: bool, mlx: bool = False) -> None:
     """Raise the first reason why the model in a local folder cannot be loaded, or is damaged."""
-    for problem in source_problems(folder, trust_remote_code=trust_remote_code, mlx=mlx):
-        raise ModelError(problem)
-    for problem in export_problems(folder):
-        raise ModelError(problem)
-
-
-def source_problems(folder: Path, *, trust_remote_code: bool = False, mlx: bool = False) -> Iterator[str]:
-    """Reasons why the model in a local folder cannot be loaded and trained, one sentence each."""
     if problem := folder_problem(folder):
-        yield problem
-        return
-    try:
-        config = read_config(folder)
-    except ModelError as error:
-        yield str(error)
-        return
-    yield from config_problems(config, str(folder), trust_remote_code=trust_remote_code, mlx=mlx)
-    yield from weight_problems(folder, mlx)
+        raise ModelError(problem)
+    config = config_problems(read_config(folder), str(folder), trust_remote_code=trust_remote_code, mlx=mlx)
+    for problem in itertools.chain(config, weight_problems(folder, mlx)):
+        raise ModelError(problem)
+    if found := find_problems(folder):  # an export of Paceline's has the digests of its files
+        raise ModelError(
+            f"model `{folder}` is damaged: {join_first(found)}; export it again, or remove {folder / MANIFEST} if you "
+            "changed the files yourself"
+        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -112,9 +101,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _json(folder / "config.json")
 
 
-def config_problems(
-    config: Mapping[str, Any], name: str, *, trust_remote_code: bool = False, mlx: bool = False
-) -> Iterator[str]:
+def config_problems(config: Mapping[str, Any], name: str, *, trust_remote_code: bool, mlx: bool) -> Iterator[str]:
     """Reasons against training the model that config.json alone shows."""
     if not mlx and (problem := _quantisation_problem(config, name)):
         yield problem
@@ -140,7 +127,9 @@ def folder_problem(folder: Path) -> str | None:
     if (folder / "config.json").is_file():
         return None
     if (folder / "adapter_config.json").is_file():
-        base = _base_of(folder / "adapter_config.json")
+        base = None
+        with contextlib.suppress(ModelError):  # what matters is that there is no model
+            base = _json(folder / "adapter_config.json").get("base_model_name_or_path")
         named = f"`{base}`" if base else "its base"
         return (
             f"model `{folder}`: it holds a LoRA adapter and no model: set model.name to {named} to train a new one; to "
@@ -246,15 +235,6 @@ def _none_found(folder: Path, parts: list[Path]) -> str:
     return f"model `{folder}`: there are no weights in it: model.safetensors is missing{_holds(folder)}"
 
 
-def export_problems(folder: Path) -> Iterator[str]:
-    """Files of an export of Paceline's that are not as they were written, by their digests."""
-    if found := find_problems(folder):
-        yield (
-            f"model `{folder}` is damaged: {join_first(found)}; export it again, or remove {folder / MANIFEST} if you "
-            "changed the files yourself"
-        )
-
-
 def _damage(file: Path) -> str | None:
     """A safetensors file says in its first bytes how long it is."""
     size = file.stat().st_size
@@ -289,13 +269,6 @@ def _json(file: Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise ModelError(f"{file} must hold an object, not {type(read).__name__}")
     return read
-
-
-def _base_of(file: Path) -> str | None:
-    try:
-        return _json(file).get("base_model_name_or_path")
-    except ModelError:  # what matters is that there is no model
-        return None
 
 
 def has_code(folder: Path) -> bool:

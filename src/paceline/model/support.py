@@ -8,7 +8,7 @@ verified: does a rehearsal give what transformers' own attention gives? `attenti
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from paceline.model.attention import ATTENTION, PLAN, NoPlan, UnsupportedModel, sdpa, window_mask
 from paceline.model.head import LMHead
 from paceline.model.source import ROPE_OF_WHOLE_BATCH
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +95,11 @@ VERIFIED = frozenset((
 """Model types that `scripts/check_families.py` has compared with transformers; they need no rehearsal."""
 
 
-def check_family(config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
+def check_family(config: PreTrainedConfig) -> None:
     """Run `check_supported` on the model that a config describes, without its weights: the module tree is built on
     the meta device, where tensors have shapes and no memory. Only the rehearsal waits for the weights."""
     with torch.device("meta"):
-        model = build(
-            lambda: AutoModelForCausalLM.from_config(
-                config, attn_implementation=ATTENTION, trust_remote_code=trust_remote_code
-            )
-        )
+        model = build(lambda: AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION))
     check_supported(model.eval())
 
 
@@ -114,8 +112,8 @@ def refusals_name(name: str) -> Generator[None]:
         raise UnsupportedModel(f"model `{name}`: {error}. docs/models.md lists the families that are") from error
 
 
-def build(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """A model with Paceline's attention. Old model code picks a class by the attention's name while it is built."""
+def build(make: Callable[[], T]) -> T:
+    """Make a model with Paceline's attention. Old model code picks a class by the attention's name meanwhile."""
     try:
         return make()
     except KeyError as error:
@@ -220,9 +218,9 @@ TOLERANCE = 1e-3
 
 
 @torch.no_grad()
-def rehearse(model: PreTrainedModel, lengths: tuple[int, ...] = REHEARSAL) -> None:
+def rehearse(model: PreTrainedModel) -> None:
     """Compare our attention and head with transformers' own on a few shuffled tokens; raise where they differ."""
-    total = sum(lengths)
+    lengths, total = REHEARSAL, sum(REHEARSAL)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(total, generator=generator).to(model.device)
     ids = torch.randint(LMHead(model).vocabulary, (total,), generator=generator).to(model.device)

@@ -5,7 +5,7 @@ from paceline.orchestrator.failures import Breaker, RunStopped
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.loop import Orchestrator, OrchestratorParts, RollBack
 from paceline.orchestrator.train_env import TrainEnv, build_train_envs, open_algorithms
-from paceline.util.deadlines import Clock, DeadlineError, RealClock
+from paceline.util.deadlines import Clock
 
 __all__ = [
     "Breaker",
@@ -13,11 +13,9 @@ __all__ = [
     "Checkpoints",
     "Clock",
     "DamagedCheckpoint",
-    "DeadlineError",
     "Gate",
     "Orchestrator",
     "OrchestratorParts",
-    "RealClock",
     "RollBack",
     "RunStopped",
     "TrainEnv",

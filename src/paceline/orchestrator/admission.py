@@ -1,5 +1,7 @@
 """Admits finished groups: checks that enough is left, assigns credit, and decides whether they train.
 
+    length penalty -> credit -> truncated rollouts masked -> (no signal: dropped) -> the user's own filter
+
 Counts finished, dropped and failed groups between two batches, for metrics and curriculum.
 """
 
@@ -9,13 +11,20 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+import numpy as np
+
 from paceline.config import RunConfig
+from paceline.config.filters import LengthConfig
 from paceline.data import Sample
+from paceline.errors import PacelineError
 from paceline.orchestrator.buffered import ReadyGroup
 from paceline.orchestrator.failures import Breaker, RunStopped
 from paceline.orchestrator.gate import mask_stale_tokens
-from paceline.orchestrator.train_env import GROUP_FILTER, Filters, ReplayedGroup, TrainEnv
-from paceline.rollout import Group
+from paceline.orchestrator.replay import ReplayedGroup
+from paceline.orchestrator.train_env import TrainEnv
+from paceline.rollout import Group, Rollout
+from paceline.util.importing import import_object
+from paceline.util.user_code import user_code
 
 COUNTS = ("dropped", "lost_samples", "failed_rollouts", "stale_samples", "stale_tokens")
 """The numbers of a tally."""
@@ -155,6 +164,78 @@ class NoSignalBreaker:
             f"what trains, so nothing does: let the reward tell them apart, raise group_size or sampling.temperature, "
             f"{OFF_HINT}"
         )
+
+
+LENGTH_PENALTY = "length/penalty"
+"""The metric of a rollout that says what its length cost it: `reward` is what is left."""
+GROUP_FILTER = "group_filter"
+"""Why a group was dropped that the user's filter does not keep."""
+
+
+class FilterError(PacelineError):
+    """A user's filter that cannot be used, as a sentence for the user."""
+
+
+class Filters:
+    """The length rules and the user's own filter. They do not depend on the algorithm."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._hook = config.filters.group
+        self._length, self._max_tokens = config.length, config.sampling.max_tokens
+        self._user_filter: Callable[..., Any] | None = import_object(self._hook.import_path) if self._hook else None
+        if self._hook and not callable(self._user_filter):
+            raise FilterError(f"filters.group: {self._hook.import_path} is no function: name one `fn(group, **kwargs)`")
+
+    def before_credit(self, group: Group) -> None:
+        """Take what length costs off the rewards."""
+        if self._length.buffer:
+            for rollout in group.rollouts:
+                apply_length_penalty(rollout, self._length, self._max_tokens)
+
+    def after_credit(self, group: Group) -> None:
+        """Silence what must not train."""
+        for rollout in group.rollouts if self._length.mask_truncated else ():
+            # A reply that was cut off may have been right so far: its reward blames tokens that did nothing wrong. So
+            # nothing it said trains; its context may.
+            if any(sample.ended == "truncated" for sample in rollout.samples):
+                rollout.samples = [_mask_sample(sample) for sample in rollout.samples]
+
+    def keeps(self, group: Group) -> bool:
+        """The user's own judgement."""
+        if self._user_filter is None or self._hook is None:
+            return True
+        where = f"filters.group: {self._hook.import_path}, env `{group.ticket.env}`, ticket {group.ticket.number}"
+        with user_code(where):
+            kept = self._user_filter(group, **self._hook.kwargs)
+        if not isinstance(kept, bool | np.bool_):
+            raise FilterError(f"{where}: gave {kept!r}: answer True to keep the group, False to drop it")
+        return bool(kept)
+
+
+def apply_length_penalty(rollout: Rollout, rule: LengthConfig, max_tokens: int) -> None:
+    """The soft over-long penalty of DAPO (arXiv 2503.14476): with n the rollout's longest reply,
+
+        0 for n <= max_tokens - buffer, then penalty * (n - (max_tokens - buffer)) / buffer, up to the whole penalty.
+
+    A limit alone fines the token that crosses it and says nothing of those before; the slope says it early.
+    """
+    longest = max((len(turn.completion_ids) for turn in rollout.turns), default=0)
+    share = min(1.0, max(0.0, (longest - (max_tokens - rule.buffer)) / rule.buffer))
+    rollout.metrics = rollout.metrics | {LENGTH_PENALTY: rule.penalty * share}
+    rollout.reward = (rollout.reward or 0.0) - rule.penalty * share
+
+
+def reward_before_penalty(rollout: Rollout) -> float:
+    """The environment's reward, before the length penalty."""
+    return (rollout.reward or 0.0) + rollout.metrics.get(LENGTH_PENALTY, 0.0)
+
+
+def _mask_sample(sample: Sample) -> Sample:
+    context = None if sample.ce_weights is None else np.where(sample.loss_mask, np.float32(0), sample.ce_weights)
+    nothing = np.zeros(len(sample), np.float32)
+    return sample.with_streams(
+        rl_weights=nothing, ref_kl_weights=None, ce_weights=context if context is not None and context.any() else None
+    )
 
 
 NO_SIGNAL = "zero_advantage"

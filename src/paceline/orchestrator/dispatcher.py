@@ -19,7 +19,8 @@ from paceline.orchestrator.buffered import Buffer, DispatcherState, ReadyGroup, 
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.failures import RunStopped
 from paceline.orchestrator.gate import Gate
-from paceline.orchestrator.train_env import Replay, TrainEnv
+from paceline.orchestrator.replay import Replay
+from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Group
 from paceline.util.deadlines import ABANDON_SECONDS, named_wait
 from paceline.util.user_code import hook_error

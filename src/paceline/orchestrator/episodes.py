@@ -18,7 +18,7 @@ from paceline.orchestrator.failures import FailureKind, error_text, failure_kind
 from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
 from paceline.rollout.render import ToolsDropped
-from paceline.util.deadlines import AbandonedError, Clock, DeadlineError
+from paceline.util.deadlines import AbandonedError, Clock, DeadlineError, gather_or_cancel
 from paceline.util.rate_limited_logger import RateLimitedLogger
 from paceline.util.user_code import is_cancelled, is_ctrl_c
 
@@ -73,15 +73,7 @@ class RolloutRunner:
             failed = [Rollout(ticket=ticket, member=0, error=str(lost), cause=lost.__cause__)]
             return Group(ticket=ticket, rollouts=[], places=env.group_size, failed=failed)
         members = range(env.group_size)
-        tasks = [asyncio.ensure_future(self.run_episode(env, row, ticket, m, ticket.number)) for m in members]
-        try:
-            episodes = await asyncio.gather(*tasks)  # bounded: each episode has a timeout
-        except BaseException:  # called off, or the end of the run: no episode may play on
-            for task in tasks:
-                if not task.cancelling():  # twice would cut short how it cleans up
-                    task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled
-            raise
+        episodes = await gather_or_cancel([self.run_episode(env, row, ticket, m, ticket.number) for m in members])
         return self.collect(env, ticket, episodes, env.group_size)
 
     @staticmethod
@@ -104,32 +96,36 @@ class RolloutRunner:
         noise = (self._seed, self._domain, ticket.number, member)
         # In training a frozen model may speak in the policy's place, for it to learn from.
         client = (env.algorithm.client if self._domain == TRAIN else None) or self._client
-        losses: list[EpisodeLost] = []
-        while True:
+        seats: SessionMap
+
+        async def play_once() -> list[Rollout]:
+            nonlocal seats
             seats = SessionMap(client, noise, order, env.environment.actors)
             try:
                 outcome = await self._call_user_code(
-                    env, client, "an episode", lambda at=seats: env.environment.play(copy_value(row), at)
+                    env, client, "an episode", lambda: env.environment.play(copy_value(row), seats)
                 )
                 if outcome is None:
-                    return [
-                        failed_rollout(ticket, member, seats, f"{env.name}: dropped by the environment", dropped=True)
-                    ]
+                    text = f"{env.name}: dropped by the environment"
+                    return [failed_rollout(ticket, member, seats, text, dropped=True)]
                 return build_rollouts(env.name, ticket, member, seats, outcome)
-            except EpisodeLost as lost:
-                losses.append(lost)
             finally:
                 seats.leave()
-            try:
-                await self._wait_for_retry(env, losses)
-            except EpisodeLost as lost:
-                return [failed_rollout(ticket, member, seats, str(lost), cause=lost.__cause__)]
+
+        try:
+            return await self._retry(env, play_once)
+        except EpisodeLost as lost:
+            return [failed_rollout(ticket, member, seats, str(lost), cause=lost.__cause__)]
 
     async def _prepare(self, env: TrainEnv, work: Callable[[], Awaitable[Row]]) -> Row:
+        return await self._retry(env, lambda: self._call_user_code(env, self._client, "the preparation", work))
+
+    async def _retry(self, env: TrainEnv, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The result of the first try that is not lost; without one, what `_wait_for_retry` raises."""
         losses: list[EpisodeLost] = []
         while True:
             try:
-                return await self._call_user_code(env, self._client, "the preparation", work)
+                return await attempt()
             except EpisodeLost as lost:
                 losses.append(lost)
             await self._wait_for_retry(env, losses)
@@ -139,14 +135,14 @@ class RolloutRunner:
         if is_cancelled():
             raise asyncio.CancelledError  # the environment made a failure of it, and the caller waits for no other try
         first, last, failed = losses[0], losses[-1], len(losses)
-        policy = env.policies[last.kind]
+        policy = env.failures.policy(last.kind)
         if policy.choice == "fail":
             text = f"{first} (failures.{last.kind} = {policy}): mend that, or let the run drop or retry"
             raise stop_error(text, first.__cause__)
         if not policy.retries(failed) or isinstance(last.__cause__, AbandonedError):
             self.failure_counts[first.kind] += 1
             more = f"; at last: {last}" if str(last) != str(first) else ""
-            text = f"{first} (failures.{first.kind} = {env.policies[first.kind]}){more}"
+            text = f"{first} (failures.{first.kind} = {env.failures.policy(first.kind)}){more}"
             raise EpisodeLost(text, first.kind) from first.__cause__
         pause = policy.pause(failed)
         self.retry_counts[last.kind] += 1

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import comb, sqrt
+from statistics import fmean
 
 from paceline.config import EvalConfig
 from paceline.data import Row, Ticket
@@ -32,18 +33,24 @@ async def evaluate(
     """
     metrics: dict[str, float] = {}
     for env in envs.values():
-        if env.eval_rows:
-            metrics |= await _evaluate(env, runner, config, progress, played)
+        if not env.eval_rows:
+            continue
+        rollouts = await _play_rows(env, runner, config, progress)
+        played(rollouts)
+        if all(rollout.reward is None for rollout in rollouts):
+            first = rollouts[0]
+            raise stop_error(f"every evaluation episode failed; the first cause: {first.error}", first.cause)
+        metrics |= {
+            f"eval/{name}/{key}": value
+            for name, own in group_by_actor(env, rollouts).items()
+            for key, value in summarise(own, config.samples).items()
+        }
     return metrics
 
 
-async def _evaluate(
-    env: TrainEnv,
-    runner: RolloutRunner,
-    config: EvalConfig,
-    progress: Callable[[str], None],
-    report: Callable[[Sequence[Rollout]], None],
-) -> dict[str, float]:
+async def _play_rows(
+    env: TrainEnv, runner: RolloutRunner, config: EvalConfig, progress: Callable[[str], None]
+) -> list[Rollout]:
     rows = env.eval_rows[: config.examples]
     places = asyncio.Semaphore(config.concurrency)
     done = 0
@@ -72,15 +79,7 @@ async def _evaluate(
     actors = list(env.environment.actors)
     mine = actors[0] if actors else POLICY
     tried = await asyncio.gather(*map(tries, range(len(rows))))
-    rollouts = [rollout for played in tried for rollout in played]
-    report(rollouts)
-    if all(rollout.reward is None for rollout in rollouts):
-        raise stop_error(f"every evaluation episode failed; the first cause: {rollouts[0].error}", rollouts[0].cause)
-    return {
-        f"eval/{name}/{key}": value
-        for name, played in group_by_actor(env, rollouts).items()
-        for key, value in summarise(played, config.samples).items()
-    }
+    return [rollout for played in tried for rollout in played]
 
 
 def group_by_actor(env: TrainEnv, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
@@ -97,12 +96,12 @@ def summarise(rollouts: Sequence[Rollout], samples: int) -> dict[str, float]:
     finished = [r for r in rollouts if r.reward is not None]
     if not finished:
         return {"failed": float(len(rollouts))}
-    out = {"reward": _mean([r.reward or 0.0 for r in finished]), "failed": float(len(rollouts) - len(finished))}
+    out = {"reward": fmean([r.reward or 0.0 for r in finished]), "failed": float(len(rollouts) - len(finished))}
     for name in sorted({name for r in finished for name in r.metrics}):
-        out[name] = _mean([r.metrics[name] for r in finished if name in r.metrics])
-    out["length"] = _mean([float(r.completion_length) for r in finished])
-    out["truncated_ratio"] = _mean([float(r.truncated) for r in finished])
-    return out | {name: _mean(values) for name, values in _pass_rates(rollouts, samples).items()}
+        out[name] = fmean([r.metrics[name] for r in finished if name in r.metrics])
+    out["length"] = fmean([float(r.completion_length) for r in finished])
+    out["truncated_ratio"] = fmean([float(r.truncated) for r in finished])
+    return out | {name: fmean(values) for name, values in _pass_rates(rollouts, samples).items()}
 
 
 def _pass_rates(rollouts: Sequence[Rollout], samples: int) -> dict[str, list[float]]:
@@ -126,13 +125,13 @@ def confidence_intervals(rollouts: Sequence[Rollout], samples: int) -> dict[str,
         own = {"reward": r.reward or 0.0, "length": float(r.completion_length), "truncated_ratio": float(r.truncated)}
         for name, value in (r.metrics | own).items():
             values.setdefault(name, {}).setdefault(r.ticket, []).append(value)
-    rows = {name: [_mean(tried) for tried in found.values()] for name, found in values.items()}
+    rows = {name: [fmean(tried) for tried in found.values()] for name, found in values.items()}
     return {name: _confidence_interval(found) for name, found in (rows | _pass_rates(rollouts, samples)).items()}
 
 
 def _confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     """Of a mean: Wilson's for shares, which stays honest where all rows agree; else the normal one."""
-    n, mean = len(values), _mean(values)
+    n, mean = len(values), fmean(values)
     if all(value in (0.0, 1.0) for value in values):
         centre, spread = mean + Z_95**2 / (2 * n), Z_95 * sqrt(mean * (1 - mean) / n + (Z_95 / (2 * n)) ** 2)
         return max(0.0, (centre - spread) / (1 + Z_95**2 / n)), min(1.0, (centre + spread) / (1 + Z_95**2 / n))
@@ -147,7 +146,3 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     0.5
     """
     return 1.0 if n - correct < k else 1.0 - comb(n - correct, k) / comb(n, k)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

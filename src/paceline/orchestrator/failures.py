@@ -2,15 +2,14 @@
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from paceline.config import BreakerConfig
-from paceline.config.failures import FailurePolicy, FailuresConfig
 from paceline.envs.base import JudgeFailed
 from paceline.envs.workers import WorkerFailed
 from paceline.errors import EngineError, PacelineError, RequestError
 from paceline.util.deadlines import DeadlineError
-from paceline.util.user_code import UserCodeError, describe_error, full_traceback, user_frames
+from paceline.util.user_code import UserCodeError, cause_chain, describe_error, full_traceback, user_frames
 
 FIX_HINT = ". Mend that, or let [breaker] allow more"
 
@@ -72,8 +71,6 @@ class Breaker:
 
 
 FailureKind = Literal["episode", "timeout", "worker", "engine", "request", "judge"]
-FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
-
 KIND_BY_CLASS: Mapping[type[BaseException], FailureKind] = {
     DeadlineError: "timeout",
     JudgeFailed: "judge",
@@ -81,26 +78,13 @@ KIND_BY_CLASS: Mapping[type[BaseException], FailureKind] = {
     EngineError: "engine",
 }
 """A request error is an engine error too: the first that fits counts."""
-Policies = Mapping[FailureKind, FailurePolicy]
-
-
-def policies(config: FailuresConfig) -> Policies:
-    """The run file's policy for each kind of failed episode."""
-    return {kind: FailurePolicy(getattr(config, kind), config.tries) for kind in FAILURE_KINDS}
 
 
 def failure_kind(error: BaseException) -> FailureKind:
     """Of which kind an exception out of an environment is. One that was raised `from` another, or as part of a group,
     is of the kind of what caused it: an engine that is gone is no fault of the code that asked it."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        if kind := _known(current):
-            return kind
-        seen.add(id(current))
-        inner = current.exceptions[0] if isinstance(current, BaseExceptionGroup) else None
-        current = inner or current.__cause__
-    return "episode"
+    kinds = [kind for cause in cause_chain(error) if (kind := _known(cause))]
+    return kinds[-1] if kinds else "episode"
 
 
 def error_text(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from paceline.clients.pool import LeaguePool
+from paceline.clients.pool import LeaguePool, Pool
 from paceline.data import Row, Ticket
 from paceline.orchestrator.checkpoint import CheckpointError
 from paceline.orchestrator.episodes import RolloutRunner
@@ -17,6 +17,7 @@ from paceline.selfplay import ArenaEnvironment, League
 from paceline.selfplay.league import version_name
 from paceline.weights.tensors import framework, write_tensors
 from paceline.weights.update import Adapter, WeightUpdate
+from paceline.weights.weight_store import clone_update
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ StoredVersion = tuple[WeightUpdate, dict[str, str]]
 class LeagueCheckpoints:
     """Hands published versions on to the leagues that want them, and keeps a copy of each for the checkpoint."""
 
-    def __init__(self, envs: dict[str, TrainEnv], pool: LeaguePool | None, note: Callable[[str], None]) -> None:
+    def __init__(self, envs: dict[str, TrainEnv], pool: Pool, note: Callable[[str], None]) -> None:
         self.members = league_envs(envs)
         self._pool, self._note = pool, note
         self._weights: dict[int, StoredVersion] = {}
@@ -128,7 +129,7 @@ class LeagueCheckpoints:
         return metrics | {f"league/{name}/failed": float(failed)}
 
     async def _serve_version(self, address: str, version: int) -> None:
-        assert self._pool is not None, "a placement hands over a pool with a past where there is a league"
+        assert isinstance(self._pool, LeaguePool), "a placement hands over a pool with a past where there is a league"
         await self._pool.keep(address, self._weights[version][0])
 
 
@@ -143,8 +144,7 @@ def league_envs(envs: dict[str, TrainEnv]) -> list[LeagueEnv]:
 
 def _copy_to_cpu(update: WeightUpdate) -> StoredVersion:
     """The trainer goes on with its own tensors."""
-    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in update.tensors.items()}
-    return _stored_version(replace(update, tensors=tensors, canary=None, delta=None))
+    return _stored_version(replace(clone_update(update), canary=None, delta=None))
 
 
 def _stored_version(update: WeightUpdate) -> StoredVersion:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.clients import Pool
-from paceline.clients.pool import LeaguePool
 from paceline.config import RunConfig
 from paceline.data import DataError, Ledger, Sample, Ticket, encode, row_change
 from paceline.errors import PacelineError
@@ -27,8 +26,8 @@ from paceline.orchestrator.failures import RunStopped
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
 from paceline.orchestrator.metrics import Stopwatch, batch_metrics, replay_metrics
-from paceline.orchestrator.pausing import Advisor, Pauses
-from paceline.orchestrator.train_env import ReplayedGroup, TrainEnv
+from paceline.orchestrator.replay import ReplayedGroup
+from paceline.orchestrator.train_env import Advisor, Pauses, TrainEnv
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.trainer import StepReport, Trainer, TrainerError, TrainerLost
 from paceline.util.deadlines import Clock, gather_or_cancel
@@ -64,8 +63,6 @@ class OrchestratorParts:
     monitor: RunMonitor
     checkpoints: Checkpoints
     clock: Clock
-    past: LeaguePool | None = None
-    """The pool once more, where an environment has a league."""
     advisor: Callable[[dict[str, Any]], Advisor] | None = None
     """Makes the advisor that pauses environments, of the run's config."""
 
@@ -98,7 +95,7 @@ class Orchestrator:
         self._runner = RolloutRunner(parts.client, parts.clock, config.seed)
         self._dispatcher = Dispatcher(config, parts.envs, self._runner, self._gate, self._ledger, parts.monitor.note)
         self._dispatcher.skipped_draws = skipped_draws
-        self._league_checkpoints = LeagueCheckpoints(parts.envs, parts.past, parts.monitor.note)
+        self._league_checkpoints = LeagueCheckpoints(parts.envs, parts.pool, parts.monitor.note)
         advisor = parts.advisor(config.model_dump()) if parts.advisor else None
         self._pauses = Pauses(config, parts.envs, advisor, parts.monitor.note)
         self._stopwatch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
@@ -215,8 +212,10 @@ class Orchestrator:
         if update.version != trained:
             raise RunStopped(f"the trainer has trained {update.version} batches, and the run {trained}: resume it")
         await self._parts.pool.load_weights(update)
-        await self._league_checkpoints.offer(update)
-        await self._pauses.apply()
+        if self._league_checkpoints.members:
+            await self._league_checkpoints.offer(update)
+        if self._pauses.advice_task:
+            await self._pauses.apply()
         self._gate.publish(update.version)
         if not self._stopping:
             self._dispatcher.refill()
@@ -384,16 +383,15 @@ class Orchestrator:
         """Environments whose rows are not those the checkpoint was trained on; an error unless that is allowed."""
         pairs = [(env, saved.get(env.name)) for env in self._parts.envs.values()]
         changes = {env.name: row_change(old, env.row_digest) for env, old in pairs if old and env.row_digest}
-        changed = [
-            f"the dataset of `{name}` has changed since {path.name}: {how}" for name, how in changes.items() if how
-        ]
+        changes = {name: how for name, how in changes.items() if how}
+        changed = [f"the dataset of `{name}` has changed since {path.name}: {how}" for name, how in changes.items()]
         if changed and not self._config.checkpoint.allow_changed_rows:
             raise CheckpointError(
                 f"{'; '.join(changed)}. Bring the old rows back, or add --checkpoint.allow_changed_rows to go on with "
                 f"the new ones; {self._parts.checkpoints.list_resumable()}"
             )
         self._notes += [f"{text}; the run goes on with the new rows" for text in changed]
-        return {name for name, how in changes.items() if how}
+        return set(changes)
 
     @property
     def checkpoint(self) -> Path | None:

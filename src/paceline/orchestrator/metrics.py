@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from statistics import fmean, pstdev
 
 from paceline.data import Sample
-from paceline.orchestrator.admission import Tally
+from paceline.orchestrator.admission import Tally, reward_before_penalty
 from paceline.orchestrator.gate import staleness
-from paceline.orchestrator.train_env import ReplayedGroup, reward_before_penalty
+from paceline.orchestrator.replay import ReplayedGroup
 from paceline.rollout import Group, Rollout
 from paceline.rollout.assemble import count_rewritten_turns
 from paceline.util.deadlines import Clock, named_wait, record_progress

@@ -1,43 +1,28 @@
-"""Sets up the environments of a run: their rows, cursors and algorithms.
+"""Sets up the environments of a run (their rows, cursors and algorithms), and pauses them.
 
-Applies the user's filters to finished groups, before and after credit is assigned.
+An environment pauses for some steps when an advisory that the run file names fires for it:
 
-length penalty -> credit -> truncated rollouts masked -> (no signal: dropped) -> the user's own filter
+    a step ends -> a thread records it and applies the rules -> pauses are known before the next draws
 
-Remembers recent groups, so that they can train once more.
-
-    trained -> remembered -> chosen for the batch of a version -> a ticket of its own -> trained again
-
-Waiting to train and waiting to train again draw on one allowance of staleness: what trained at the limit is too old at
-the next version. So the groups replayed are those that came quickly, on average the shorter ones. A replay keeps the
-credit of its first training; algorithm, curriculum and sampling metrics have seen it and do not see it again.
-
-A checkpoint keeps the memory, so a resumed run replays what an unbroken one would.
+Pauses take effect when the next weights are published: at staleness 0 no episode runs then, so that a deterministic
+run pauses at the same draw.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from paceline.algorithms import Algorithm, AlgorithmContext, credit_for
 from paceline.clients.frozen import FrozenPool, attach
-from paceline.config import ReplayConfig as Config
 from paceline.config import RunConfig
 from paceline.config.env import EnvConfig
-from paceline.config.failures import DEFAULT_POLICY, FailurePolicy, FailuresConfig
-from paceline.config.filters import LengthConfig
+from paceline.config.filters import FailuresConfig
 from paceline.config.model import ModelRef
-from paceline.data import BadRows, Cursor, Row, Sample, Ticket, decontaminate, make_cursor, row_digest, skipped_rows
+from paceline.data import BadRows, Cursor, Row, Ticket, decontaminate, make_cursor, row_digest, skipped_rows
 from paceline.envs import EnvError, Environment, build_environment
-from paceline.errors import PacelineError
-from paceline.orchestrator.buffered import groups_that_fit
-from paceline.orchestrator.failures import Policies, policies
-from paceline.orchestrator.gate import mask_stale_tokens
-from paceline.rollout import Group, Rollout, SamplingClient
-from paceline.util.importing import import_object
+from paceline.rollout import Rollout, SamplingClient
 from paceline.util.user_code import user_code
 
 
@@ -61,11 +46,8 @@ class TrainEnv:
     """Places over the weight that went to others while it was paused."""
     note: str = ""
     """Something about the rows that the user should hear of."""
-    policies: Policies = field(default_factory=lambda: policies(FailuresConfig()))
-    """Policy for a failed episode, by kind of failure."""
-    teacher: FailurePolicy = DEFAULT_POLICY
-    """Policy for a sample that a reference could not score."""
-
+    failures: FailuresConfig = field(default_factory=FailuresConfig)
+    """Policies for failed episodes, and for samples that a reference could not score."""
     row_digest: dict[str, Any] = field(default_factory=dict)
     """Of the training rows: a checkpoint keeps it, and a resumed run compares."""
     bad_rows: frozenset[int] = frozenset()
@@ -131,7 +113,8 @@ async def open_algorithms(
 
     try:
         for env in envs.values():
-            await env.algorithm.begin(AlgorithmContext(env.name, env.rows, client, connect, env.teacher))
+            teacher = env.failures.policy("teacher")
+            await env.algorithm.begin(AlgorithmContext(env.name, env.rows, client, connect, teacher))
             env.skip(env.algorithm.bad_rows)
             env.bad_rows = frozenset(env.algorithm.bad_rows.indices)
         yield
@@ -162,138 +145,119 @@ def _train_env(env: EnvConfig, config: RunConfig, given: Environment | None) -> 
         cursor=make_cursor(rows, config.seed, env.name, env.curriculum),
         draws=None if config.epochs is None else config.epochs * len(rows),
         note=note,
-        policies=policies(config.failures),
-        teacher=FailurePolicy(config.failures.teacher, config.failures.tries),
+        failures=config.failures,
         row_digest=digest,
     )
     train_env.skip(*skipped_rows(rows), *skipped_rows(eval_rows))
     return train_env
 
 
-LENGTH_PENALTY = "length/penalty"
-"""The metric of a rollout that says what its length cost it: `reward` is what is left."""
-GROUP_FILTER = "group_filter"
-"""Why a group was dropped that the user's filter does not keep."""
+Played = list[tuple[str, Sequence[Rollout]]]
+"""States, and rollouts that came to them."""
 
 
-class FilterError(PacelineError):
-    """A user's filter that cannot be used, as a sentence for the user."""
+class Advisor(Protocol):
+    """Remembers the last steps and finds problems in them (`observe.record.advice`)."""
+
+    def take(self, step: int, metrics: Mapping[str, float], played: Played) -> None: ...
+    def advise(self, rules: frozenset[str]) -> Sequence[Any]: ...
+    def forget(self, env: str) -> None: ...
 
 
-class Filters:
-    """The length rules and the user's own filter. They do not depend on the algorithm."""
+class Pauses:
+    """The paused environments, why, and until when. A run without an advisor, or rules to pause by, pauses none."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._hook = config.filters.group
-        self._length, self._max_tokens = config.length, config.sampling.max_tokens
-        self._user_filter: Callable[..., Any] | None = import_object(self._hook.import_path) if self._hook else None
-        if self._hook and not callable(self._user_filter):
-            raise FilterError(f"filters.group: {self._hook.import_path} is no function: name one `fn(group, **kwargs)`")
+    def __init__(
+        self, config: RunConfig, envs: Mapping[str, TrainEnv], advisor: Advisor | None, note: Callable[[str], None]
+    ) -> None:
+        self._envs, self._note = envs, note
+        self._every, self._pause_len = config.advice.interval, config.advice.steps
+        usual = config.advice.pause
+        self._pause_rules = {
+            name: frozenset(usual if env.config.pause is None else env.config.pause) for name, env in envs.items()
+        }
+        self._rules: frozenset[str] = frozenset().union(*self._pause_rules.values()) if advisor else frozenset()
+        self._advisor = advisor
+        self._played: Played = []
+        self.advice_task: asyncio.Task[Sequence[Any]] | None = None
+        """Looks for advisories after the latest step; `apply` takes what it found."""
+        self._step = 0
+        self._until: dict[str, int] = {}
+        """The step after which a resting environment is drawn from again."""
+        self._reasons: dict[str, str] = {}
+        for env in envs.values():
+            env.paused = False
 
-    def before_credit(self, group: Group) -> None:
-        """Take what length costs off the rewards."""
-        if self._length.buffer:
-            for rollout in group.rollouts:
-                apply_length_penalty(rollout, self._length, self._max_tokens)
+    def played(self, state: str, rollouts: Sequence[Rollout]) -> None:
+        """Take finished rollouts, which do not change any more."""
+        if self._rules and rollouts:
+            self._played.append((state, rollouts))
 
-    def after_credit(self, group: Group) -> None:
-        """Silence what must not train."""
-        for rollout in group.rollouts if self._length.mask_truncated else ():
-            # A reply that was cut off may have been right so far: its reward blames tokens that did nothing wrong. So
-            # nothing it said trains; its context may.
-            if any(sample.ended == "truncated" for sample in rollout.samples):
-                rollout.samples = [_mask_sample(sample) for sample in rollout.samples]
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take a finished step; every `advice.interval` steps the rules are applied."""
+        self._step = step
+        if self._rules:
+            played, self._played = self._played, []
+            self.advice_task = asyncio.create_task(asyncio.to_thread(self._advise, step, dict(metrics), played))
 
-    def keeps(self, group: Group) -> bool:
-        """The user's own judgement."""
-        if self._user_filter is None or self._hook is None:
-            return True
-        where = f"filters.group: {self._hook.import_path}, env `{group.ticket.env}`, ticket {group.ticket.number}"
-        with user_code(where):
-            kept = self._user_filter(group, **self._hook.kwargs)
-        if not isinstance(kept, bool | np.bool_):
-            raise FilterError(f"{where}: gave {kept!r}: answer True to keep the group, False to drop it")
-        return bool(kept)
+    async def apply(self) -> None:
+        """Let what was seen take effect, before anything is drawn."""
+        assert self.advice_task is not None
+        look, self.advice_task = self.advice_task, None
+        try:
+            found = await look  # bounded: some thousand rows in memory, asked for a step ago
+        except Exception as error:  # a run is worth more than advice
+            self._rules, found = frozenset(), []
+            self._note(f"advice failed and pauses no environment from now on: {type(error).__name__}: {error}")
+        self._limit_catch_up()
+        for name, until in list(self._until.items()):
+            if self._step >= until:
+                self._resume(name)
+        for advisory in found:
+            for name in [advisory.env] if advisory.env else list(self._envs):
+                if advisory.rule in self._pause_rules[name] and name not in self._until:
+                    self._pause(name, advisory)
 
+    def close(self) -> None:
+        if self.advice_task is not None:
+            self.advice_task.cancel()
 
-def apply_length_penalty(rollout: Rollout, rule: LengthConfig, max_tokens: int) -> None:
-    """The soft over-long penalty of DAPO (arXiv 2503.14476): with n the rollout's longest reply,
-
-        0 for n <= max_tokens - buffer, then penalty * (n - (max_tokens - buffer)) / buffer, up to the whole penalty.
-
-    A limit alone fines the token that crosses it and says nothing of those before; the slope says it early.
-    """
-    longest = max((len(turn.completion_ids) for turn in rollout.turns), default=0)
-    share = min(1.0, max(0.0, (longest - (max_tokens - rule.buffer)) / rule.buffer))
-    rollout.metrics = rollout.metrics | {LENGTH_PENALTY: rule.penalty * share}
-    rollout.reward = (rollout.reward or 0.0) - rule.penalty * share
-
-
-def reward_before_penalty(rollout: Rollout) -> float:
-    """The environment's reward, before the length penalty."""
-    return (rollout.reward or 0.0) + rollout.metrics.get(LENGTH_PENALTY, 0.0)
-
-
-def _mask_sample(sample: Sample) -> Sample:
-    context = None if sample.ce_weights is None else np.where(sample.loss_mask, np.float32(0), sample.ce_weights)
-    nothing = np.zeros(len(sample), np.float32)
-    return sample.with_streams(
-        rl_weights=nothing, ref_kl_weights=None, ce_weights=context if context is not None and context.any() else None
-    )
-
-
-@dataclass(slots=True, kw_only=True)
-class ReplayedGroup(Group):
-    """A group that has trained before."""
-
-    first: Ticket
-    """The ticket of its first training."""
-
-
-class Replay:
-    """The memory. Which groups it offers is a function of what it was given and of the version, nothing else."""
-
-    def __init__(self, config: Config, staleness: int) -> None:
-        self._size = config.groups if config.share else 0
-        self._times = config.times
-        self._staleness = staleness
-        self._memory: dict[Ticket, tuple[Group, int]] = {}
-        """Groups, newest first, with how often each may still be replayed."""
-
-    def remember(self, batch: Sequence[Group]) -> None:
-        """A batch was trained. What it replayed is remembered by its first ticket, if at all."""
-        new = {group.ticket: (group, self._times) for group in batch if not isinstance(group, ReplayedGroup)}
-        kept = self._memory | new
-        self._memory = {ticket: kept[ticket] for ticket in sorted(kept, reverse=True)[: self._size]}
-
-    def choose(self, version: int, room: int) -> list[Group]:
-        """The newest groups that may train at this version, as many as fit."""
-        self._memory = {g.ticket: (g, left) for g, left in self._memory.values() if left and self._is_fresh(g, version)}
-        return groups_that_fit((group for group, _ in self._memory.values()), room)
-
-    def reissue(self, group: Group, number: int) -> ReplayedGroup:
-        """The group under a new ticket: a copy, so that whatever becomes of one leaves the other alone."""
-        self._memory[group.ticket] = group, self._memory[group.ticket][1] - 1
-        ticket = group.ticket._replace(number=number)
-        rollouts = [
-            replace(r, ticket=ticket, samples=[replace(s, ticket=ticket) for s in r.samples]) for r in group.rollouts
-        ]
-        return ReplayedGroup(ticket=ticket, rollouts=rollouts, places=group.places, first=group.ticket)
-
-    def state(self) -> list[tuple[Group, int]]:
-        """The memory, newest first, with how often each group may still be replayed."""
-        return list(self._memory.values())
-
-    def load(self, state: Sequence[tuple[Group, int]]) -> None:
-        """Back to a checkpoint's memory, as far as the run file leaves room for it."""
-        self._memory = {group.ticket: (group, left) for group, left in state[: self._size]}
-
-    def still_fresh(self, groups: Sequence[Group], version: int, room: int) -> list[Group]:
-        """Of groups chosen before a restart, those that may train now."""
-        return groups_that_fit(
-            (group for group in groups if group.ticket in self._memory and self._is_fresh(group, version)), room
+    def halt_reason(self) -> str:
+        """Why a run that has drawn all it may ends, if that is because environments are paused; else empty."""
+        left = [name for name, env in self._envs.items() if env.paused and not env.exhausted]
+        if not left:
+            return ""
+        why = "; ".join(dict.fromkeys(self._reasons[name] for name in left))
+        return (
+            f"only environments that rest are left to draw from. {why}. Mend that, or take it out of `advice.pause`, "
+            "and go on with --resume latest"
         )
 
-    def _is_fresh(self, group: Group, version: int) -> bool:
-        """Whole or not at all: `on_stale` is for what came late, not a licence to choose what is too old."""
-        return all(mask_stale_tokens(s, version, self._staleness, "drop") is not None for s in group.samples())
+    def _advise(self, step: int, metrics: dict[str, float], played: Played) -> Sequence[Any]:
+        assert self._advisor is not None
+        self._advisor.take(step, metrics, played)
+        return self._advisor.advise(self._rules) if step % self._every == 0 else []
+
+    def _pause(self, name: str, advisory: Any) -> None:
+        self._envs[name].paused = True
+        self._until[name] = self._step + self._pause_len
+        self._reasons[name] = f"`{advisory.rule}` of `{name}`: {advisory.title}. {advisory.seen}".rstrip(".")
+        self._note(
+            f"step {self._step}: nothing more is drawn from `{name}` for {self._pause_len} steps, since `advice.pause` "
+            f"names `{advisory.rule}`: {advisory.title}. {advisory.seen}"
+        )
+
+    def _resume(self, name: str) -> None:
+        """Drawn from again, and judged by what comes from now on."""
+        self._envs[name].paused = False
+        del self._until[name]
+        if self._advisor is not None:
+            self._advisor.forget(name)
+        self._note(f"step {self._step}: `{name}` has rested and is drawn from again")
+
+    def _limit_catch_up(self) -> None:
+        """A paused environment must not have all draws to itself afterwards."""
+        awake = [env.share for env in self._envs.values() if not (env.paused or env.exhausted)]
+        for env in self._envs.values():
+            if env.paused and awake:
+                env.forgone_share += max(0.0, min(awake) - env.share)

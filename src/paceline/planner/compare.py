@@ -8,16 +8,15 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.config import load
 from paceline.errors import PacelineError
 from paceline.observe.record.folder import Columns, open_run
 from paceline.planner.plan import FILE, ResourcePlan, plan_hardware, predict
-from paceline.planner.shape import shape_of
+from paceline.planner.shape import Work, assumed, shape_of
 from paceline.planner.speed import Times
-from paceline.planner.work import Work, assumed
 
 WARM = 0.2
 """The part of a run that is left out: it fills its pipeline and compiles."""
@@ -182,10 +181,8 @@ def _head(plan: ResourcePlan) -> str:
 
 
 def _memory_table(plan: ResourcePlan) -> Table:
-    table = Table(title="memory, GB", title_justify="left")
-    table.add_column("")
-    for place in plan.memory.places:
-        table.add_column(place.name + (f" (each of {place.count})" if place.count > 1 else ""), justify="right")
+    headings = (p.name + (f" (each of {p.count})" if p.count > 1 else "") for p in plan.memory.places)
+    table = Table("", *(Column(one, justify="right") for one in headings), title="memory, GB", title_justify="left")
     names = dict.fromkeys(name for place in plan.memory.places for name in place.parts)
     for name in names:
         table.add_row(name, *(_gb(place.parts.get(name)) for place in plan.memory.places))
@@ -196,9 +193,8 @@ def _memory_table(plan: ResourcePlan) -> Table:
 
 
 def _time_table(plan: ResourcePlan, times: Times) -> Table:
-    table = Table(title="one batch", title_justify="left")
-    for name in ("phase", "seconds", "at"):
-        table.add_column(name, justify="left" if name == "phase" else "right")
+    figures = Column("seconds", justify="right"), Column("at", justify="right")
+    table = Table("phase", *figures, title="one batch", title_justify="left")
     table.add_row(
         "sample", _s(times.sample), f"{_count(times.decode_tokens_s)} tokens/s, {times.running:.0f} at once an engine"
     )
@@ -215,9 +211,9 @@ def _time_table(plan: ResourcePlan, times: Times) -> Table:
 
 
 def comparison_report(comparison: Comparison) -> Group:
-    table = Table(title=f"{comparison.directory}, {comparison.steps} steps", title_justify="left")
-    for name in ("", "planned", "measured", "ratio", "planned, had the lengths been known", "ratio"):
-        table.add_column(name, justify="right" if name else "left")
+    headings = ("planned", "measured", "ratio", "planned, had the lengths been known", "ratio")
+    figures = [Column(heading, justify="right") for heading in headings]
+    table = Table("", *figures, title=f"{comparison.directory}, {comparison.steps} steps", title_justify="left")
     for line in comparison.lines:
         table.add_row(
             f"{line.what}, {line.unit}",

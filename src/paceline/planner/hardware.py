@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 from paceline.config import RunConfig
-from paceline.config.apple import uses_mlx
 from paceline.config.hardware import (
     CARDS,
     HALF_DTYPES,
@@ -21,6 +20,7 @@ from paceline.config.hardware import (
     compute_dtype,
     cpu_half_dtypes,
     stored_dtype,
+    uses_mlx,
 )
 from paceline.config.model import Dtype
 from paceline.errors import PacelineError

@@ -17,9 +17,8 @@ from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import replace_file, to_json_value
 from paceline.planner.hardware import Hardware, found, with_planned_dtype
 from paceline.planner.memory import MemoryPlan, PlannedLayout, layout_of, memory
-from paceline.planner.shape import ModelShape, shape_of
+from paceline.planner.shape import ModelShape, Work, assumed, shape_of
 from paceline.planner.speed import Speeds, Times, Way, efficiency_of, ways
-from paceline.planner.work import Work, assumed
 
 Look = Callable[[RunConfig], MemoryPlan]
 """The memory plan of a run file on given hardware."""
@@ -43,11 +42,6 @@ class Advice:
         if not self.enough:
             return f"even with {keys} it is {self.short / 1e9:.1f} GB short: take more memory or a smaller model"
         return f"set {keys} (saves {self.saves / 1e9:.1f} GB)"
-
-
-def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
-    """The run file with keys set by their dotted paths."""
-    return load(config, settings=overrides).config
 
 
 def advise(config: RunConfig, hardware: Hardware, look: Look) -> list[Advice]:
@@ -95,7 +89,7 @@ def _combine_knobs(config: RunConfig, hardware: Hardware, before: MemoryPlan, lo
 def _try_overrides(config: RunConfig, overrides: Mapping[str, Any], look: Look) -> MemoryPlan | None:
     """None where the run file does not allow it."""
     try:
-        return look(with_overrides(config, overrides))
+        return look(load(config, settings=overrides).config)
     except ConfigError:
         return None
 

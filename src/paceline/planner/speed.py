@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from paceline.config import RunConfig
 from paceline.planner.hardware import Hardware, split_threads
 from paceline.planner.memory import MemoryPlan, PlannedLayout
-from paceline.planner.shape import BYTES, ModelShape
-from paceline.planner.work import Work, teachers
+from paceline.planner.shape import BYTES, ModelShape, Work, teachers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

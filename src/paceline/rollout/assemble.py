@@ -6,8 +6,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.data import Sample
-from paceline.data.rollout import Rollout, Turn
-from paceline.data.streams import PackedTurn, all_equal, expand_versions, pack_floats, pack_ids, pack_versions
+from paceline.data.rollout import (
+    PackedTurn,
+    Rollout,
+    Turn,
+    all_equal,
+    expand_versions,
+    pack_floats,
+    pack_ids,
+    pack_versions,
+)
 
 
 def assemble(rollout: Rollout) -> list[Sample]:

@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from paceline.clients.tools import ToolCall, template_message
+from paceline.clients.tools import ToolCall, reply_message, template_message
 from paceline.data.rollout import Message, Turn
-from paceline.rollout.render import Prompt, Renderer, RenderError, Tools
+from paceline.rollout.history import Tools
+from paceline.rollout.render import Prompt, Renderer, RenderError
 
 RendererChoice = Literal["auto", "template", "renderers"]
 """`auto`: the package if it is installed and knows the model; `template`: never; `renderers`: always, or an error."""
@@ -72,10 +73,10 @@ class BridgeRenderer(Renderer):
         try:
             read = self._program.parse_response(list(completion_ids), tools=list(tools), prompt_ids=list(prompt_ids))
         except RENDERERS_ERRORS:
-            return self.message(text, tools)
+            return reply_message(text, tools)
         names = {tool.get("function", tool).get("name") for tool in tools}
         if not read.tool_calls or any(call.status != "ok" or call.name not in names for call in read.tool_calls):
-            return self.message(text, tools)
+            return reply_message(text, tools)
         thought = {"reasoning_content": read.reasoning_content} if read.reasoning_content else {}
         return {
             **whole,
@@ -103,36 +104,22 @@ class BridgeRenderer(Renderer):
     def disagreement(self) -> str | None:
         """How the program and the template differ, if they do: the tokenizer may come with a template of its own."""
         for messages, tools in _PROBE_CONVERSATIONS:
-            if self._program.render_ids(messages, tools=tools, add_generation_prompt=True) != self.prompt(
-                messages, tools
-            ):
+            theirs = self._program.render_ids(messages, tools=tools, add_generation_prompt=True)
+            if theirs != self.prompt(messages, tools):
                 return f"the prompt of {len(messages)} messages {'with' if tools else 'without'} tools"
-        return next(
-            (
-                f"what follows a reply with {m['role']}"
-                for m in (_USER_MESSAGE, _TOOL_MESSAGE)
-                if self._continues_differently(m)
-            ),
-            None,
-        )
+        for message in (_USER_MESSAGE, _TOOL_MESSAGE):
+            if self._continues_differently(message):
+                return f"what follows a reply with {message['role']}"
+        return None
 
     def _continues_differently(self, message: Message) -> bool:
-        end = next((token for token in self._program.get_stop_token_ids() if token in self._ends), None)
+        end = next((token for token in self._program.get_stop_token_ids() if token in self.end_tokens), None)
         if end is None:
             return True
         said = [*self.encode("Because."), end]
         messages: list[Message] = [_USER_MESSAGE]
-        turn = Turn(
-            prompt_ids=self.prompt(messages, [_TOOL]),
-            completion_ids=said,
-            logprobs=[0.0] * len(said),
-            versions=[0] * len(said),
-            finish="stop",
-            temperature=1.0,
-            messages=messages,
-            tools=[_TOOL],
-            text="Because.",
-        )
+        prompt = self.prompt(messages, [_TOOL])
+        turn = Turn.unsampled(prompt, said, messages=messages, tools=[_TOOL], text="Because.")
         whole = [*messages, turn.message, message]
         ours, theirs = super().render_continuation(turn, whole).ids, self._bridge(turn, whole)
         recorded = [*turn.prompt_ids, *turn.completion_ids]

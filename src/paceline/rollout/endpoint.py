@@ -15,10 +15,11 @@ from paceline.config.inference import SamplingConfig
 from paceline.data.rollout import Message, Turn
 from paceline.engine import Finish
 from paceline.errors import EngineError, PacelineError, RequestError, Unreachable
-from paceline.rollout.seat import AddressProvider, Reply, Seat, SeatClosed, SeatFactories, SessionMap
+from paceline.rollout.history import Tools
+from paceline.rollout.recording import RecordingServer
+from paceline.rollout.seat import Reply, Seat, SeatClosed
 
 CONNECT_SECONDS = 10.0
-Tools = Sequence[dict[str, Any]]
 
 
 class Endpoint:
@@ -31,7 +32,7 @@ class Endpoint:
         *,
         model: str | None = None,
         api_key: str | None = None,
-        recorder: AddressProvider | None = None,
+        recorder: RecordingServer | None = None,
         timeout: float = 600.0,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/chat/completions")
@@ -75,6 +76,10 @@ class Endpoint:
         except (KeyError, IndexError, TypeError):
             raise EngineError(f"{self.url}/chat/completions answered without a message") from None
 
+    def make_seat(self, noise: Sequence[int], order: int, actor: str, model: str) -> Seat:
+        """A seat of one episode. Its `model` is the endpoint's name of it; the endpoint has noise of its own."""
+        return EndpointSeat(self, actor=actor, model=model)
+
     async def close(self) -> None:
         await self._client.aclose()
         if self.recorder is not None:
@@ -104,10 +109,9 @@ class Endpoint:
 class TextSeat(Seat):
     """A seat that is answered with text. Its turns hold messages but no tokens."""
 
-    def __init__(self, sampling: SamplingConfig, recorder: AddressProvider | None, actor: str = "policy") -> None:
-        self._init_session(
-            actor, sampling, recorder
-        )  # not the parent's __init__, which is about tokens: none are seen here
+    def __init__(self, sampling: SamplingConfig, recorder: RecordingServer | None, actor: str = "policy") -> None:
+        # Not the parent's __init__, which is about tokens: none are seen here.
+        self._init_session(actor, sampling, recorder)
         self.tokens = 0
         """Tokens sampled, as far as answers count them in `usage`."""
 
@@ -137,20 +141,8 @@ class TextSeat(Seat):
         message |= {"tool_calls": answer["tool_calls"]} if answer.get("tool_calls") else {}
         finish: Finish = "length" if choice["finish"] == "length" else "stop"
         text = message["content"] + "".join(_tool_call_text(call) for call in message.get("tool_calls", []))
-        self.turns.append(
-            Turn(
-                prompt_ids=[],
-                completion_ids=[],
-                logprobs=[],
-                versions=[],
-                finish=finish,
-                temperature=self._sampling.temperature,
-                messages=messages,
-                tools=list(tools) if tools else None,
-                text=text,
-                said=message,
-            )
-        )
+        more = {"messages": messages, "tools": list(tools) if tools else None, "text": text, "said": message}
+        self.turns.append(Turn.unsampled([], [], finish=finish, temperature=self._sampling.temperature, **more))
         usage = choice["usage"] or {}
         prompt, sampled = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         self.tokens += sampled
@@ -172,17 +164,6 @@ class EndpointSeat(TextSeat):
             f"this environment speaks in tokens, and {self._endpoint.url} is asked in messages: "
             "play it with the model in this process, or with a `paceline serve` of it"
         )
-
-
-class EndpointSessionMap(SessionMap):
-    """The seats of one episode at an endpoint. A seat's `model` is then the endpoint's name of it."""
-
-    def __init__(self, endpoint: Endpoint, actors: Sequence[str], seat_factories: SeatFactories | None = None) -> None:
-        self._endpoint = endpoint
-        self._open_seats(actors, seat_factories)
-
-    def _make_seat(self, place: int, actor: str, model: str) -> Seat:
-        return EndpointSeat(self._endpoint, actor=actor, model=model)
 
 
 def _tool_call_text(call: dict[str, Any]) -> str:

@@ -45,21 +45,18 @@ class TurnIndex:
 
     Messages are equal when they say the same: missing and empty content, JSON text and parsed tool arguments, and the
     numbers clients give to tool calls make no difference. Whether the recorded tokens can be continued is not decided
-    here but by the template (`Renderer.extend`).
+    here but by the template (`Renderer.render_continuation`).
     """
 
     def __init__(self) -> None:
         self._turns: dict[bytes, RecordedTurn] = {}
         self._with_text: deque[RecordedTurn] = deque()
 
-    def add(self, turn: Turn, prompt_text: str | None = None, prefixes: "PrefixHashes | None" = None) -> None:
+    def add(self, turn: Turn, prompt_text: str, prefixes: "PrefixHashes") -> None:
         """Remember a turn, and for a while the text of its prompt: most conversations go on from where they are.
 
         `prefixes` is the conversation up to the turn as `find` read it, which need not be read twice.
         """
-        if turn.messages is None:
-            return
-        prefixes = prefixes or PrefixHashes(turn.messages, turn.tools)
         self._turns[prefixes.append(turn.message)] = past = RecordedTurn(turn, prompt_text)
         self._with_text.append(past)
         if len(self._with_text) > MAX_PROMPT_TEXTS:

@@ -332,7 +332,7 @@ async def _chat_events(replies: list[Reply], body: ChatBody) -> AsyncGenerator[b
 
 
 async def _response_events(writer: ResponseWriter, reply: Reply) -> AsyncGenerator[bytes]:
-    yield writer.begin() + writer.add(reply.message)
+    yield writer.add(reply.message)
     yield writer.end(_finish_reason(reply), _usage([reply]))
 
 

@@ -16,11 +16,11 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from paceline.clients.tools import ToolParser, inline_tool_calls, template_message
+from paceline.clients.tools import inline_tool_calls, template_message
 from paceline.data import part_problem
 from paceline.data.rollout import Message, Turn, copy_message, is_text
 from paceline.errors import PacelineError
-from paceline.rollout.history import same_conversation
+from paceline.rollout.history import Tools
 
 V = TypeVar("V")
 
@@ -146,8 +146,6 @@ MESSAGE_CACHE_CHARS = 1 << 21
 PROBE = "paceline-probe"
 """A word to find again in what a template writes."""
 
-Tools = Sequence[dict[str, Any]]
-
 _TEMPLATE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
 """Message keys that the fast path supports: transformers rewrites none of them for the template."""
 
@@ -165,20 +163,6 @@ DROPPED_TOOLS_MESSAGE = (
     "Name a template that writes them with model.chat_template, choose another model (Qwen2.5, Qwen3 and Llama 3 write "
     "them), or describe them in the messages yourself and set model.allow_dropped_tools = true"
 )
-_TOOL = {"type": "function", "function": {"name": PROBE, "description": PROBE, "parameters": {"type": "object"}}}
-
-
-def dropped_tools_problem(tokenizer: PreTrainedTokenizerBase, tools: Tools = (_TOOL,)) -> str:
-    """Why these tools cannot be offered, if the chat template does not render them; else empty."""
-    template, messages = ChatTemplate(tokenizer), [{"role": "user", "content": PROBE}]
-    if template.write(messages, tools, reply=True) != template.write(messages, None, reply=True):
-        return ""
-    return DROPPED_TOOLS_MESSAGE.format(names=tool_names(tools))
-
-
-def tool_names(tools: Tools) -> str:
-    """Their names, for a sentence."""
-    return ", ".join(f"`{tool.get('function', tool).get('name', '?')}`" for tool in tools)
 
 
 class ChatTemplate:
@@ -273,10 +257,8 @@ class CachedEncoder:
         self._cache: LruCache[list[int]] = LruCache(PIECE_CACHE_TOKENS)
         backend = None if tokenizer.split_special_tokens else getattr(tokenizer, "backend_tokenizer", None)
         if isinstance(backend, Tokenizer):
-            self._fast_tokenizer, self._split_at = (
-                backend,
-                _split_pattern(list(backend.get_added_tokens_decoder().values())),
-            )
+            self._fast_tokenizer = backend
+            self._split_at = _split_pattern(list(backend.get_added_tokens_decoder().values()))
 
     def encode(self, text: str) -> list[int]:
         if self._split_at is None:
@@ -335,15 +317,16 @@ class Renderer:
     turn keeps that turn's ids and renders only what was appended."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._ends = frozenset(end_tokens)
+        self.tokenizer = tokenizer
+        self.end_tokens = frozenset(end_tokens)
+        """Tokens that end a turn."""
         self._pieces = CachedEncoder(tokenizer)
         self._template = ChatTemplate(tokenizer)
         # What `decode` calls for a list of ids, once it has looked at each of them.
         default_decode = type(tokenizer).decode is PreTrainedTokenizerBase.decode
         self._decode_ids = tokenizer._decode if default_decode else tokenizer.decode
         self._prompt_cache: LruCache[Prompt] = LruCache(PROMPT_CACHE_TOKENS)
-        self._end_texts = {token: self.decode([token]) for token in self._ends}
+        self._end_texts = {token: self.decode([token]) for token in self.end_tokens}
         self.on_dropped_tools: OnDroppedTools = "allow"
         """What to do where the template writes nothing of the tools it is given: nothing, one warning, or an error."""
         self.dropped_tools_error: ToolsDropped | None = None
@@ -353,16 +336,7 @@ class Renderer:
     @property
     def vocabulary(self) -> int:
         """Token ids are below this."""
-        return len(self._tokenizer)
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self._tokenizer
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a turn."""
-        return self._ends
+        return len(self.tokenizer)
 
     def text(self, messages: Sequence[Message], tools: Tools | None = None, reply: bool = True) -> str:
         """The conversation as the template writes it, with the opening of a reply or without."""
@@ -390,23 +364,17 @@ class Renderer:
         if self.on_dropped_tools == "allow" or text != self.text(messages, None):
             self._tools_checked = True
             return
-        sentence = DROPPED_TOOLS_MESSAGE.format(names=tool_names(tools))
+        names = ", ".join(f"`{tool.get('function', tool).get('name', '?')}`" for tool in tools)
+        sentence = DROPPED_TOOLS_MESSAGE.format(names=names)
         if self.on_dropped_tools == "refuse":
             self.dropped_tools_error = ToolsDropped(sentence)
             raise self.dropped_tools_error
         self._tools_checked = True
         log.warning(sentence)
 
-    def extend(self, turn: Turn, messages: Sequence[Message]) -> list[int]:
-        """A prompt that continues a recorded turn, or the whole conversation anew if it does not."""
-        recorded = [] if turn.messages is None else [*turn.messages, turn.message]
-        if recorded and same_conversation(messages[: len(recorded)], recorded):
-            return list(self.render_continuation(turn, messages).ids)
-        return self.prompt(messages, turn.tools)
-
     def render_continuation(self, turn: Turn, messages: Sequence[Message], opening: str | None = None) -> Prompt:
-        """The same with its text, for messages that begin with what was said up to the end of the turn. `opening` is
-        the text of the turn's own prompt, if that is still known.
+        """The prompt of messages that begin with what was said up to the end of a recorded turn: it keeps the turn's
+        ids, unless the template does not. `opening` is the text of the turn's own prompt, if that is still known.
 
         The recorded ids end at the end-of-turn token; whatever the template puts after it (a newline, say) belongs to
         the suffix and is kept.
@@ -427,19 +395,8 @@ class Renderer:
 
     def reply(self, completion_ids: Sequence[int]) -> str:
         """The text of a completion, without the token that ended it."""
-        ids = completion_ids[:-1] if completion_ids and completion_ids[-1] in self._ends else completion_ids
+        ids = completion_ids[:-1] if completion_ids and completion_ids[-1] in self.end_tokens else completion_ids
         return self.decode(ids)
-
-    def message(self, text: str, tools: Tools | None) -> Message:
-        """The text as a message: calls of the tools there are, and the text around them."""
-        if not tools:
-            return {"role": "assistant", "content": text}
-        reader = ToolParser([tool.get("function", tool).get("name", "") for tool in tools])
-        content, calls = reader.feed(text)
-        rest, more = reader.flush()
-        if not (calls := calls + more):
-            return {"role": "assistant", "content": text}
-        return {"role": "assistant", "content": content + rest, "tool_calls": [call.as_dict() for call in calls]}
 
     def _suffix(self, turn: Turn, messages: Sequence[Message], opening: str, whole: str, end: str) -> str | None:
         """The text the template writes after the turn, if it writes all that came before as it was recorded.

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from paceline.clients import Pool
+from paceline.clients.tools import reply_message
 from paceline.config.inference import SamplingConfig
 from paceline.data.rollout import Message, Turn, copy_message
 from paceline.engine import Completion, GenerateRequest, noise_key
@@ -13,15 +14,9 @@ from paceline.errors import PacelineError
 from paceline.rollout.history import TurnIndex
 from paceline.rollout.render import Renderer
 
-
-class AddressProvider(Protocol):
-    """Serves each seat under an address of its own (`recording.py`)."""
-
-    async def address(self, seat: "Seat") -> str: ...
-
-    def release(self, seat: "Seat") -> None: ...
-
-    async def close(self) -> None: ...
+if TYPE_CHECKING:
+    from paceline.rollout.endpoint import Endpoint
+    from paceline.rollout.recording import RecordingServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +27,11 @@ class SamplingClient:
     renderer: Renderer
     sampling: SamplingConfig
     end_tokens: frozenset[int]
-    recorder: AddressProvider | None = None
+    recorder: "RecordingServer | None" = None
+
+    def make_seat(self, noise: Sequence[int], order: int, actor: str, model: str) -> "Seat":
+        """A seat of one episode."""
+        return Seat(self, noise, order, actor=actor, model=model)
 
     async def close(self) -> None:
         if self.recorder is not None:
@@ -96,7 +95,7 @@ class Seat:
         self._history: TurnIndex | None = None
 
     def _init_session(
-        self, actor: str, sampling: SamplingConfig, recorder: AddressProvider | None, trained: bool = True
+        self, actor: str, sampling: SamplingConfig, recorder: "RecordingServer | None", trained: bool = True
     ) -> None:
         """Set the fields that every kind of seat has."""
         self.actor, self.trained = actor, trained
@@ -187,7 +186,7 @@ class Seat:
         tools: list[dict] | None = None,
     ) -> Reply:
         text = self._client.renderer.reply(completion.token_ids)
-        said = self._client.renderer.message(text, tools) if tools else None
+        said = reply_message(text, tools) if tools else None
         turn = Turn(
             prompt_ids=prompt,
             completion_ids=completion.token_ids,
@@ -227,16 +226,13 @@ class SessionMap(Mapping[str, Seat]):
 
     def __init__(
         self,
-        client: SamplingClient,
+        client: "SamplingClient | Endpoint",
         noise: Sequence[int],
         order: int,
         actors: Sequence[str],
         seat_factories: SeatFactories | None = None,
     ) -> None:
         self._client, self._noise, self._order = client, tuple(noise), order
-        self._open_seats(actors, seat_factories)
-
-    def _open_seats(self, actors: Sequence[str], seat_factories: SeatFactories | None) -> None:
         self._seats: dict[str, Seat] = {}
         self._seat_factories = seat_factories or {}
         self._closed = False
@@ -251,16 +247,13 @@ class SessionMap(Mapping[str, Seat]):
         name = actor
         if name in self._seats:
             name = next(name for number in count(place) if (name := f"{actor}#{number}") not in self._seats)
+        # The first seat draws the noise a one-player task has always drawn.
+        noise = (*self._noise, place) if place else self._noise
         factory = self._seat_factories.get(actor)
-        seat = factory(name) if factory else self._make_seat(place, actor, model)
+        seat = factory(name) if factory else self._client.make_seat(noise, self._order, actor, model)
         seat.parent, seat.kind, seat.trained = parent, kind, trained
         self._seats[name] = seat
         return name
-
-    def _make_seat(self, place: int, actor: str, model: str) -> Seat:
-        # The first seat draws the noise a one-player task has always drawn.
-        noise = (*self._noise, place) if place else self._noise
-        return Seat(self._client, noise, self._order, actor=actor, model=model)
 
     def leave(self) -> None:
         """The episode is over."""

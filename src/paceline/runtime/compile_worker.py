@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +76,8 @@ def compile_trainer(spec: dict[str, Any], config: RunConfig) -> None:
 
 
 def _sample() -> Sample:
-    mask = np.arange(TOKENS) > 0
-    return Sample(
-        token_ids=np.arange(TOKENS) % 2,  # any vocabulary has these
-        loss_mask=mask,
-        logprobs=np.where(mask, np.float32(-1), np.float32(0)),
-        versions=np.where(mask, 0, -1),
-        temperatures=np.ones(TOKENS),
-        advantages=mask * 1.0,
-        env="compile",
-    )
+    plain = Sample.as_sampled(np.arange(TOKENS) % 2)  # any vocabulary has these
+    return replace(plain, logprobs=-1.0 * plain.loss_mask, advantages=1.0 * plain.loss_mask, env="compile")
 
 
 def show_progress(pieces: int) -> None:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from paceline.clients import HttpEngine, Pool
 from paceline.config import RunConfig
-from paceline.config.apple import uses_mlx
+from paceline.config.hardware import uses_mlx
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import ModelConfig
 from paceline.config.secret import address_secret
@@ -21,11 +21,16 @@ from paceline.engine import Engine
 from paceline.errors import EngineError, PacelineError
 from paceline.model import end_tokens, load_tokenizer
 from paceline.model.source import resolve
-from paceline.rollout import RecordingServer, SamplingClient, SessionMap
-from paceline.rollout.endpoint import Endpoint, EndpointSessionMap
-from paceline.rollout.seat import SeatFactories
-from paceline.runtime.local import recording_server, renderer_of, sampling_clients, with_sections
-from paceline.runtime.model_backends import checkpoint_compute_dtype, with_settled_dtype
+from paceline.rollout import RecordingServer, SamplingClient
+from paceline.rollout.endpoint import Endpoint
+from paceline.runtime.local import (
+    checkpoint_compute_dtype,
+    recording_server,
+    renderer_of,
+    sampling_clients,
+    with_sections,
+    with_settled_dtype,
+)
 from paceline.runtime.serving import embedded_engine
 from paceline.trainer.checkpoint import is_checkpoint as is_checkpoint
 from paceline.trainer.checkpoint import read_state
@@ -36,17 +41,15 @@ ASK_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRuntime:
-    """Makes the seats of episodes."""
+    """The parts that make the seats of episodes."""
 
-    table: Callable[[Sequence[int], Sequence[str], SeatFactories], SessionMap]
-    """Seats for some actors, with some noise; guests speak for themselves."""
+    client: SamplingClient | Endpoint
+    """Makes the seats; only those of a sampling client have exact tokens."""
     recorder: RecordingServer
     """Gives a guest's seat its address."""
     close: Callable[[], Coroutine[Any, Any, None]]
     spell: Callable[[Sequence[int]], str]
     """A prompt that was given as tokens, for people."""
-    client: SamplingClient | None = None
-    """The sampling client of the seats, where their tokens are exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +98,7 @@ def open_episode_runtime(
         yield _exact(engine, tokenizer, ends, config.model, sampling, recorder)
     else:
         endpoint = Endpoint(address.url, sampling, model=address.model, api_key=address.api_key, recorder=recorder)
-
-        def table(noise: Sequence[int], actors: Sequence[str], guests: SeatFactories) -> SessionMap:
-            return EndpointSessionMap(endpoint, actors, guests)
-
-        yield EpisodeRuntime(table, recorder, endpoint.close, lambda ids: f"{len(ids)} tokens")
+        yield EpisodeRuntime(endpoint, recorder, endpoint.close, lambda ids: f"{len(ids)} tokens")
 
 
 def saved_weights(folder: Path, model: ModelConfig, mlx: bool = False) -> WeightUpdate:
@@ -163,7 +162,4 @@ def _exact(
     def spell(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def table(noise: Sequence[int], actors: Sequence[str], guests: SeatFactories) -> SessionMap:
-        return SessionMap(client, noise, 0, actors, guests)
-
-    return EpisodeRuntime(table, recorder, close, spell, client)
+    return EpisodeRuntime(client, recorder, close, spell)

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from paceline.errors import PacelineError
+from paceline.observe.analysis.payoff import draw_league
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints
 from paceline.selfplay import Payoff
-from paceline.selfplay.payoff import draw_league
 
 
 def leagues(run: Path) -> dict[str, Payoff]:

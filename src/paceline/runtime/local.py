@@ -1,11 +1,13 @@
-"""The `local` placement: engine and trainer in this process."""
+"""The `local` placement: engine and trainer in this process, of torch or mlx; and the parts that placements share."""
 
+import importlib.util
+import json
+import logging
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,19 +15,154 @@ from paceline.clients import Pool
 from paceline.clients.frozen import FrozenPool
 from paceline.clients.pool import LeaguePool
 from paceline.config import RunConfig
+from paceline.config.hardware import DTYPES, uses_mlx
 from paceline.config.inference import NAMES, SamplingConfig
-from paceline.config.model import ModelConfig, ModelRef
-from paceline.engine.base import Engine
+from paceline.config.model import Dtype, ModelConfig, ModelRef
+from paceline.config.trainer import TrainerConfig as Section
+from paceline.engine.base import Engine, Grammar
+from paceline.engine.sequence import GrammarMatcher
 from paceline.envs import Environment
+from paceline.errors import PacelineError
 from paceline.model import end_tokens, load_tokenizer, quick_handover
+from paceline.model.dtypes import resolve_dtype
+from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator import TrainEnv, build_train_envs
+from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
 from paceline.orchestrator.league_checkpoints import league_envs
-from paceline.planner.hardware import split_threads, usable_cores
+from paceline.planner.hardware import split_threads, usable_cores, with_dtype
 from paceline.rollout import RecordingServer, Renderer, SamplingClient
 from paceline.rollout.bridge_renderer import make_renderer
 from paceline.rollout.render import OnDroppedTools
-from paceline.runtime.model_backends import ModelBackend, load_backend
 from paceline.trainer import Trainer
+from paceline.trainer.checkpoint import read_state
+
+if TYPE_CHECKING:
+    from paceline.engine.mlx.engine import MlxEngine
+    from paceline.runtime.torch_backend import TorchBackend
+    from paceline.trainer.mlx.trainer import MlxTrainer
+
+log = logging.getLogger("paceline.dtypes")
+
+ModelBackend: TypeAlias = "TorchBackend | MlxBackend"
+"""A loaded model, from which engines and trainers are made. An engine has a module tree of its own and, under LoRA,
+shares the frozen base with the trainer."""
+
+
+def require_mlx() -> None:
+    """Raise a sentence unless mlx is installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("mlx", "mlx_lm")):
+        raise PacelineError("backend = \"mlx\" needs mlx and mlx-lm: pip install 'paceline[mlx]'")
+
+
+class MlxBackend:
+    """A model of mlx-lm on this machine's unified memory."""
+
+    def __init__(self, config: RunConfig) -> None:
+        require_mlx()
+        from paceline.model.mlx.loading import load_model, mlx_device
+
+        self.device = mlx_device()
+        self.model = load_model(config.model)
+        self.parameters = self.model.size
+
+    def engine(
+        self, config: RunConfig, grammars: Callable[[Grammar], GrammarMatcher] | None = None, alone: bool = False
+    ) -> "MlxEngine":
+        from paceline.engine.mlx.engine import MlxEngine
+
+        return MlxEngine(
+            self.model,
+            config.engine,
+            deterministic=config.deterministic,
+            lora_targets=config.model.lora.targets if config.model.lora else "all-linear",
+            grammars=grammars,
+        )
+
+    def trainer(self, config: RunConfig, dumps: Path) -> "MlxTrainer":
+        from paceline.model.mlx.loading import clone_model
+        from paceline.model.mlx.lora import attach_lora
+        from paceline.trainer.mlx.trainer import MlxTrainer
+
+        model = attach_lora(clone_model(self.model), config.model.lora, config.seed)
+        return MlxTrainer(model, config.trainer, total_steps=config.steps, dumps=dumps)
+
+    def at_work(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+def load_backend(config: RunConfig) -> ModelBackend:
+    """Load the run's model for what this run computes with."""
+    if uses_mlx(config.backend):
+        return MlxBackend(config)
+    from paceline.runtime.torch_backend import TorchBackend
+
+    return TorchBackend(config)
+
+
+def trainer_of(model: Any, c: Section) -> Trainer:
+    """A trainer of a loaded model, by the library that model is of."""
+    if type(model).__module__.startswith("paceline.model.mlx"):
+        from paceline.trainer.mlx.trainer import MlxTrainer
+
+        return MlxTrainer(model, c)
+    from paceline.trainer import TorchTrainer
+
+    return TorchTrainer(model, c)
+
+
+def with_settled_dtype(config: RunConfig, checkpoint: Path | None = None) -> RunConfig:
+    """The run file with a definite compute type: that of the checkpoint the run goes on from, else what suits the
+    model on this machine. Engine, trainer and record must agree on it, on whichever machines they run."""
+    if config.model.dtype != "auto":
+        return config
+    if checkpoint is None and (resumed := resumed_checkpoint(config)) is not None:
+        checkpoint, _ = resumed
+    if checkpoint is not None:
+        return with_dtype(config, checkpoint_compute_dtype(checkpoint))
+    device = device_of(config)
+    dtype = resolve_dtype(config.model, device)
+    if dtype == "float32" and device == "cuda":
+        log.warning(
+            "`%s` computes in float32, the type of its weights (or this GPU has no bfloat16): %s is several times "
+            "faster here",
+            config.model.name,
+            'model.dtype = "bfloat16"',
+        )
+    return with_dtype(config, dtype)
+
+
+def checkpoint_compute_dtype(checkpoint: Path) -> Dtype:
+    """The compute type of the run that wrote a checkpoint. Checkpoints that do not name it are from when that was
+    float32 unless the run file said otherwise."""
+    try:
+        written = read_state(checkpoint).get("dtype")
+    except (OSError, json.JSONDecodeError):
+        written = None  # loading the checkpoint says what is wrong with it
+    return DTYPES.get(str(written), "float32")
+
+
+def resumed_checkpoint(config: RunConfig) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint a run goes on from and its state, where it can be found; restoring the run says why not."""
+    if not config.resume:
+        return None
+    saved = Checkpoints(RunDirectory(Path(config.runs) / config.name).checkpoints, config.checkpoint.keep)
+    try:
+        return saved.find(config.resume)
+    except CheckpointError:
+        return None
+
+
+def device_of(config: RunConfig) -> str:
+    """The kind of device that the run computes on."""
+    if uses_mlx(config.backend):
+        if importlib.util.find_spec("mlx") is None:
+            return "mlx-cpu"  # building the model says what to install
+        from paceline.model.mlx.loading import mlx_device
+
+        return mlx_device()
+    from paceline.runtime.torch_backend import pick_device
+
+    return pick_device(config.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +193,8 @@ class DriverParts:
     def pool(self, engines: Sequence[Engine], make: Callable[[], Engine] | None = None) -> Pool:
         """A pool of a run's engines. For a league, `make` gives the engine of a past version that is a whole model: one
         of this process where it is left out."""
-        return LeaguePool(engines, make or partial(league_engine, self.config)) if self.past else Pool(engines)
+        make = make or (lambda: load_backend(self.config).engine(self.config, alone=True))
+        return LeaguePool(engines, make) if self.past else Pool(engines)
 
     def placed(self, pool: Pool, trainer: Trainer, ends: Sequence[int], device: str, parameters: int) -> RunParts:
         """All parts, with clients that render and record as the run file says."""
@@ -77,11 +215,6 @@ def prepare(
     return DriverParts(with_adapter_slots(config, past), load_tokenizer(config.model), envs, past)
 
 
-def league_engine(config: RunConfig) -> Engine:
-    """An engine of this process that has the model for itself."""
-    return load_backend(config).engine(config, alone=True)
-
-
 @contextmanager
 def local(
     config: RunConfig, dumps: Path, phase: Callable[[str], None], environments: dict[str, Environment] | None = None
@@ -91,11 +224,18 @@ def local(
     backend = load_backend(config)
     phase("starting the engine")
     config = share_cores(driver.config, backend.parameters)
-    engine = backend.external_engine(config, driver.tokenizer, dumps.parent) or backend.engine(config)
+    is_external = config.engine.backend != "paceline"
+    if is_external:
+        from paceline.runtime.torch_backend import TorchBackend, external_engine
+
+        assert isinstance(backend, TorchBackend)  # as the config's checks have it
+        engine: Engine = external_engine(config, backend.model, driver.tokenizer, dumps.parent)
+    else:
+        engine = backend.engine(config)
 
     def ready() -> None:
         engine.start()
-        if config.engine.backend != "paceline":
+        if is_external:
             phase(f"waiting for {NAMES[config.engine.backend]}")
 
     try:

@@ -19,15 +19,14 @@ from transformers import PreTrainedTokenizerBase
 
 from paceline.clients import Pool
 from paceline.config import ConfigError, EvalConfig, RunConfig, load
-from paceline.config.apple import uses_mlx
 from paceline.config.errors import explain_values
+from paceline.config.hardware import uses_mlx
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import LoRAConfig
 from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
 from paceline.observe.monitor import RunDirectory, RunOutcome
-from paceline.observe.monitor.plot import reward_picture
-from paceline.observe.monitor.summary import Curve, MetricHistory
+from paceline.observe.monitor.summary import Curve, MetricHistory, reward_picture
 from paceline.observe.monitor.text import format_amount, format_score, one_line
 from paceline.orchestrator import Checkpoints
 from paceline.rollout import Message, Reply, Seat

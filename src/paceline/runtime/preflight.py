@@ -19,7 +19,6 @@ from transformers import AutoConfig
 
 from paceline.algorithms import credit_for
 from paceline.config import RunConfig
-from paceline.config.apple import unsupported_settings, uses_mlx
 from paceline.config.base import Hook
 from paceline.config.cluster import frozen_models, scored_models
 from paceline.config.env import (
@@ -32,13 +31,13 @@ from paceline.config.env import (
     TokenInConfig,
     VerifiersConfig,
 )
+from paceline.config.hardware import unsupported_settings, uses_mlx
 from paceline.config.model import ModelConfig
 from paceline.data import Row, parse_address, part_problem
 from paceline.data.sources import hub_name
 from paceline.envs import EnvError, build_environment
 from paceline.envs.base import dataset_rows, limit_rows
-from paceline.envs.custom import ASYNC_ONLY, NEEDS_ROWS
-from paceline.envs.module import ModuleEnvironment
+from paceline.envs.custom import ASYNC_ONLY, NEEDS_ROWS, ModuleEnvironment
 from paceline.envs.questions import TokenIn
 from paceline.envs.search.index import load_corpus
 from paceline.errors import PacelineError
@@ -292,7 +291,7 @@ def preflight(config: RunConfig, given: Collection[str] = (), *, elsewhere: bool
 def _check_machine(config: RunConfig, found: Preflight) -> None:
     """Packages, devices and keys that the run file asks for."""
     if uses_mlx(config.backend):
-        from paceline.runtime.model_backends import require_mlx
+        from paceline.runtime.local import require_mlx
 
         found.add(unsupported_settings(config))
         found.attempt(require_mlx)

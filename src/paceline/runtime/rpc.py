@@ -16,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from paceline.clients.rpc import FRAME_HEADER
+from paceline.clients.rpc import encode as encode_message
 from paceline.config import RunConfig
 from paceline.data import Sample, decode, encode
 from paceline.data.balance import Cost
@@ -101,13 +102,12 @@ class RpcFailure(msgspec.Struct, array_like=True, tag=True):
 RpcAnswer = RpcResult | RpcFailure
 FromTrainer = RpcHello | Alive | RpcAnswer
 
-_encoder = msgspec.msgpack.Encoder()
 decode_call = msgspec.msgpack.Decoder(RpcCall).decode
 decode_answer = msgspec.msgpack.Decoder(FromTrainer).decode
 
 
 def encode_frame(message: RpcCall | FromTrainer) -> bytes:
-    body = _encoder.encode(message)
+    body = encode_message(message)
     return FRAME_HEADER.pack(len(body)) + body
 
 
@@ -120,7 +120,21 @@ class TrainerRpcHandler:
         self._fed: list[Sample] = []
 
     async def answer(self, call: RpcCall) -> RpcAnswer:
-        return await answer_call(call, self._do(call), self._log)
+        """The call's result or failure. The traceback of a bug is printed on this side too, or written to the log."""
+        try:
+            return await self._do(call)  # bounded: by the call itself
+        except OSError as error:
+            return RpcFailure(call.number, error.strerror or str(error), error.errno)
+        except PacelineError as error:
+            frames, trace = failure_traces(error)
+            return RpcFailure(call.number, str(error), None, frames, trace)
+        except Exception as error:
+            if self._log is None:
+                traceback.print_exc()
+            else:
+                with self._log.open("a", encoding="utf-8") as file:
+                    traceback.print_exc(file=file)
+            return RpcFailure(call.number, describe_error(error), None, user_frames(error), full_traceback(error))
 
     async def _do(self, call: RpcCall) -> RpcResult:
         trainer, folder = self.trainer, Path(call.path)
@@ -147,24 +161,6 @@ class TrainerRpcHandler:
     async def _weights(self) -> SentWeights:
         """The metadata of the current weights, and where they are; the weights travel by another way."""
         raise NotImplementedError
-
-
-async def answer_call(call: RpcCall, doing: Awaitable[RpcResult], log: Path | None = None) -> RpcAnswer:
-    """The call's result or failure. The traceback of a bug is printed on this side too, or written to `log`."""
-    try:
-        return await doing  # bounded: by the call itself
-    except OSError as error:
-        return RpcFailure(call.number, error.strerror or str(error), error.errno)
-    except PacelineError as error:
-        frames, trace = failure_traces(error)
-        return RpcFailure(call.number, str(error), None, frames, trace)
-    except Exception as error:
-        if log is None:
-            traceback.print_exc()
-        else:
-            with log.open("a", encoding="utf-8") as file:
-                traceback.print_exc(file=file)
-        return RpcFailure(call.number, describe_error(error), None, user_frames(error), full_traceback(error))
 
 
 def split_batch(batch: Sequence[Sample], ranks: int, cost: Cost) -> list[list[Sample]]:

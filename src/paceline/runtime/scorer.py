@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -143,8 +142,8 @@ class Scorer:
         return []
 
     def _score(self, pack: Sequence[tuple[ScoreRequest, int]]) -> None:
-        samples = [_sample(question.sequences[at], question.temperature) for question, at in pack]
-        scores = score_samples(self._forward, samples, [list(range(len(samples)))])
+        samples = [Sample.as_sampled(question.sequences[at], question.temperature) for question, at in pack]
+        scores = score_samples(self._forward.scores, samples, [list(range(len(samples)))])
         self.packs += 1
         self.scored += sum(map(len, samples))
         for number, (question, at) in enumerate(pack):
@@ -193,15 +192,3 @@ class Scorer:
     @property
     def busy_seconds(self) -> float:
         return self._busy
-
-
-def _sample(ids: Sequence[int], temperature: float) -> Sample:
-    """All tokens but the first, as if the policy had sampled them."""
-    sampled = np.ones(len(ids), bool)
-    sampled[0] = False
-    return Sample(
-        token_ids=np.array(ids),
-        loss_mask=sampled,
-        versions=np.where(sampled, 0, -1),
-        temperatures=np.full(len(ids), temperature, np.float32),
-    )

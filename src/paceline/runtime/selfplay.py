@@ -32,19 +32,19 @@ from paceline.clients import HttpEngine, Pool
 from paceline.config import BreakerConfig
 from paceline.config import algorithm as credit
 from paceline.config import trainer as sections
-from paceline.config.apple import uses_mlx
 from paceline.config.env.base import ArenaEnvConfig
+from paceline.config.hardware import uses_mlx
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import Cursor, Sample, Ticket
 from paceline.errors import PacelineError
 from paceline.model import end_tokens, load_tokenizer
-from paceline.orchestrator import Breaker, RealClock, TrainEnv
+from paceline.orchestrator import Breaker, Clock, TrainEnv
 from paceline.orchestrator.admission import has_no_signal
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.gate import mask_stale_tokens
 from paceline.rollout import Group, Renderer, Rollout, SamplingClient
-from paceline.runtime.model_backends import trainer_of
+from paceline.runtime.local import trainer_of
 from paceline.selfplay import Arena, ArenaEnvironment, ArenaError, EpisodeRequest
 from paceline.trainer import StepReport
 from paceline.util.deadlines import gather_or_cancel
@@ -271,7 +271,7 @@ class Stage:
         if not isinstance(arena.credit_assigner, Algorithm):
             raise ArenaError("the arena has no credit_assigner: give it GRPOCredit(), RAECredit() or ConstantCredit()")
         self._arena, self._tickets = arena, trainer.tickets
-        self._runner = RolloutRunner((arena.client or trainer.client).sampling_client, RealClock(), seed)
+        self._runner = RolloutRunner((arena.client or trainer.client).sampling_client, Clock(), seed)
         self._breaker = Breaker(BreakerConfig())
         self._env = TrainEnv(
             config=ArenaEnvConfig(name="arena", import_path="paceline.selfplay:Arena", timeout=EPISODE_SECONDS),

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from paceline.clients.link import EngineLink
 from paceline.clients.rpc import EngineHello, EngineHost, FromEngine, encode_frame
 from paceline.config import RunConfig
-from paceline.config.apple import uses_mlx
+from paceline.config.hardware import uses_mlx
 from paceline.config.serve import ServeConfig
 from paceline.engine.base import Grammar
 from paceline.engine.engine import DecodingEngine
@@ -33,8 +33,7 @@ from paceline.errors import EngineError, PacelineError
 from paceline.model import end_tokens, load_tokenizer, quick_handover
 from paceline.model.tokenizer import find_tokenizer
 from paceline.planner.hardware import split_threads, usable_cores
-from paceline.runtime.local import with_sections
-from paceline.runtime.model_backends import device_of, load_backend
+from paceline.runtime.local import device_of, load_backend, with_sections
 from paceline.server import build_app, event_loop_factory, listen, serve
 from paceline.util.gc_tuning import tuned_gc
 from paceline.util.process_exit import end_child

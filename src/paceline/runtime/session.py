@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from paceline.clients.pool import LeaguePool
 from paceline.config import RunConfig
 from paceline.config.load import dump_with_absolute_paths
 from paceline.envs import Environment
@@ -37,20 +36,19 @@ from paceline.observe.record.advice import AdviceMemory
 from paceline.orchestrator import (
     CheckpointError,
     Checkpoints,
+    Clock,
     DamagedCheckpoint,
     Orchestrator,
     OrchestratorParts,
-    RealClock,
     RollBack,
     RunStopped,
     open_algorithms,
 )
-from paceline.planner import write_plan
+from paceline.planner.plan import write_plan
 from paceline.rollout import SamplingClient
 from paceline.runtime.colocated.ranks import find_rank, refuse_torchrun, without_first_resume
 from paceline.runtime.league import standings
-from paceline.runtime.local import RunParts, local
-from paceline.runtime.model_backends import resumed_checkpoint, with_settled_dtype
+from paceline.runtime.local import RunParts, local, resumed_checkpoint, with_settled_dtype
 from paceline.runtime.policy import RunResult
 from paceline.runtime.preflight import refuse_unready
 from paceline.runtime.signals import STOPPED_BY_USER, ForcedExit, Signals, run_until_complete
@@ -255,8 +253,7 @@ class RunSession:
             envs=parts.envs,
             monitor=monitor,
             checkpoints=Checkpoints(directory.checkpoints, config.checkpoint.keep),
-            clock=RealClock(),
-            past=parts.pool if isinstance(parts.pool, LeaguePool) else None,
+            clock=Clock(),
             advisor=AdviceMemory,
         )
         returns = RollBackCount()
@@ -345,22 +342,16 @@ class RollBackCount:
         return config.model_copy(update={"resume": "latest"})
 
 
-class _MonitorHandler(logging.Handler):
-    """Hands what parts of the run have to say on to the monitor, in the event loop's own thread."""
-
-    def __init__(self, monitor: Monitor) -> None:
-        super().__init__(logging.WARNING)
-        self._monitor, self._loop = monitor, asyncio.get_running_loop()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
-            self._loop.call_soon_threadsafe(self._monitor.note, record.getMessage())
-
-
 @contextmanager
 def _warnings_as_notes(monitor: Monitor) -> Generator[None]:
-    """Warnings of Paceline's own loggers are notes of the run while it lasts."""
-    handler, log = _MonitorHandler(monitor), logging.getLogger("paceline")
+    """Warnings of Paceline's own loggers are notes of the run while it lasts, made in the event loop's own thread."""
+    loop, handler, log = asyncio.get_running_loop(), logging.Handler(logging.WARNING), logging.getLogger("paceline")
+
+    def emit(record: logging.LogRecord) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
+            loop.call_soon_threadsafe(monitor.note, record.getMessage())
+
+    handler.emit = emit
     before = log.propagate
     log.addHandler(handler)
     log.propagate = False

@@ -22,7 +22,7 @@ from paceline.clients.sglang import SglangEngine
 from paceline.clients.vllm import LaunchedVllm, VllmEngine, VllmProcess, max_lora_rank
 from paceline.config import RunConfig
 from paceline.engine import EmbeddedEngine
-from paceline.engine.base import Engine, Grammar
+from paceline.engine.base import Grammar
 from paceline.engine.sequence import GrammarMatcher
 from paceline.errors import PacelineError
 from paceline.model import attach_lora, clone_for_engine, load_model, small_products
@@ -41,11 +41,9 @@ CPU_CACHE_GIB = 2
 
 def external_engine(
     config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, root: Path
-) -> ExternalEngine | None:
-    """The engine that `engine.backend` names; None for Paceline's own. `model` is the policy before any adapter."""
+) -> ExternalEngine:
+    """The engine of another maker that `engine.backend` names. `model` is the policy before any adapter."""
     engine = config.engine
-    if engine.backend == "paceline":
-        return None
     folder = Path(engine.folder) if engine.folder else root / "weights"
     shared: dict[str, Any] = {
         "folder": folder,
@@ -147,10 +145,6 @@ class TorchBackend:
         model = self.model.requires_grad_(False) if alone else clone_for_engine(self.model, config.model)
         steps = None if alone else config.steps
         return engine_for(model, config, grammars=grammars, steps=steps)
-
-    def external_engine(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, root: Path) -> Engine | None:
-        """The engine of another maker that the run file names, fed by this trainer."""
-        return external_engine(config, self.model, tokenizer, root)
 
     def trainer(self, config: RunConfig, dumps: Path) -> TorchTrainer:
         model = self.model if config.model.lora is None else clone_for_engine(self.model, config.model)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.env import LeagueConfig as Config
-from paceline.selfplay.payoff import Payoff
+from paceline.envs import POLICY
+from paceline.observe.analysis.payoff import Payoff
 from paceline.selfplay.state import EpisodeResult
 
 
@@ -34,9 +35,6 @@ def draw_opponent(c: Config, dice: random.Random, learner: str, past: Sequence[s
     scores = [payoff.score(learner, opponent) for opponent in past]
     weights = [(1 - (0.5 if score is None else score)) ** 2 + 1e-3 for score in scores]
     return dice.choices(past, weights)[0]
-
-
-POLICY = "policy"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,10 @@ from paceline.errors import EngineError
 from paceline.server import answers, bodies, control, responses
 from paceline.server.completions import create_chat_completion, create_completion
 from paceline.server.errors import ErrorAnswer, install_error_handlers, report_ignored_fields
-from paceline.server.generation import ThreadToLoopQueue
 from paceline.server.guard import Meter, ServerGuard
 from paceline.server.http import CONTROL_BYTES, FastJsonResponse, read_body
 from paceline.server.responses import create_response
-from paceline.server.service import ServedModels, Service
+from paceline.server.service import ServedModels, Service, ThreadToLoopQueue
 from paceline.server.tokenizer import ServerTokenizer
 from paceline.util.connections import GracefulServer, server_config
 from paceline.weights.transports import UPDATE_HEADER

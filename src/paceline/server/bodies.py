@@ -77,22 +77,34 @@ class StreamOptions(ClientBody):
     """Taken and ignored."""
 
 
-class SamplingBody(ClientBody):
+class GenerationBody(ClientBody):
+    """Fields that chats, completions and responses share."""
+
+    model: str | None = None
+    """The served model's name or an adapter's; the served model when left out."""
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stream: bool | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    """Taken and ignored: nothing is stored."""
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+class SamplingBody(GenerationBody):
     """Fields that chats and completions share."""
 
     unsupported = (*PROMPT_FIELDS, *SAMPLING_FIELDS)
-    model: str | None = None
-    """The served model's name or an adapter's; the served model when left out."""
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT64)] | None = None
     """Extension. Keep only the k most probable tokens; 0 and -1 keep all."""
     stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = None
     """Text that ends the answer and is left out of it."""
     seed: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
     """The same seed draws the same noise."""
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     regex: Annotated[str, Field(min_length=1)] | None = None
     """Extension. The answer matches this regular expression."""
@@ -110,12 +122,6 @@ class SamplingBody(ClientBody):
     """Extension. The exact key of the noise stream; overrides `seed`."""
     order: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
     """Extension. Lower goes first when requests queue; below 0 only on a server with a key."""
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
     frequency_penalty: Annotated[float | None, Neutral(0)] = None
     presence_penalty: Annotated[float | None, Neutral(0)] = None
     repetition_penalty: Annotated[float | None, Neutral(1)] = None
@@ -301,22 +307,6 @@ class CanaryBody(RequestBody):
     """Largest mean absolute difference that still counts as the same weights."""
 
 
-class AdapterBody(RequestBody):
-    """A LoRA adapter to serve."""
-
-    weights: str
-    """Base64 of a safetensors file whose names end in `lora_A.weight` and `lora_B.weight`."""
-    version: Annotated[int, Field(ge=0, le=INT64)]
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$", max_length=256)] | None = None
-    """The model name requests choose it by; the policy's own adapter when left out."""
-    scale: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """alpha / rank; read from the file's metadata when left out, else 1."""
-    fingerprint: str | None = None
-    """The sender's fingerprint of the tensors; other bits are refused."""
-    canary: CanaryBody | None = None
-    """Checked before anything is sampled from the adapter."""
-
-
 class UpdateHead(RequestBody):
     """The header `Paceline-Update` of weights that come as a body."""
 
@@ -325,6 +315,17 @@ class UpdateHead(RequestBody):
     """The sender's fingerprint of the tensors; other bits are refused."""
     canary: CanaryBody | None = None
     """Checked before anything is sampled from the weights."""
+
+
+class AdapterBody(UpdateHead):
+    """A LoRA adapter to serve."""
+
+    weights: str
+    """Base64 of a safetensors file whose names end in `lora_A.weight` and `lora_B.weight`."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$", max_length=256)] | None = None
+    """The model name requests choose it by; the policy's own adapter when left out."""
+    scale: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """alpha / rank; read from the file's metadata when left out, else 1."""
 
 
 class TensorForm(RequestBody):
@@ -358,12 +359,8 @@ class GroupBody(RequestBody):
     """Bytes sent at once."""
 
 
-class WeightsBody(RequestBody):
+class WeightsBody(UpdateHead):
     """Weights on this machine's disk to serve."""
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]
     """A safetensors file, or a folder of them, inside a folder the server was allowed to read."""
-    version: Annotated[int, Field(ge=0, le=INT64)]
-    fingerprint: str | None = None
-    canary: CanaryBody | None = None
-    """Checked before anything is sampled from the weights."""

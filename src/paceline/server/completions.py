@@ -1,4 +1,7 @@
-"""POST /v1/chat/completions and POST /v1/completions: bodies as engine requests, completions as answers."""
+"""POST /v1/chat/completions and POST /v1/completions: bodies as engine requests, completions as answers.
+
+Log probabilities have OpenAI's two shapes: a list of objects for chats, parallel arrays for completions.
+"""
 
 import asyncio
 import json
@@ -10,21 +13,14 @@ from typing import Any
 from fastapi import Request, Response
 
 from paceline.clients.tools import ToolCall, ToolParser, template_message
-from paceline.engine.base import Completion, GenerateRequest, Grammar
+from paceline.engine.base import Completion, GenerateRequest, Grammar, TopLogprobs
 from paceline.server.answers import response_head, usage
 from paceline.server.bodies import ChatBody, CompletionBody, NamedTool, ResponseFormat, SamplingBody
 from paceline.server.errors import bad_request
-from paceline.server.generation import Generation
 from paceline.server.http import cancel_on_disconnect
-from paceline.server.output_processor import (
-    ChoiceDelta,
-    ChoiceWriter,
-    chat_logprobs,
-    completion_logprobs,
-    score_prompts,
-)
+from paceline.server.output_processor import ChoiceDelta, ChoiceWriter, Generation, score_prompts
 from paceline.server.service import ServedModels, Service
-from paceline.server.tokenizer import ServerTokenizer
+from paceline.server.tokenizer import ServerTokenizer, TokenBytes
 from paceline.weights.update import noise_key
 
 MOST_CHOICES = 4096
@@ -162,6 +158,45 @@ async def build_chat_requests(service: Service, body: ChatBody) -> list[Generate
         top_logprobs=body.top_logprobs or 0,
         grammar=grammar or forced,
     )
+
+
+MIN_LOGPROB = -9999.0
+"""OpenAI's stand-in for minus infinity, which JSON cannot hold."""
+
+
+def chat_logprobs(delta: ChoiceDelta, token_bytes: TokenBytes, count: int) -> dict[str, Any]:
+    content = []
+    for place, token in enumerate(delta.token_ids):
+        ranked = delta.top[place][:count] if count and delta.top else []
+        content.append(
+            _logprob_entry(token, delta.logprobs[place], token_bytes)
+            | {"top_logprobs": [_logprob_entry(other, logprob, token_bytes) for other, logprob in ranked]}
+        )
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(delta: ChoiceDelta, token_bytes: TokenBytes, count: int, start: int = 0) -> dict[str, Any]:
+    """`start` is where in the answer the text begins: after the prompt, where that is echoed."""
+    return {
+        "tokens": [token_bytes.decode_token(token)[0] for token in delta.token_ids],
+        "token_logprobs": [max(logprob, MIN_LOGPROB) for logprob in delta.logprobs],
+        "top_logprobs": [_top_logprobs(ranked[:count], token_bytes) for ranked in delta.top]
+        if count and delta.top
+        else None,
+        "text_offset": [start + offset for offset in delta.offsets],
+    }
+
+
+def _logprob_entry(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
+    text, data = token_bytes.decode_token(token)
+    return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": data}
+
+
+def _top_logprobs(ranked: TopLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
+    named: dict[str, float] = {}
+    for token, logprob in ranked:  # two may be spelt alike: the more probable one comes first and stays
+        named.setdefault(token_bytes.decode_token(token)[0], max(logprob, MIN_LOGPROB))
+    return named
 
 
 class ChatWriter(ChoiceWriter[ChatBody]):

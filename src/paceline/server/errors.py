@@ -104,33 +104,25 @@ def invalid_body(error: ValidationError) -> Refusal:
 def install_error_handlers(app: FastAPI) -> None:
     """One shape for whatever an endpoint raises; only a real bug is a 500."""
 
-    async def refused(request: Request, error: Exception) -> Response:
-        refusal = engine_refusal(error) if isinstance(error, EngineError) else error
-        assert isinstance(refusal, Refusal)
-        headers = {"Retry-After": RETRY_SECONDS} if refusal.status == 429 else None
-        return error_response(refusal.status, str(refusal), refusal.param, refusal.code, headers)
-
-    async def not_routed(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = {
-            404: f"there is no {request.url.path} here: GET /openapi.json lists what there is",
-            405: f"{request.url.path} does not take {request.method}",
-        }.get(error.status_code, str(error.detail))
-        return error_response(error.status_code, message, headers=error.headers)
-
-    async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=CLIENT_GONE)
-
-    async def bug(request: Request, error: Exception) -> Response:
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientGone | ClientDisconnect):  # the second in the middle of its body
+            return Response(status_code=CLIENT_GONE)
+        if isinstance(error, HTTPException):
+            message = {
+                404: f"there is no {request.url.path} here: GET /openapi.json lists what there is",
+                405: f"{request.url.path} does not take {request.method}",
+            }.get(error.status_code, str(error.detail))
+            return error_response(error.status_code, message, headers=error.headers)
+        if isinstance(error, EngineError):
+            error = engine_refusal(error)
+        if isinstance(error, Refusal):
+            headers = {"Retry-After": RETRY_SECONDS} if error.status == 429 else None
+            return error_response(error.status, str(error), error.param, error.code, headers)
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return error_response(500, f"the server failed: {type(error).__name__}; its log has the cause")
 
-    app.add_exception_handler(Refusal, refused)
-    app.add_exception_handler(EngineError, refused)
-    app.add_exception_handler(HTTPException, not_routed)
-    app.add_exception_handler(ClientGone, gone)
-    app.add_exception_handler(ClientDisconnect, gone)  # in the middle of its body
-    app.add_exception_handler(Exception, bug)
+    for kind in (Refusal, EngineError, HTTPException, ClientGone, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, answer)
 
 
 IGNORED_HEADER = "Paceline-Ignored"
@@ -167,7 +159,7 @@ SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(_NEVER_NEUTRAL, ()) 
 _NEUTRAL_VALUES = PROMPT_FIELDS | SAMPLING_FIELDS
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _LIST_INDEX = re.compile(r"\.\d+(?=\.)")
-_warnings = RateLimitedLogger(logging.getLogger("paceline.server"))
+_warnings = RateLimitedLogger(log)
 
 
 def pop_unknown_fields(body: BaseModel) -> list[str]:

@@ -1,27 +1,26 @@
-"""Runs the choices of chats and completions: turns tokens into text, stops, streams, counts.
+"""Runs the choices of chats and completions: turns tokens into text, stops, streams, counts."""
 
-Log probabilities have OpenAI's two shapes: a list of objects for chats, parallel arrays for completions.
-"""
-
+import asyncio
 import codecs
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
+from operator import iadd
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request, Response
 
 from paceline.clients.rpc import join_pieces
-from paceline.engine.base import Completion, GenerateRequest, Piece, TopLogprobs
+from paceline.engine.base import Completion, Engine, GenerateRequest, Piece, TopLogprobs
 from paceline.errors import EngineError
 from paceline.server.answers import response_head, usage
 from paceline.server.bodies import SamplingBody
 from paceline.server.errors import Refusal, engine_refusal, error_object
-from paceline.server.generation import Event, Generation
 from paceline.server.http import SSE_DONE, EventStream, FastJsonResponse, cancel_on_disconnect, sse_event
-from paceline.server.service import Service
+from paceline.server.service import Service, ThreadToLoopQueue
 from paceline.server.tokenizer import Detokenizer, ServerTokenizer, TokenBytes
 
 B = TypeVar("B", bound=SamplingBody)
@@ -77,12 +76,8 @@ class ChoiceDelta:
     """Where in the text each token begins; only where asked for."""
 
     def add(self, other: "ChoiceDelta") -> None:
-        self.text += other.text
-        self.token_ids += other.token_ids
-        self.logprobs += other.logprobs
-        self.versions += other.versions
-        self.top += other.top
-        self.offsets += other.offsets
+        for name in self.__slots__:
+            setattr(self, name, iadd(getattr(self, name), getattr(other, name)))
 
 
 class OutputProcessor:
@@ -159,43 +154,77 @@ class OffsetTracker:
         return offsets
 
 
-MIN_LOGPROB = -9999.0
-"""OpenAI's stand-in for minus infinity, which JSON cannot hold."""
+CHOICES_PER_TURN = 32
+"""Choices submitted in one turn of the event loop, so that a request of thousands does not block others."""
 
 
-def chat_logprobs(delta: ChoiceDelta, token_bytes: TokenBytes, count: int) -> dict[str, Any]:
-    content = []
-    for place, token in enumerate(delta.token_ids):
-        ranked = delta.top[place][:count] if count and delta.top else []
-        content.append(
-            _logprob_entry(token, delta.logprobs[place], token_bytes)
-            | {"top_logprobs": [_logprob_entry(other, logprob, token_bytes) for other, logprob in ranked]}
-        )
-    return {"content": content, "refusal": None}
+class Generation:
+    """Runs requests concurrently and reports their events, in order for each choice.
 
+    Leaving the context takes whatever still runs out of the engine, however it is left: done, failed, or because the
+    client is gone.
+    """
 
-def completion_logprobs(delta: ChoiceDelta, token_bytes: TokenBytes, count: int, start: int = 0) -> dict[str, Any]:
-    """`start` is where in the answer the text begins: after the prompt, where that is echoed."""
-    return {
-        "tokens": [token_bytes.decode_token(token)[0] for token in delta.token_ids],
-        "token_logprobs": [max(logprob, MIN_LOGPROB) for logprob in delta.logprobs],
-        "top_logprobs": [_top_logprobs(ranked[:count], token_bytes) for ranked in delta.top]
-        if count and delta.top
-        else None,
-        "text_offset": [start + offset for offset in delta.offsets],
-    }
+    def __init__(
+        self, engine: Engine, queue: ThreadToLoopQueue, requests: Sequence[GenerateRequest], listen: bool
+    ) -> None:
+        self._engine, self._queue, self._requests, self._listen = engine, queue, requests, listen
+        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[Completion]] = []
+        self._stopped_choices: set[int] = set()
 
+    async def __aenter__(self) -> "Generation":
+        try:
+            for index, request in enumerate(self._requests):
+                if index and index % CHOICES_PER_TURN == 0:
+                    await asyncio.sleep(0)
+                listener = partial(self._enqueue, index) if self._listen else None
+                task = asyncio.ensure_future(self._engine.generate(request, listener))
+                task.add_done_callback(partial(self._on_done, index))
+                self._tasks.append(task)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
 
-def _logprob_entry(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
-    text, data = token_bytes.decode_token(token)
-    return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": data}
+    async def __aexit__(self, *error: object) -> None:
+        for task in self._tasks:
+            task.cancel()
 
+    def stop(self, index: int) -> None:
+        """Cancel a choice whose text is complete, as after a stop string."""
+        self._stopped_choices.add(index)
+        self._tasks[index].cancel()
 
-def _top_logprobs(ranked: TopLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
-    named: dict[str, float] = {}
-    for token, logprob in ranked:  # two may be spelt alike: the more probable one comes first and stays
-        named.setdefault(token_bytes.decode_token(token)[0], max(logprob, MIN_LOGPROB))
-    return named
+    async def events(self) -> AsyncIterator[dict[int, list[Piece | Completion]]]:
+        """What came since the last look, by choice: new tokens, and at last its completion. Ends when every choice has
+        ended; the first failure ends it all."""
+        running = len(self._tasks)
+        while running:
+            events: dict[int, list[Piece | Completion]] = {}
+            messages = [await self._inbox.get()]  # bounded: by the client's patience
+            while not self._inbox.empty():  # a reader that is late finds several, and answers them together
+                messages.append(self._inbox.get_nowait())
+            for index, item in messages:
+                if isinstance(item, asyncio.Task):
+                    running -= 1
+                    if index in self._stopped_choices:
+                        continue
+                    item = await item  # bounded: it is done
+                events.setdefault(index, []).append(item)
+            yield events
+
+    async def completions(self) -> list[Completion]:
+        """The completion of every choice, without streaming."""
+        return await asyncio.gather(*self._tasks)  # bounded: by the client's patience
+
+    def _enqueue(self, index: int, item: "Piece | asyncio.Task[Completion]") -> None:
+        self._queue.send(self._inbox, (index, item))
+
+    def _on_done(self, index: int, task: "asyncio.Task[Completion]") -> None:
+        if not task.cancelled():
+            task.exception()  # looked at here, so that a failure after the first is no "never retrieved" complaint
+        self._enqueue(index, task)  # by the same queue as the pieces, or the end could overtake them
 
 
 class ChoiceWriter(ABC, Generic[B]):
@@ -257,7 +286,8 @@ class ChoiceWriter(ABC, Generic[B]):
     def encode(self, chunk: dict[str, Any]) -> bytes:
         options = self._body.stream_options
         always = options and self._includes_usage and options.continuous_usage_stats
-        used = {"usage": self._choice_usage(chunk["index"])} if always else {}
+        request, output = self.requests[chunk["index"]], self.outputs[chunk["index"]]
+        used = {"usage": usage([request], 1, output.sampled, output.cached)} if always else {}
         return sse_event(self._head | used | {"choices": [chunk]})
 
     def encode_failure(self, refusal: Refusal) -> bytes:
@@ -278,23 +308,20 @@ class ChoiceWriter(ABC, Generic[B]):
 
     async def _steps(self, listen: bool) -> AsyncGenerator[tuple[int, ChoiceDelta, bool]]:
         """A choice's index, what it gained, and whether it has ended, until all have. Several pieces of one choice are
-        told together."""
+        decoded together: a stream that lags has them."""
         async with Generation(self._service.engine, self._service.queue, self.requests, listen) as generation:
             async for events in generation.events():
-                deltas: dict[int, ChoiceDelta] = {}
-                for index, item in merge_pieces(events):
+                for index, items in events.items():
                     output = self.outputs[index]
                     if output.finish is not None:
                         continue
-                    delta = output.end(item, listen) if isinstance(item, Completion) else output.process(item)
+                    pieces = [item for item in items if isinstance(item, Piece)]
+                    delta = output.process(join_pieces(pieces)) if pieces else ChoiceDelta()
+                    if output.finish is None and isinstance(items[-1], Completion):
+                        delta.add(output.end(items[-1], listen))
                     if output.finish is not None:
                         generation.stop(index)
-                    if index in deltas:
-                        deltas[index].add(delta)
-                    else:
-                        deltas[index] = delta
-                for index, delta in deltas.items():
-                    yield index, delta, self.outputs[index].finish is not None
+                    yield index, delta, output.finish is not None
 
     async def _collect_choices(self) -> list[ChoiceDelta]:
         """Every choice from beginning to end. Tokens are listened to only where a stop string may end it early."""
@@ -302,10 +329,6 @@ class ChoiceWriter(ABC, Generic[B]):
         async for index, delta, _ in self._steps(listen=bool(self._body.stops)):
             deltas[index].add(delta)
         return deltas
-
-    def _choice_usage(self, index: int) -> dict[str, Any]:
-        """Tokens of one choice so far."""
-        return usage([self.requests[index]], 1, self.outputs[index].sampled, self.outputs[index].cached)
 
     def usage(self) -> dict[str, Any]:
         sampled = sum(output.sampled for output in self.outputs)
@@ -323,20 +346,6 @@ class ChoiceWriter(ABC, Generic[B]):
         if self.prompt_logprobs is not None and first:
             extra["prompt_logprobs"] = self.prompt_logprobs[index]
         return extra
-
-
-def merge_pieces(events: list[Event]) -> Iterator[Event]:
-    """The same events with all pieces of a choice as one: a stream that lags decodes them together."""
-    if len(events) == 1:
-        yield events[0]
-        return
-    pieces: dict[int, list[Piece]] = {}
-    for index, item in events:
-        if isinstance(item, Piece):
-            pieces.setdefault(index, []).append(item)
-    for index, chunks in pieces.items():
-        yield index, join_pieces(chunks)
-    yield from ((index, item) for index, item in events if isinstance(item, Completion))
 
 
 async def score_prompts(service: Service, requests: Sequence[GenerateRequest]) -> list[list[float | None]]:

@@ -13,7 +13,18 @@ from fastapi import Request, Response
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
 from paceline.engine.base import GenerateRequest
-from paceline.server.bodies import INT64, ChatBody, ClientBody, Count, Neutral, check_text_only
+from paceline.server.bodies import (
+    INT64,
+    ChatBody,
+    ClientBody,
+    Count,
+    Function,
+    GenerationBody,
+    JsonSchema,
+    NamedFunction,
+    Neutral,
+    check_text_only,
+)
 from paceline.server.completions import ChatWriter, build_chat_requests
 from paceline.server.errors import PROMPT_FIELDS, SAMPLING_FIELDS, Refusal, invalid_body
 from paceline.server.http import cancel_on_disconnect
@@ -106,31 +117,22 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(ClientBody):
+class FunctionTool(Function):
     """A function the model may call."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class NamedFunctionTool(ClientBody):
+class NamedFunctionTool(NamedFunction):
     """The one function that must be called."""
 
     type: Literal["function"]
-    name: str
 
 
-class TextFormat(ClientBody):
+class TextFormat(JsonSchema):
     """The form the text takes."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema", default_factory=dict)]
-    strict: bool | None = None
 
 
 class TextSettings(ClientBody):
@@ -155,13 +157,11 @@ class ResponseStreamOptions(ClientBody):
     """Taken and ignored."""
 
 
-class ResponseBody(ClientBody):
+class ResponseBody(GenerationBody):
     """Text, or items of a conversation, to respond to."""
 
     unsupported = (*PROMPT_FIELDS, *SAMPLING_FIELDS, *CHAT_FIELDS)
 
-    model: str | None = None
-    """The served model's name or an adapter's; the served model when left out."""
     input: Annotated[
         Annotated[str, Tag("str")]
         | Annotated[list[InputItem], Field(min_length=1, max_length=MOST_ITEMS), Tag("list[item]")],
@@ -171,23 +171,13 @@ class ResponseBody(ClientBody):
     """A system message before the input."""
     max_output_tokens: Count | None = None
     """Longest response in tokens; as much as the context holds when left out."""
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     """Only the first call of a response is given when false."""
     text: TextSettings | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    """Taken and ignored: nothing is stored."""
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     """There is no reasoning to include."""
     max_tool_calls: Annotated[int, Field(ge=0, le=INT64)] | None = None
@@ -214,10 +204,7 @@ def to_chat_body(body: ResponseBody, kind: type[C]) -> C:
         "user": body.user,
     }
     if body.tools:
-        function_fields = ("name", "description", "parameters", "strict")
-        chat["tools"] = [
-            {"type": "function", "function": tool.model_dump(include={*function_fields})} for tool in body.tools
-        ]
+        chat["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in body.tools]
     chat["tool_choice"] = choice = body.tool_choice
     if isinstance(choice, NamedFunctionTool):
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
@@ -297,56 +284,43 @@ class ResponseWriter:
         }
         self._num_events = 0
         self._message_id = _new_id("msg")
-        self._text: str | None = None
-        """The text so far, once the message has begun."""
+        self._text = ""
+        """The text so far; the message begins with it."""
         self._calls: list[dict[str, Any]] = []
 
     def full_response(self, message: dict[str, Any], finish: str | None, usage: dict[str, Any]) -> dict[str, Any]:
         """The response that says what this chat message says."""
-        text, calls = message.get("content") or "", message.get("tool_calls") or []
-        output = [_message_item(self._message_id, "completed", text)] if text or not calls else []
-        return self._final_response([*output, *map(_call_item, calls)], finish, usage)
-
-    @property
-    def has_started(self) -> bool:
-        return self._num_events > 0
-
-    def begin(self) -> bytes:
-        return self._event("response.created", response=self._head) + self._event(
-            "response.in_progress", response=self._head
-        )
+        self._text, self._calls = message.get("content") or "", message.get("tool_calls") or []
+        return self._final_response(self._output_items(), finish, usage)
 
     def add(self, message: dict[str, Any]) -> bytes:
         """Events that a chunk of a chat's stream adds. Calls wait for the end of the text."""
+        events = b""
+        if not self._num_events:
+            events += self._event("response.created", response=self._head)
+            events += self._event("response.in_progress", response=self._head)
         self._calls += message.get("tool_calls") or []
-        text = message.get("content") or ""
-        if not text:
-            return b""
-        begun = b"" if self._text is not None else self._open_message()
-        self._text = (self._text or "") + text
-        return begun + self._part_event("response.output_text.delta", delta=text, logprobs=[])
+        if text := message.get("content") or "":
+            events += b"" if self._text else self._open_message()
+            self._text += text
+            events += self._part_event("response.output_text.delta", delta=text, logprobs=[])
+        return events
 
     def end(self, finish: str | None, usage: dict[str, Any]) -> bytes:
-        output: list[dict[str, Any]] = []
-        events = b""
-        if self._text is None and not self._calls:
-            events, self._text = self._open_message(), ""
-        if self._text is not None:
-            item = _message_item(self._message_id, "completed", self._text)
-            output.append(item)
-            events += self._part_event("response.output_text.done", text=self._text, logprobs=[])
-            events += self._part_event("response.content_part.done", part=item["content"][0])
-            events += self._event("response.output_item.done", output_index=0, item=item)
-        for call in self._calls:
-            item, place = _call_item(call), len(output)
-            output.append(item)
-            at = {"item_id": item["id"], "output_index": place}
-            fresh = item | {"arguments": "", "status": "in_progress"}
-            events += self._event("response.output_item.added", output_index=place, item=fresh)
-            events += self._event("response.function_call_arguments.delta", **at, delta=item["arguments"])
-            events += self._event(
-                "response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"]
-            )
+        events = b"" if self._text or self._calls else self._open_message()
+        output = self._output_items()
+        for place, item in enumerate(output):
+            if item["type"] == "message":
+                events += self._part_event("response.output_text.done", text=self._text, logprobs=[])
+                events += self._part_event("response.content_part.done", part=item["content"][0])
+            else:
+                at = {"item_id": item["id"], "output_index": place}
+                fresh = item | {"arguments": "", "status": "in_progress"}
+                events += self._event("response.output_item.added", output_index=place, item=fresh)
+                events += self._event("response.function_call_arguments.delta", **at, delta=item["arguments"])
+                events += self._event(
+                    "response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"]
+                )
             events += self._event("response.output_item.done", output_index=place, item=item)
         response = self._final_response(output, finish, usage)
         return events + self._event(f"response.{response['status']}", response=response)
@@ -359,11 +333,15 @@ class ResponseWriter:
             "response.failed", response=failed
         )
 
+    def _output_items(self) -> list[dict[str, Any]]:
+        """The message, if there is text or nothing else, and the calls."""
+        calls = [_call_item(call) for call in self._calls]
+        return calls if calls and not self._text else [_message_item(self._message_id, "completed", self._text), *calls]
+
     def _open_message(self) -> bytes:
-        item = _message_item(self._message_id, "in_progress", "") | {"content": []}
-        return self._event("response.output_item.added", output_index=0, item=item) + self._part_event(
-            "response.content_part.added", part={"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        )
+        item = _message_item(self._message_id, "in_progress", "")
+        begun = self._event("response.output_item.added", output_index=0, item=item | {"content": []})
+        return begun + self._part_event("response.content_part.added", part=item["content"][0])
 
     def _part_event(self, kind: str, **more: Any) -> bytes:
         return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **more)
@@ -427,7 +405,7 @@ class ResponseStream(ChatWriter):
 
     def encode(self, chunk: dict[str, Any]) -> bytes:
         self._finish_reason = chunk["finish_reason"] or self._finish_reason
-        return (b"" if self._writer.has_started else self._writer.begin()) + self._writer.add(chunk["delta"])
+        return self._writer.add(chunk["delta"])
 
     def encode_failure(self, refusal: Refusal) -> bytes:
         return self._writer.fail(str(refusal), refusal.code)

@@ -1,20 +1,20 @@
-"""Holds the state that endpoints share: engine, tokenizer, model names, and uploaded weights."""
+"""Holds the state that endpoints share: engine and its tokens, tokenizer, model names, and uploaded weights."""
 
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastapi import Request
 
 from paceline.engine.base import Engine, EngineLimits
 from paceline.errors import UnknownModel
 from paceline.server.errors import Refusal
-from paceline.server.generation import ThreadToLoopQueue
 from paceline.server.guard import Meter
 from paceline.server.http import content_length, media_type
 from paceline.server.tokenizer import ServerTokenizer
@@ -28,17 +28,17 @@ BASE_MODEL = "base"
 """The engine's name for the plain base, beside a policy that is an adapter."""
 
 
+@dataclass(slots=True)
 class ServedModels:
     """Knows the engine's limits without asking it for every request; looks again when a name is unknown."""
 
-    def __init__(self, engine: Engine, name: str, limits: EngineLimits, has_key: bool) -> None:
-        self._engine = engine
-        self.name = name
-        self.limits = limits
-        self.has_key = has_key
+    engine: Engine
+    name: str
+    limits: EngineLimits
+    has_key: bool
 
     async def refresh(self) -> None:
-        self.limits = await self._engine.limits()
+        self.limits = await self.engine.limits()
 
     async def resolve(self, requested: str | None) -> str:
         """The engine's name for what a request calls its model."""
@@ -55,6 +55,38 @@ class ServedModels:
 
     def names(self) -> list[str]:
         return [self.name, *(name for name in self.limits.adapters if name)]
+
+
+GATHER_SECONDS = 0.001
+"""How long a message may wait for others: less than a decode step takes."""
+
+
+class ThreadToLoopQueue:
+    """Carries messages from any thread to inboxes of one event loop.
+
+    A step of the engine reaches hundreds of listeners. The first message wakes the loop, the others are only appended;
+    a moment later the loop delivers them all, in the order they came. Without that moment it would fight the engine for
+    Python's lock over every token. The flag is lowered before the queue is emptied, so a message that comes in between
+    raises it again: none is ever left behind.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self._flush_scheduled = False
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, inbox: asyncio.Queue[Any], message: Any) -> None:
+        """From any thread."""
+        self._pending.append((inbox, message))
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_SECONDS, self._deliver)
+
+    def _deliver(self) -> None:
+        self._flush_scheduled = False
+        while self._pending:
+            inbox, message = self._pending.popleft()
+            inbox.put_nowait(message)
 
 
 WRITE_BYTES = 4 << 20

@@ -5,7 +5,7 @@ import copy
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jinja2
@@ -23,18 +23,15 @@ class TokenBytes:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._cache: dict[int, TokenText] = {}
         self._added_tokens = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items()}
         self._raw_bytes = _byte_decoder(tokenizer)
+        self.decode_token = cache(self._decode_token)
 
-    def decode_token(self, token: int) -> TokenText:
-        spelling = self._cache.get(token)
-        if spelling is None:
-            added = self._added_tokens.get(token)
-            written: Any = self._tokenizer.convert_ids_to_tokens(token) if added is None else None
-            data = self._raw_bytes(written or "") if added is None else added.encode()
-            spelling = self._cache[token] = data.decode("utf-8", "replace"), list(data)
-        return spelling
+    def _decode_token(self, token: int) -> TokenText:
+        added = self._added_tokens.get(token)
+        written: Any = self._tokenizer.convert_ids_to_tokens(token) if added is None else None
+        data = self._raw_bytes(written or "") if added is None else added.encode()
+        return data.decode("utf-8", "replace"), list(data)
 
 
 def _byte_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:

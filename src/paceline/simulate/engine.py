@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from paceline.engine import Completion, EngineStats, GenerateRequest
 from paceline.engine.base import EngineLimits
 from paceline.errors import PacelineError
-from paceline.orchestrator import RealClock
+from paceline.orchestrator import Clock
 from paceline.simulate.cost import Lengths
 from paceline.weights.update import ServedPolicy, WeightUpdate
 
@@ -231,7 +231,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
 
-class VirtualClock(RealClock):
+class VirtualClock(Clock):
     """A loop's own time; sleeps and deadlines are asyncio's, which run on it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

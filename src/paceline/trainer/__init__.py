@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from paceline.trainer.base import StepReport, Trainer, TrainerError, TrainerLost
+from paceline.errors import TrainerError, TrainerLost
+from paceline.trainer.backend import StepReport, Trainer
 from paceline.util.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:

@@ -2,22 +2,20 @@
 
 Each rank brings some samples and gets those of all: so every rank can count the normalisers, cut the optimizer steps
 and deal out micro-batches by itself, with the same result. The traffic is small beside the weights: some 25 bytes a
-token. `TrainedTokens` are what a micro-batch of it trains, and `Ratio` how far each token's probability has moved.
+token. `streams_of` has what a micro-batch of it trains.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
-from paceline.config.trainer import MAX_LOG_RATIO
-from paceline.data import Cost, Cut, MicroBatch, Sample, Scales, collate, cut_steps, pack, token_scales
-from paceline.data.balance import Bins, flatten_bins
-from paceline.trainer.ops import clip, exp, isnan, ones_like, segment_sums, stop, where
-from paceline.weights.update import Array
+from paceline.data import MicroBatch, Sample, Scales, collate, pack, token_scales
+from paceline.data.balance import Bins, Cost, Cut, cut_steps, flatten_bins
+from paceline.planner.shape import read_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -82,15 +80,17 @@ def scales_of(
     return dict(zip(own, token_scales(step, c.normalise, c.fixed_length, own=[place[i] for i in own]), strict=True))
 
 
-def score_samples(forward: Any, samples: Sequence[Sample], bins: Bins) -> dict[int, NDArray]:
-    """Log probabilities of the sampled tokens of each sample in `bins` at their temperatures, in float32; 0.0
-    elsewhere. An empty bin is a pass too: other ranks may wait for it."""
+def score_samples(
+    scores_of: Callable[[MicroBatch], NDArray], samples: Sequence[Sample], bins: Bins
+) -> dict[int, NDArray]:
+    """What `scores_of` a micro-batch's sampled tokens gives, for each sample in `bins`, in float32; 0.0 elsewhere. An
+    empty bin is a pass too: other ranks may wait for it."""
     scores: dict[int, NDArray] = {}
     own = flatten_bins(bins)
     scales = dict(zip(own, token_scales([samples[i] for i in own]), strict=True))
     for micro_batch in collate_bins(samples, scales, bins, {}):
         stream = np.zeros(len(micro_batch), np.float32)
-        stream[micro_batch.loss_mask] = forward.scores(micro_batch)
+        stream[micro_batch.loss_mask] = scores_of(micro_batch)
         if micro_batch is not DUMMY_PACK:
             parts = np.split(stream, np.cumsum(micro_batch.lengths)[:-1])
             scores |= zip(micro_batch.members, parts, strict=True)
@@ -98,98 +98,12 @@ def score_samples(forward: Any, samples: Sequence[Sample], bins: Bins) -> dict[i
 
 
 def cost_of(model: "PreTrainedConfig") -> Cost:
-    """Work of a token and of a pair of tokens, from a model's shape."""
+    """Forward flops of a token and of a pair of tokens; backward multiplies both about alike. 2 for each weight a token
+    meets; 4 for each number of the heads and each pair, of which causality leaves half. Windows are left out."""
     text = model.get_text_config()
-    heads = text.num_attention_heads
-    return Cost.from_shape(
-        hidden=text.hidden_size,
-        layers=text.num_hidden_layers,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        vocabulary=text.vocab_size,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """How far tokens have moved from an older policy's probabilities."""
-
-    log: Array
-    value: Array
-    difference: Array
-    """new - old in probability, without gradient."""
-
-    @classmethod
-    def from_logprobs(cls, new: Array, old: Array) -> "Ratio":
-        log = clip(new - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return cls(log, exp(log), exp(stop(new)) - exp(old))
-
-    def divergence(self) -> Array:
-        """r - log r - 1: never negative, and zero only where nothing moved."""
-        return self.value - self.log - 1
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedTokens:
-    """Parallel one-dimensional arrays over the trained tokens of several sequences laid end to end."""
-
-    logprobs: Array
-    """log pi, the policy in training. It and `entropy` alone may have a gradient."""
-    rollout_logprobs: Array
-    """log mu, recorded by the engine; NaN where another model sampled the token, which makes the ratio 1."""
-    prox_logprobs: Array
-    """The policy at the batch's start; NaN where it still is the policy in training."""
-    advantages: Array
-    ref_logprobs: Array
-    """A teacher's."""
-    base_logprobs: Array
-    """The KL reference's; NaN where there is none."""
-    rl_scale: Array
-    """By what each component's loss of a token is multiplied: its weight over the batch's normaliser. 0 trains not."""
-    ce_scale: Array
-    ref_kl_scale: Array
-    policy_scale: Array
-    """The same for what belongs to no component, KL and entropy: of the rl tokens, without their weights."""
-    entropy: Array
-    versions: Array
-    segments: Array
-    """Which sequence each token belongs to."""
-    names: tuple[str, ...]
-    """The name of each sequence in errors."""
-    kv_kept: Array | None = None
-    """Where the sampler's keys and values were partly those of older weights; nowhere when None."""
-
-    @property
-    def rl(self) -> Array:
-        """Where the rl component trains."""
-        return self.rl_scale != 0
-
-    @property
-    def sampling_logprobs(self) -> Array:
-        """log mu; the policy's own where another model sampled."""
-        return self._or_policy(self.rollout_logprobs)
-
-    @property
-    def old_logprobs(self) -> Array:
-        """The policy at the batch's start. In the first optimizer step that is the policy itself: no second pass."""
-        return self._or_policy(self.prox_logprobs)
-
-    @property
-    def reference_logprobs(self) -> Array:
-        """The KL reference's; the policy's own where there is none."""
-        return self._or_policy(self.base_logprobs)
-
-    def per_sequence(self, values: Array) -> tuple[Array, Array]:
-        """Sum over each sequence's rl tokens, and how many these are (1 at least)."""
-        sums, counts = (
-            segment_sums(where(self.rl, x, 0.0), self.segments, len(self.names)) for x in (values, ones_like(values))
-        )
-        return sums, clip(counts, low=1.0)
-
-    def _or_policy(self, stream: Array) -> Array:
-        return where(isnan(stream), stop(self.logprobs), stream)
+    # A family's own names, and transformers' for them.
+    shape = read_shape(text.to_dict() | {name: getattr(text, name, None) for name in text.attribute_map})
+    return Cost(2.0 * shape.active_parameters, 2.0 * shape.layers * shape.heads * shape.head_dim)
 
 
 STREAMS = ("versions", "advantages", "ref_logprobs", "base_logprobs", "prox_logprobs", "kv_kept")

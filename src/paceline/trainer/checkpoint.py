@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from paceline.trainer.base import TrainerError
+from paceline.errors import TrainerError
 from paceline.weights.manifest import find_problems, join_first
 from paceline.weights.update import Array
 

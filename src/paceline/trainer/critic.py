@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
-from paceline.data import MicroBatch, Sample, Scales, pack, token_scales
+from paceline.data import MicroBatch, Sample, Scales, first_fit_decreasing, pack, token_scales
 from paceline.trainer.backend import PolicyBackend, ValueModel, training
-from paceline.trainer.batch import BUDGET, DUMMY_SAMPLE, ValueTargets
-from paceline.trainer.ops import clip, maximum, square
+from paceline.trainer.batch import BUDGET, DUMMY_SAMPLE, ValueTargets, score_samples
+from paceline.trainer.terms import clip, maximum, square
 from paceline.weights.update import Array
 
 
@@ -119,15 +119,9 @@ class Critic:
 
     def values(self, samples: Sequence[Sample]) -> list[NDArray]:
         """Of the sampled tokens, each of the moment before it was chosen; 0.0 elsewhere."""
-        values = [np.zeros(len(s)) for s in samples]
-        for micro_batch in pack(samples, token_scales(samples), self._budget):
-            stream = np.zeros(len(micro_batch))
-            positions = micro_batch.loss_mask.nonzero()[0]
-            stream[positions] = self.make().values(micro_batch, positions)
-            parts = np.split(stream, np.cumsum(micro_batch.lengths)[:-1])
-            for member, part in zip(micro_batch.members, parts, strict=True):
-                values[member] = part
-        return values
+        bins = first_fit_decreasing([len(s) for s in samples], self._budget)
+        values = score_samples(self.make().values, samples, bins)
+        return [values[i].astype(np.float64) for i in range(len(samples))]
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ is what the whole batch at once would have given, whatever came first.
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from statistics import fmean, median
@@ -34,15 +34,14 @@ from paceline.data import (
 )
 from paceline.data.balance import all_members, flatten_bins, restrict_cuts
 from paceline.data.packing import COMPONENTS
-from paceline.trainer.backend import Optimizer, PolicyBackend, training
-from paceline.trainer.base import TrainerError
-from paceline.trainer.batch import DUMMY_PACK, Batch, TrainedTokens, collate_bins, scales_of, score_samples
+from paceline.errors import TrainerError
+from paceline.trainer.backend import NamedLosses, Optimizer, PolicyBackend, schedule_lengths, training
+from paceline.trainer.batch import DUMMY_PACK, Batch, collate_bins, scales_of, score_samples
 from paceline.trainer.checkpoint import strip_prefix
 from paceline.trainer.critic import Critic
 from paceline.trainer.loss import NAMES, TERMS, Loss, LossStats, TokenLosses, metrics
-from paceline.trainer.ops import stack
-from paceline.trainer.optimizer import schedule_lengths
 from paceline.trainer.reference import KLReference, subtract_kl
+from paceline.trainer.terms import TrainedTokens, stack
 from paceline.weights.update import Array
 
 SCALE_OF = {"rl": "policy_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
@@ -57,7 +56,7 @@ def components(micro_batch: MicroBatch) -> list[str]:
 
 def component(parts: Mapping[str, Array], name: str) -> Array:
     """Its share of a loss that is known term by term."""
-    return stack(*(parts[term] for term in TERMS[name] if term in parts)).sum()
+    return stack([parts[term] for term in TERMS[name] if term in parts]).sum()
 
 
 class StreamedBatch:
@@ -173,7 +172,8 @@ class Learner:
     """A policy, and beside it whatever the settings ask for: a KL reference, a critic."""
 
     def __init__(self, c: config.TrainerConfig, policy: PolicyBackend, total_steps: int | None = None) -> None:
-        self._config, self.policy, self.optimizer = c, policy, policy.optimizer
+        self._config, self.policy = c, policy
+        self.optimizer: Optimizer = policy.optimizer
         self._reference = KLReference(c.kl, policy.parameters) if c.kl is not None else None
         self._critic = Critic(c, policy, schedule_lengths(c, total_steps)[1]) if c.critic is not None else None
         self._loss = Loss(c)
@@ -229,7 +229,7 @@ class Learner:
             self.watch(micro_batch, tokens, self._loss.per_token(tokens))
 
         watch = watched if self.watch is not None else None
-        return self.policy.backward(micro_batch, ["loss"], whole, nullcontext, watch)
+        return self.policy.backward(micro_batch, NamedLosses(["loss"], whole, on_tokens=watch))
 
     def _add(self, stream: StreamedBatch, micro_batch: MicroBatch, version: int) -> LossStats:
         """Add a micro-batch's gradient to a stream's sums, each component's to its own."""
@@ -239,7 +239,7 @@ class Learner:
             terms, sums = self._loss.parts(tokens, version)
             return {name: component(terms, name) for name in names}, sums
 
-        return self.policy.backward(micro_batch, names, parts, stream.sum_component, None)
+        return self.policy.backward(micro_batch, NamedLosses(names, parts, stream.sum_component))
 
     def _gather(self, samples: Sequence[Sample]) -> Batch:
         """All ranks' samples, and the same cut of them on every rank."""
@@ -313,7 +313,8 @@ class Learner:
 
         def scores(chosen: set[int]) -> dict[int, NDArray]:
             """This rank's part of a pass over some samples of all ranks."""
-            return score_samples(self.policy.forward, batch.samples, restrict_cuts(batch.cuts, chosen)[batch.rank])
+            own = restrict_cuts(batch.cuts, chosen)[batch.rank]
+            return score_samples(self.policy.forward.scores, batch.samples, own)
 
         started: set[int] = set()
         if self._config.proximal is not None:

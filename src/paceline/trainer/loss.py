@@ -13,13 +13,27 @@ name.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
-from paceline.trainer.batch import Ratio, TrainedTokens
-from paceline.trainer.ops import isnan, no_grad, ones_like, stack, take, total, where, zeros, zeros_like
-from paceline.trainer.terms import KL_TERMS, importance, k3, ref_kl_term, rl_term
+from paceline.trainer.terms import (
+    KL_TERMS,
+    Ratio,
+    TrainedTokens,
+    importance,
+    isnan,
+    k3,
+    no_grad,
+    ones_like,
+    ref_kl_term,
+    rl_term,
+    stack,
+    total,
+    where,
+    zeros_like,
+)
 from paceline.weights.update import Array
 
 SKIP_RANGE = (0.8, 1.2)
@@ -37,7 +51,7 @@ class Loss:
         """The scaled loss of these tokens, and unscaled sums for the report. `first`: no optimizer step was taken yet
         since `version`, so the trainer's weights are those that the engine serves."""
         parts, sums = self.parts(tokens, version, first)
-        return stack(*parts.values()).sum(), sums
+        return stack(list(parts.values())).sum(), sums
 
     def parts(self, tokens: TrainedTokens, version: int, first: bool = True) -> tuple[dict[str, Array], "LossStats"]:
         """The same, term by term."""
@@ -63,7 +77,7 @@ class Loss:
         if self._config.entropy_coef:
             terms["entropy"] = -self._config.entropy_coef * tokens.entropy
         skipped = self._skip_mask(sampled, tokens)
-        unskipped = ~take(skipped, tokens.segments)
+        unskipped = ~skipped[tokens.segments]
         scales |= {name: tokens.policy_scale for name in terms if name not in scales}
         return TokenLosses(terms, scales, {"rl": rl_clipped, "ref_kl": ref_clipped}, ratio, skipped, unskipped)
 
@@ -72,11 +86,9 @@ class Loss:
         sequence, so that it does not depend on how a batch is split; skipped tokens still count in the normaliser."""
         threshold, (low, high) = self._config.clip_skip_threshold, SKIP_RANGE
         with no_grad(tokens.logprobs):
-            if threshold is None:
-                return zeros(tokens.logprobs, len(tokens.names)) > 0
             far = (sampled.value < low) | (sampled.value > high)
             outside, counts = tokens.per_sequence(where(far, ones_like(sampled.value), 0.0))
-            return outside / counts > threshold
+            return outside / counts > (inf if threshold is None else threshold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +167,7 @@ class LossStats:
     def total(sums: Sequence["LossStats"]) -> Array:
         """All of them in one vector, in the order of `NAMES`."""
         zero = zeros_like(next(iter(sums[0].values.values())))
-        return stack(*(stack(*(s.values.get(name, zero) for name in NAMES)) for s in sums)).sum(0)
+        return stack([stack([s.values.get(name, zero) for name in NAMES]) for s in sums]).sum(0)
 
 
 def _drift(s: Mapping[str, float]) -> float:
@@ -166,30 +178,25 @@ def _drift(s: Mapping[str, float]) -> float:
     return max(0.0, s["drift"] / s["stale"] - numerics) if s["stale"] else 0.0
 
 
+MEANS = {
+    "rl": {"ratio": "ratio", "ppo_kl": "ppo_kl", "clip_fraction": "clipped", "entropy": "entropy"},
+    "fresh": {"mismatch_kl": "mismatch", "mismatch/numerics": "mismatch"},
+    "kept": {"mismatch/kv_kept": "kv_kept"},
+    "based": {"kl": "kl"},
+    "ce": {"nll": "nll"},
+    "ref_kl": {"ref_kl": "pull", "ref_kl/clip_fraction": "ref_kl_clipped"},
+}
+"""By the count that they are divided by: public names of means, and the sums they are made of."""
+
+
 def metrics(totals: NDArray, steps: int) -> dict[str, float]:
     """Means under their public names over the optimizer steps of a batch; components without tokens are left out."""
     s = dict(zip(NAMES, totals.tolist(), strict=True))
     loss = {part: s[f"loss_{part}"] / steps for part in ("rl", "ce", "ref_kl", "kl", "entropy")}
     out = {"loss": sum(loss.values())}
-
-    def means(count: str, **names: str) -> dict[str, float]:
-        return {public.replace("__", "/"): s[name] / s[count] for public, name in names.items()}
-
+    out |= {f"loss/{part}": loss[part] for part in ("rl", "ce", "ref_kl") if s[part]}
+    out |= {public: s[name] / s[count] for count, means in MEANS.items() if s[count] for public, name in means.items()}
     if s["rl"]:
-        out |= {"loss/rl": loss["rl"], "skipped_samples": s["skipped"]}
-        out |= means("rl", ratio="ratio", ppo_kl="ppo_kl", clip_fraction="clipped", entropy="entropy")
         out |= {f"loss/{part}": loss[part] for part in ("kl", "entropy") if loss[part]}
-    if s["fresh"]:
-        out |= means("fresh", mismatch_kl="mismatch", mismatch__numerics="mismatch")
-    if s["kept"]:
-        out |= means("kept", mismatch__kv_kept="kv_kept")
-    if s["rl"]:
-        out["mismatch/staleness"] = _drift(s)
-    if s["based"]:
-        out |= means("based", kl="kl")
-    if s["ce"]:
-        out |= {"loss/ce": loss["ce"]} | means("ce", nll="nll")
-    if s["ref_kl"]:
-        out |= {"loss/ref_kl": loss["ref_kl"]}
-        out |= means("ref_kl", ref_kl="pull", ref_kl__clip_fraction="ref_kl_clipped")
+        out |= {"skipped_samples": s["skipped"], "mismatch/staleness": _drift(s)}
     return out

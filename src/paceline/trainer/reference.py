@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.data import Sample
+from paceline.errors import TrainerError
 from paceline.trainer.backend import Optimizer, TrainableTensors
-from paceline.trainer.base import TrainerError
-from paceline.trainer.ops import zeros_like
+from paceline.trainer.terms import zeros_like
 from paceline.weights.update import Array
 
 

@@ -3,40 +3,155 @@
 `pi` is the policy in training, `mu` the policy that sampled, both at the sampling temperature. A term sees the ratio
 r = pi / old, where old is mu, or under `proximal` the policy at the batch's start. sg[...] stops the gradient. Each
 term answers with the loss per token and with where a bound held the token back. Which tokens it is used on, and by what
-they are divided, is decided elsewhere. Arrays are those of the tokens' library (`ops.py`): torch, mlx or numpy.
+they are divided, is decided elsewhere.
+
+The loss is written once for arrays of torch, mlx and numpy. `a * b`, `a > b`, `~a`, `a.sum()` and `a[index]` mean the
+same in all three; all else is one of the operations below, which follow torch, gradients included: where mlx differs,
+its side makes up for it. numpy has no gradients: it is for tools that show a loss and train nothing.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import inf
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO, REF_KL_TRUST
-from paceline.trainer.base import TrainerError
-from paceline.trainer.batch import Ratio, TrainedTokens
-from paceline.trainer.ops import (
-    clip,
-    exp,
-    flatnonzero,
-    isnan,
-    maximum,
-    minimum,
-    ones_like,
-    ops_of,
-    put,
-    square,
-    stop,
-    take,
-    where,
-    zeros_like,
-)
+from paceline.errors import TrainerError
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
 from paceline.weights.update import Array
+
+OPERATIONS = {
+    "torch": "paceline.trainer.torch.ops",
+    "mlx": "paceline.trainer.mlx.ops",
+    "numpy": "paceline.trainer.numpy_ops",
+}
+"""The module with a library's operations, by the package that an array's type comes from."""
+
+
+@cache
+def ops_of(kind: type) -> ModuleType:
+    """The operations for arrays of a type."""
+    root = next(root for base in kind.__mro__ if (root := base.__module__.partition(".")[0]) in OPERATIONS)
+    return importlib.import_module(OPERATIONS[root])
+
+
+def _op(name: str) -> Callable[..., Any]:
+    """An operation by the type of its first argument: the library's own function, unless its module has another."""
+
+    def run(x: Array | list[Array], *rest: Any) -> Any:
+        ops = ops_of(type(x[0] if isinstance(x, list) else x))
+        return getattr(ops if hasattr(ops, name) else ops.LIBRARY, name)(x, *rest)
+
+    return run
+
+
+where, minimum, maximum, isnan, exp, square = map(_op, ("where", "minimum", "maximum", "isnan", "exp", "square"))
+zeros_like, ones_like = _op("zeros_like"), _op("ones_like")
+stack = _op("stack")
+"""stack([...]): of a list of arrays."""
+stop = _op("stop")
+"""sg[x]: the same numbers, through which no gradient flows."""
+clip = _op("clip")
+"""clip(x, low, high), each a number or None: the gradient passes inside the bounds and on them."""
+total = _op("total")
+"""The sum in the widest type the library can add up in where the array lies."""
+put = _op("put")
+"""put(x, index, values): a copy with other elements at these places."""
+flatnonzero = _op("flatnonzero")
+"""Where a mask is true."""
+segment_sums = _op("segment_sums")
+"""segment_sums(values, segments, count): the sum of each of `count` segments."""
+no_grad = _op("no_grad")
+"""A context in which nothing is computed for a gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How far tokens have moved from an older policy's probabilities."""
+
+    log: Array
+    value: Array
+    difference: Array
+    """new - old in probability, without gradient."""
+
+    @classmethod
+    def from_logprobs(cls, new: Array, old: Array) -> "Ratio":
+        log = clip(new - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return cls(log, exp(log), exp(stop(new)) - exp(old))
+
+    def divergence(self) -> Array:
+        """r - log r - 1: never negative, and zero only where nothing moved."""
+        return self.value - self.log - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTokens:
+    """Parallel one-dimensional arrays over the trained tokens of several sequences laid end to end."""
+
+    logprobs: Array
+    """log pi, the policy in training. It and `entropy` alone may have a gradient."""
+    rollout_logprobs: Array
+    """log mu, recorded by the engine; NaN where another model sampled the token, which makes the ratio 1."""
+    prox_logprobs: Array
+    """The policy at the batch's start; NaN where it still is the policy in training."""
+    advantages: Array
+    ref_logprobs: Array
+    """A teacher's."""
+    base_logprobs: Array
+    """The KL reference's; NaN where there is none."""
+    rl_scale: Array
+    """By what each component's loss of a token is multiplied: its weight over the batch's normaliser. 0 trains not."""
+    ce_scale: Array
+    ref_kl_scale: Array
+    policy_scale: Array
+    """The same for what belongs to no component, KL and entropy: of the rl tokens, without their weights."""
+    entropy: Array
+    versions: Array
+    segments: Array
+    """Which sequence each token belongs to."""
+    names: tuple[str, ...]
+    """The name of each sequence in errors."""
+    kv_kept: Array | None = None
+    """Where the sampler's keys and values were partly those of older weights; nowhere when None."""
+
+    @property
+    def rl(self) -> Array:
+        """Where the rl component trains."""
+        return self.rl_scale != 0
+
+    @property
+    def sampling_logprobs(self) -> Array:
+        """log mu; the policy's own where another model sampled."""
+        return self._or_policy(self.rollout_logprobs)
+
+    @property
+    def old_logprobs(self) -> Array:
+        """The policy at the batch's start. In the first optimizer step that is the policy itself: no second pass."""
+        return self._or_policy(self.prox_logprobs)
+
+    @property
+    def reference_logprobs(self) -> Array:
+        """The KL reference's; the policy's own where there is none."""
+        return self._or_policy(self.base_logprobs)
+
+    def per_sequence(self, values: Array) -> tuple[Array, Array]:
+        """Sum over each sequence's rl tokens, and how many these are (1 at least)."""
+        sums, counts = (
+            segment_sums(where(self.rl, x, 0.0), self.segments, len(self.names)) for x in (values, ones_like(values))
+        )
+        return sums, clip(counts, 1.0, None)
+
+    def _or_policy(self, stream: Array) -> Array:
+        return where(isnan(stream), stop(self.logprobs), stream)
+
 
 Term = tuple[Array, Array]
 """A loss per token, and where a bound held the token back."""
@@ -73,7 +188,7 @@ def gspo(c: config.GSPOConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
     as sg[s] * pi / sg[pi]: the same value everywhere in the sequence, and the gradient reaches each token.
     """
     sums, counts = tokens.per_sequence(stop(ratio.log))
-    s = exp(take(sums / counts, tokens.segments))
+    s = exp((sums / counts)[tokens.segments])
     here = exp(tokens.logprobs - stop(tokens.logprobs))
     return _clipped_loss(s * here, tokens.advantages, c.clip_low, c.clip_high)
 
@@ -93,7 +208,7 @@ def reinforce(c: config.ReinforceConfig, ratio: Ratio, tokens: TrainedTokens) ->
     the cap, which bounds the variance.
     """
     r = stop(ratio.value)
-    weight = ones_like(r) if c.max_ratio is None else clip(r, high=c.max_ratio)
+    weight = ones_like(r) if c.max_ratio is None else clip(r, None, c.max_ratio)
     return -weight * tokens.advantages * tokens.logprobs, (weight != r) & (c.max_ratio is not None)
 
 
@@ -137,7 +252,7 @@ def custom(fn: Callable[..., Array], c: config.CustomLossConfig, ratio: Ratio, t
 
 def _check_aligned(given: Array, at: Array, name: str, path: str) -> Array:
     if not isinstance(given, type(at)):
-        raise TrainerError(f"{name}: the loss `{path}` must give {ops_of(at).CALLED}, not {type(given).__name__}")
+        raise TrainerError(f"{name}: the loss `{path}` must give {ops_of(type(at)).CALLED}, not {type(given).__name__}")
     if given.shape != at.shape:
         shape = f"{given.shape[0]} values" if given.ndim == 1 else f"a tensor of shape {list(given.shape)}"
         raise TrainerError(f"{name}: the loss `{path}` gave {shape} for {len(at)} rl tokens; give one per token")
@@ -176,8 +291,8 @@ def importance(c: config.ProximalConfig, tokens: TrainedTokens) -> Array:
     log = stop(where(isnan(tokens.rollout_logprobs), 0.0, tokens.old_logprobs - tokens.sampling_logprobs))
     if c.level == "sequence":
         sums, counts = tokens.per_sequence(log)
-        log = take(sums / counts if c.geometric else sums, tokens.segments)
-    return clip(exp(clip(log, -MAX_LOG_RATIO, MAX_LOG_RATIO)), high=c.cap)
+        log = (sums / counts if c.geometric else sums)[tokens.segments]
+    return clip(exp(clip(log, -MAX_LOG_RATIO, MAX_LOG_RATIO)), None, c.cap)
 
 
 def k1(logprobs: Array, base: Array) -> Array:

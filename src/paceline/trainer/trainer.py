@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, encode
+from paceline.errors import TrainerError
 from paceline.model.dtypes import dtype_name
-from paceline.trainer.backend import PolicyBackend
-from paceline.trainer.base import StepReport, TrainerError
+from paceline.trainer.backend import PolicyBackend, StepReport
 from paceline.trainer.checkpoint import mismatch_message, strip_prefix
 from paceline.trainer.critic import truncate
 from paceline.trainer.learner import Learner
@@ -92,7 +93,7 @@ class LocalTrainer:
         samples = [truncate(sample, self.max_tokens) for sample in batch if id(sample) not in self._fed]
         metrics, trouble = self.learner.learn(samples, self.version)
         own = sum(min(len(sample), self.max_tokens) for sample in batch)
-        tokens = self.policy.total(own)
+        tokens = float(self.policy.sum(np.array([own]))[0])
         self._fed, self._fed_seconds = {}, 0.0
         if trouble:
             trouble = self._bad_step(trouble, batch)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Coroutine, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from types import CoroutineType, FrameType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from paceline.errors import PacelineError
 from paceline.util.user_code import user_place
@@ -150,16 +150,14 @@ def record_progress() -> None:
     registry.progress_count += 1
 
 
-async def wait_within(seconds: float, what: str, work: Awaitable[T], *, is_progress: bool = True) -> T:
+async def wait_within(seconds: float, what: str, work: Awaitable[T]) -> T:
     """The result of `work`, or a `DeadlineError` that names what was waited for.
 
-    The same as `asyncio.timeout` around a named wait, in one object and one timer instead of two. `is_progress` says
-    whether a good end is progress of the run, which is not so for a health check.
+    The same as `asyncio.timeout` around a named wait, in one object and one timer instead of two.
     """
     with Wait(what, seconds):
         result = await work  # bounded: here is the bound
-    if is_progress:
-        registry.progress_count += 1
+    registry.progress_count += 1
     return result
 
 
@@ -346,32 +344,21 @@ async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         return await asyncio.gather(*tasks)  # bounded: as each of the works is
     finally:
         for task in tasks:
-            task.cancel()
+            if not task.cancelling():  # twice would cut short how it cleans up
+                task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled
 
 
-class Clock(Protocol):
-    """Tells the time and bounds waits."""
+class Clock:
+    """Tells the time, the machine's own, and bounds waits."""
 
     def now(self) -> float:
         """Seconds since some fixed moment."""
-        ...
-
-    async def sleep(self, seconds: float) -> None: ...
-
-    def wait_within(self, seconds: float, what: str, work: Awaitable[T]) -> Awaitable[T]:
-        """The result of user code's `work`, or a `DeadlineError` that names what was waited for."""
-        ...
-
-
-class RealClock:
-    """The machine's own time."""
-
-    def now(self) -> float:
         return time.perf_counter()
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
     def wait_within(self, seconds: float, what: str, work: Awaitable[T]) -> Awaitable[T]:
+        """The result of user code's `work`, or a `DeadlineError` that names what was waited for."""
         return UserCall(seconds, what, work)

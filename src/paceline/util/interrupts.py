@@ -1,8 +1,9 @@
-"""Ends the process on Ctrl-C while modules are loaded. It is loaded first, and so imports little."""
+"""Ends the process on Ctrl-C while modules are loaded, or calls a handler. Loaded first, and so imports little."""
 
 import os
 import signal
-from collections.abc import Generator
+import threading
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 INTERRUPTED = 130
@@ -16,11 +17,21 @@ def interrupt_ends_process() -> Generator[None]:
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield  # ignored, as in the background of a shell, or taken
         return
-    signal.signal(signal.SIGINT, lambda number, frame: end_interrupted())
+    with on_interrupt(lambda number, frame: end_interrupted()):
+        yield
+
+
+@contextmanager
+def on_interrupt(handler: Callable[..., object]) -> Generator[None]:
+    """Inside, Ctrl-C calls this signal handler. Signals go to the main thread: in any other nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 def end_interrupted() -> None:

@@ -11,8 +11,8 @@ MOST_CAUSES = 256
 class RateLimitedLogger:
     """Warns once for each cause, and again when it still holds half a minute later. Time is the event loop's."""
 
-    def __init__(self, log: logging.Logger, every: float = EVERY_SECONDS) -> None:
-        self._log, self._every = log, every
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
         self._warned_at: dict[Hashable, float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -20,6 +20,6 @@ class RateLimitedLogger:
         loop = asyncio.get_running_loop()
         if loop is not self._loop or len(self._warned_at) > MOST_CAUSES:  # another loop has another time
             self._loop, self._warned_at = loop, {}
-        if loop.time() - self._warned_at.get(cause, -self._every) >= self._every:
+        if loop.time() - self._warned_at.get(cause, -EVERY_SECONDS) >= EVERY_SECONDS:
             self._warned_at[cause] = loop.time()
             self._log.warning(text, *args)

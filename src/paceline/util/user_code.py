@@ -138,11 +138,7 @@ def describe_error(error: BaseException, *others: FrameFilter) -> str:
 
 def frames_of(innermost: FrameType | None) -> list[FrameType]:
     """A running stack, outermost frame first."""
-    frames: list[FrameType] = []
-    while innermost is not None:
-        frames.append(innermost)
-        innermost = innermost.f_back
-    return frames[::-1]
+    return [frame for frame, _ in traceback.walk_stack(innermost)][::-1] if innermost is not None else []
 
 
 def user_place(stack: Iterable[FrameType], *others: FrameFilter) -> str:

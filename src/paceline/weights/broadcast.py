@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.errors import EngineError
+from paceline.errors import EngineError, first_line
 from paceline.weights.delta import DTYPES
 
 TIMEOUT_SECONDS = 120.0
@@ -89,7 +89,7 @@ class BroadcastGroup:
             self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # connected, and not only promised
         except (RuntimeError, ValueError) as error:
             self.close()
-            raise EngineError(f"the group of {self.world} for weights did not form: {_first_line(error)}") from error
+            raise EngineError(f"the group of {self.world} for weights did not form: {first_line(error)}") from error
 
     def _broadcast(self, part: Tensor) -> None:
         options = dist.BroadcastOptions()
@@ -105,7 +105,7 @@ class BroadcastGroup:
             self._broadcast(part)
         except (RuntimeError, ValueError) as error:
             self.close()
-            raise EngineError(f"a member of the group for weights is gone: {_first_line(error)}") from error
+            raise EngineError(f"a member of the group for weights is gone: {first_line(error)}") from error
 
 
 class Sender(BroadcastGroup):
@@ -164,7 +164,7 @@ class Receiver(BroadcastGroup):
             self._store = dist.TCPStore(*self._address, None, False, limit)
         except (RuntimeError, ValueError) as error:
             address, port = self._address
-            raise EngineError(f"no sender listens at {address} port {port}: {_first_line(error)}") from error
+            raise EngineError(f"no sender listens at {address} port {port}: {first_line(error)}") from error
         self._join(self._store)
 
     def receive(self, layout: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -178,13 +178,8 @@ class Receiver(BroadcastGroup):
         device_bucket = torch.empty(min(self.bucket, size) if via_device else 0, dtype=torch.uint8, device=self.device)
         for start in range(0, size, self.bucket):
             part = self._staging[start : start + self.bucket]
+            received = device_bucket[: len(part)] if via_device else part
+            self._broadcast_or_close(received)
             if via_device:
-                self._broadcast_or_close(device_bucket[: len(part)])
-                part.copy_(device_bucket[: len(part)])
-            else:
-                self._broadcast_or_close(part)
+                part.copy_(received)
         return {p.name: self._staging[p.start : p.end].view(p.dtype).view(p.shape) for p in places}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.weights.update import MASK, ServedPolicy, bits_of, fingerprint, mix_tensor, salt
+from paceline.weights.update import INTEGERS, MASK, ServedPolicy, bits_of, fingerprint, mix_tensor, salt
 
 MAGIC = b"PLDELTA1"
 HEADER = struct.Struct("<8sQ16s")
@@ -39,7 +39,6 @@ BLOCK = 256
 BITMAP_BYTES = BLOCK // 8
 MOST_VARINT_BYTES = 6
 """Bytes of one gap: tensors of up to 2^42 elements."""
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -269,7 +268,7 @@ def _decode_change(name: str, entry: DeltaEntry, payload: Tensor) -> TensorChang
     except DeltaError as error:
         raise DeltaError(f"the positions of `{name}` cannot be read: {error}") from error
     raw = payload[middle : entry.end].clone()  # aligned, whatever came before
-    return TensorChange(positions, raw.view(INTEGERS[entry.dtype.itemsize]))
+    return TensorChange(positions, raw.view(getattr(torch, INTEGERS[entry.dtype.itemsize])))
 
 
 def encode_positions(positions: Tensor) -> tuple[str, Tensor]:

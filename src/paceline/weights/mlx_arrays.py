@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from paceline.weights.update import INTEGERS
+
 
 def save(arrays: Mapping[str, mx.array], metadata: dict[str, str] | None = None) -> bytes:
     buffer = io.BytesIO()
@@ -41,13 +43,9 @@ def _read(opened: io.BufferedIOBase) -> dict[str, mx.array]:
     return arrays
 
 
-INTEGERS = {1: mx.uint8, 2: mx.int16, 4: mx.int32, 8: mx.int64}
-"""By their width in bytes."""
-
-
 def bits_of(array: mx.array) -> NDArray:
     """Its elements in a row as integers of the same width. Memory is unified: the host looks at it where it lies."""
-    return np.asarray(array.reshape(-1).view(INTEGERS[array.itemsize]))
+    return np.asarray(array.reshape(-1).view(getattr(mx, INTEGERS[array.itemsize])))
 
 
 def as_array(tensor: Any) -> mx.array:

@@ -154,12 +154,7 @@ async def _await_both(reply: "asyncio.Future[Any]", sending: "asyncio.Future[Any
     finally:
         for part in (reply, sending):
             part.cancel()
-            part.add_done_callback(_retrieve_exception)
-
-
-def _retrieve_exception(part: "asyncio.Future[Any]") -> None:
-    if not part.cancelled():
-        part.exception()
+            part.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs it
 
 
 def transport_for(path: WeightPath, folder: Path | None) -> WeightTransport:

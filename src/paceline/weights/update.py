@@ -22,8 +22,8 @@ Array = Any
 """A tensor of torch, an array of mlx or of numpy: whatever the trainer computes with."""
 MASK = (1 << 64) - 1
 STRETCH_ELEMENTS = 1 << 20
-INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-"""By their width in bytes."""
+INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+"""Integer types of every library by their width in bytes."""
 PIECE_ELEMENTS = 1 << 14
 """Elements: 128 KiB of factors, and as much again for what they are multiplied with."""
 CANARY_LENGTH = 24
@@ -143,8 +143,7 @@ def bits_of(tensor: "Tensor") -> "Tensor":
     """A torch tensor's elements in a row as integers of the same width: a view where the tensor is contiguous."""
     import torch
 
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().contiguous().view(-1).view(width)
+    return tensor.detach().contiguous().view(-1).view(getattr(torch, INTEGERS[tensor.element_size()]))
 
 
 def tensor_sums(tensors: Sequence[Array]) -> list[int]:

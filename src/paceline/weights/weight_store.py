@@ -76,11 +76,9 @@ def read_delta(data: bytes) -> "WeightDelta":
 
 def open_delta(file: Path) -> "WeightDelta":
     """A delta that lies in a file."""
-    from paceline.weights.delta import DeltaError, WeightDelta
-
     try:
-        return WeightDelta(file.read_bytes())
-    except (OSError, DeltaError) as error:
+        return read_delta(file.read_bytes())
+    except (OSError, RequestError) as error:
         raise EngineError(f"{file.name} cannot be read: {error}") from error
 
 
@@ -170,7 +168,10 @@ class WeightStore:
 
     def _keep(self, update: WeightUpdate) -> WeightUpdate:
         delta, known = self._encode_delta(update)
-        link = self.last_delta = self._write_delta(delta) if delta is not None else None
+        link = None
+        if delta is not None:
+            link = self._write_file(update.version, "delta", lambda file: file.write_bytes(delta.data))
+        self.last_delta = link
         self._chain = (*self._chain, link) if link else ()
         written = sum(delta.stat().st_size for delta in self._chain)
         if not link or not self._file or len(self._chain) >= LONGEST_CHAIN or written > self._file.stat().st_size:
@@ -201,9 +202,6 @@ class WeightStore:
 
     def _write(self, version: int, tensors: Mapping[str, Array]) -> Path:
         return self._write_file(version, "safetensors", lambda file: write_tensors(tensors, file))
-
-    def _write_delta(self, delta: "WeightDelta") -> Path:
-        return self._write_file(delta.result.version, "delta", lambda file: file.write_bytes(delta.data))
 
     def _write_file(self, version: int, ending: str, write: Callable[[Path], object]) -> Path:
         name = f"{version}-{uuid.uuid4().hex[:12]}"

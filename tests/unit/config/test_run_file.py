@@ -117,7 +117,7 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
     """Repair what breaks a rule over several keys."""
     if "steps" in table:
         table.pop("epochs", None)
-    if table.get("backend") == "mlx":  # see test_apple.py
+    if table.get("backend") == "mlx":  # see test_hardware.py
         table = {key: value for key, value in table.items() if key not in ("placement", "device")}
     if "sampling" in table:
         table["allow_truncated_sampling"] = True

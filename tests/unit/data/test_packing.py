@@ -7,30 +7,29 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen2Config
 
-from paceline.data import (
+from paceline.data import Sample, Ticket, first_fit_decreasing, token_scales
+from paceline.data.balance import (
     Cost,
-    Sample,
-    Ticket,
+    all_members,
     balance_bins,
     cut_steps,
-    first_fit_decreasing,
+    flatten_bins,
     imbalance,
     lockstep_cost,
-    token_scales,
+    restrict_cuts,
 )
-from paceline.data.balance import all_members, flatten_bins, restrict_cuts
 from paceline.data.packing import owners
-from paceline.trainer.batch import DUMMY_PACK, collate_bins
+from paceline.trainer.batch import DUMMY_PACK, collate_bins, cost_of
 
 laws = settings(max_examples=40, deadline=None)
 lengths_lists = st.lists(st.integers(1, 40), max_size=60)
 ranks_counts = st.integers(1, 9)
 budgets = st.integers(1, 60)
 costs = st.builds(Cost, st.floats(0.1, 10), st.floats(0, 1))
-SEVEN_B = Cost.from_shape(
-    hidden=3584, layers=28, intermediate=18944, heads=28, kv_heads=4, head_dim=128, vocabulary=152_064
-)
+SEVEN_B = Cost(linear=2 * 7.070e9, attention=2 * 28 * 28 * 128)
+"""Qwen 2.5 7B."""
 
 
 def plain_first_fit(lengths: list[int], budget: int) -> list[list[int]]:
@@ -126,15 +125,13 @@ def test_work_is_even_also_where_attention_costs_twice_what_was_said(ranks, seed
     assert lockstep_cost(cut, lengths, SEVEN_B) < lockstep_cost(in_turn, lengths, SEVEN_B)
 
 
-def test_the_cost_of_a_shape_is_that_of_its_weights():
+def test_the_cost_of_a_model_is_that_of_its_weights():
     """Qwen 2.5 7B: 7.62e9 parameters, of which 0.545e9 embed; attention catches up with them at some 70,000 tokens."""
-    assert SEVEN_B.linear == pytest.approx(2 * (7.616e9 - 0.545e9), rel=0.001)
-    assert SEVEN_B.attention == 2 * 28 * 28 * 128
-    assert SEVEN_B([100, 200]) == pytest.approx(SEVEN_B.linear * 300 + SEVEN_B.attention * 50_000)
-    windowed = Cost.from_shape(
-        hidden=8, layers=6, intermediate=16, heads=2, kv_heads=1, head_dim=4, vocabulary=10, full_layers=1
-    )
-    assert windowed.attention == 2 * 8
+    sizes = {"hidden_size": 3584, "num_hidden_layers": 28, "intermediate_size": 18944, "vocab_size": 152_064}
+    cost = cost_of(Qwen2Config(**sizes, num_attention_heads=28, num_key_value_heads=4))
+    assert cost.linear == pytest.approx(2 * (7.616e9 - 0.545e9), rel=0.001)
+    assert cost.attention == 2 * 28 * 28 * 128
+    assert cost([100, 200]) == pytest.approx(cost.linear * 300 + cost.attention * 50_000)
 
 
 batches = st.lists(st.tuples(st.integers(2, 12), st.integers(0, 9)), max_size=20).map(

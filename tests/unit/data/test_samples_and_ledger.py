@@ -21,7 +21,6 @@ from paceline.data import (
     Cursor,
     DataError,
     Ledger,
-    LedgerError,
     Sample,
     State,
     Ticket,
@@ -33,6 +32,7 @@ from paceline.data import (
     pack,
     token_scales,
 )
+from paceline.data.ledger import LedgerError
 from paceline.data.sample import SCALAR_FIELDS, STREAM_DTYPES, WEIGHT_STREAMS
 from paceline.util.importing import HookError, import_object
 

@@ -20,19 +20,17 @@ import paceline
 from paceline.commands.show import show_rows
 from paceline.data import (
     DataError,
-    Mixture,
-    MixtureCursor,
-    Scheme,
     decontaminate,
     make_cursor,
-    open_mixture,
     open_rows,
     parse_address,
     register_scheme,
     skipped_rows,
     sources,
 )
-from paceline.data.mixture import normalise_text
+from paceline.data.mixture import Mixture, normalise_text, open_dataset
+from paceline.data.sampler import MixtureCursor
+from paceline.data.sources import Scheme
 from paceline.rollout import Renderer, RenderError
 
 try:
@@ -499,15 +497,15 @@ def test_a_mixture_is_all_its_rows(sizes, asked):
 def test_datasets_are_mixed_by_uri(tmp_path):
     easy = jsonl(tmp_path / "easy.jsonl", *({"q": f"e{i}"} for i in range(10)))
     hard = jsonl(tmp_path / "hard.jsonl", *({"q": f"h{i}"} for i in range(2)))
-    mixture = open_mixture({easy: 1, hard: 3}, {"q": "prompt"})
+    mixture = open_dataset({easy: 1, hard: 3}, {"q": "prompt"})
     order = make_cursor(mixture, 0, "env")
     drawn = [mixture[order.draw()[2]]["prompt"] for _ in range(40)]
     assert sum(name.startswith("h") for name in drawn) == 30
     for weights in ({easy: 0}, {easy: -1}, {easy: math.nan}, {easy: math.inf}):
         with pytest.raises(DataError, match="its weight must be a number above 0"):
-            open_mixture(weights, {"q": "prompt"})
+            open_dataset(weights, {"q": "prompt"})
     with pytest.raises(DataError, match="at least one dataset"):
-        open_mixture({})
+        open_dataset({})
     with pytest.raises(DataError, match="the checkpoint mixes 1 datasets, the run file 2"):
         order.load([0])
 

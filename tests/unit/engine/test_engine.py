@@ -16,7 +16,7 @@ from paceline.config.inference import EngineConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.data import Ticket
 from paceline.engine import Completion, GenerateRequest, noise_key
-from paceline.engine.sampling import SamplingMetadata
+from paceline.engine.runner import SamplingMetadata
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import POLICY
 from paceline.errors import EngineError, RequestError

@@ -116,7 +116,7 @@ class EngineByHand(RuleBasedStateMachine):
         self.answers_are_what_was_sampled()
         versions = self.catalog.versions
         if model is None:
-            self.catalog.base_version = versions["base"] = versions[""] = versions[""] + 1
+            versions["base"] = versions[""] = versions[""] + 1
         else:
             versions[model] += 1
         self.scheduler.swap(model, self.on_swap == "recompute")
@@ -155,7 +155,8 @@ class EngineByHand(RuleBasedStateMachine):
         for sequence in self.held():
             if sequence.weights_key is not None and sequence.num_computed:
                 known = [*sequence.request.prompt_ids, *self.runner.sampled.get(sequence, [])][: sequence.num_computed]
-                keys, values = self.cache.read_slot(0, sequence.slot, sequence.num_computed)
+                here = slice(sequence.slot, sequence.slot + 1)
+                keys, values = self.cache.read(0, here, sequence.num_computed)
                 assert keys.flatten().tolist() == content(sequence.weights_key, known)
                 assert torch.equal(keys, -values)
 

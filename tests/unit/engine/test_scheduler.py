@@ -17,7 +17,7 @@ from paceline.config.inference import EngineConfig
 from paceline.engine import Completion, GenerateRequest, Piece, noise_key
 from paceline.engine.base import Grammar
 from paceline.engine.pages import PageCache
-from paceline.engine.sampling import SamplingMetadata
+from paceline.engine.runner import SamplingMetadata
 from paceline.errors import EngineError, RequestError
 from paceline.model import PLAN, LMHead, PackedPlan, WeightUpdate, clone_model
 

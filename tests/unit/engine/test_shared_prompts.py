@@ -46,7 +46,7 @@ def test_a_chunk_stands_on_its_own_tokens(seed):
             dice.choice(alive).future.cancel()
         if dice.random() < 0.15:
             catalog.versions[""] += 1
-            catalog.base_version += 1
+            catalog.versions["base"] += 1
             scheduler.swap(None, recompute=True)
         for chunk in scheduler.schedule():
             sequence, slot = chunk.sequence, chunk.sequence.slot

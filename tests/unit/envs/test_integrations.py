@@ -15,10 +15,10 @@ from paceline.config.env import CustomEnvConfig, ModuleEnvConfig, ReasoningGymCo
 from paceline.config.inference import SamplingConfig
 from paceline.data import DataError, Ticket
 from paceline.envs.base import EnvError
-from paceline.envs.module import ModuleEnvironment
+from paceline.envs.custom import ModuleEnvironment
 from paceline.envs.offloop import UserCodeThreadPool, run_user_code
 from paceline.envs.reasoning_gym import split_by_weight
-from paceline.orchestrator import RealClock, build_train_envs
+from paceline.orchestrator import Clock, build_train_envs
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.rollout import SamplingClient
 from paceline.util.importing import HookError, import_object
@@ -411,7 +411,7 @@ def rolled(stage, tmp_path):
         section = CustomEnvConfig(name="mine", import_path=path, dataset=str(tmp_path / "rows.jsonl"), kwargs=kwargs)
         course = build_train_envs(RunConfig(env=[section], group_size=2, batch_size=2))["mine"]
         client = SamplingClient(stage._pool, stage._renderer, SamplingConfig(max_tokens=8), frozenset(stage._ends))
-        return asyncio.run(RolloutRunner(client, RealClock(), seed=0).run_group(course, Ticket(4, "mine", 0, 0, 0)))
+        return asyncio.run(RolloutRunner(client, Clock(), seed=0).run_group(course, Ticket(4, "mine", 0, 0, 0)))
 
     return play
 

@@ -19,6 +19,7 @@ from corpus_facts import look_up, plan
 from paceline.commands import main
 from paceline.config import ConfigError
 from paceline.config.env import RetrievalConfig
+from paceline.config.errors import options_from_flags
 from paceline.data import DataError
 from paceline.envs import EnvError
 from paceline.envs.retrieval import Retrieval as RetrievalEnvironment
@@ -33,7 +34,7 @@ from paceline.envs.search.index import (
     save_corpus,
     tokenise,
 )
-from paceline.envs.search.server import load_options
+from paceline.envs.search.server import SearchOptions
 from paceline.util.connections import listen
 
 laws = settings(max_examples=50, deadline=None)
@@ -196,9 +197,9 @@ def test_a_document_needs_no_title_and_its_id_may_be_a_number(tmp_path):
 )
 def test_options_that_cannot_be_are_refused(flags, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        load_options(**flags)
-    assert load_options(top_k=None, port=None).top_k == 5
-    assert load_options(host="0.0.0.0", api_key="k").api_key == "k"
+        options_from_flags(SearchOptions, flags)
+    assert options_from_flags(SearchOptions, {"top_k": None, "port": None}).top_k == 5
+    assert options_from_flags(SearchOptions, {"host": "0.0.0.0", "api_key": "k"}).api_key == "k"
 
 
 def test_the_command_takes_its_key_from_the_flag_or_else_the_environment(monkeypatch, capsys):

@@ -14,9 +14,9 @@ from paceline.config.hardware import compute_dtype, cpu_half_dtypes, stored_dtyp
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.model import attach_lora, load_model, load_tokenizer, resolve, trainable_parameters
 from paceline.model.dtypes import export_dtype
-from paceline.planner import parse, predict
-from paceline.runtime import model_backends
-from paceline.runtime.model_backends import with_settled_dtype
+from paceline.planner.hardware import parse
+from paceline.planner.plan import predict
+from paceline.runtime.local import with_settled_dtype
 from paceline.trainer.torch.checkpoint import export
 
 QUICKSTART = "paceline:quickstart"
@@ -142,8 +142,8 @@ def test_a_resumed_run_keeps_the_type_it_began_with(tmp_path: Path, halved: Path
 
 
 def test_float32_on_a_gpu_names_the_faster_setting(monkeypatch, caplog):
-    monkeypatch.setattr(model_backends, "device_of", lambda config: "cuda")
-    monkeypatch.setattr(model_backends, "resolve_dtype", lambda model, device: "float32")
+    monkeypatch.setitem(with_settled_dtype.__globals__, "device_of", lambda config: "cuda")
+    monkeypatch.setitem(with_settled_dtype.__globals__, "resolve_dtype", lambda model, device: "float32")
     with caplog.at_level(logging.WARNING):
         assert with_settled_dtype(RunConfig()).model.dtype == "float32"
     assert 'model.dtype = "bfloat16"' in caplog.text

@@ -12,9 +12,8 @@ from families import VOCABULARY, packed_logprobs, tiny
 from paceline.config.inference import EngineConfig
 from paceline.engine import EmbeddedEngine, GenerateRequest
 from paceline.errors import PacelineError
-from paceline.model import WeightUpdate
-from paceline.model.native import has_half_products, kernels, layers
-from paceline.model.native import layers as attention
+from paceline.model import WeightUpdate, native
+from paceline.model.native import has_half_products, kernels
 
 built = pytest.mark.skipif(kernels() is None, reason="no kernels for this machine")
 half = pytest.mark.skipif(not has_half_products(), reason="no float16 arithmetic here")
@@ -33,7 +32,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_a_product_is_torchs(shape, biased):
     m, n, k = shape
     x, weight, bias = numbers(m, k), numbers(n, k, seed=1), numbers(n, seed=2) if biased else None
-    mine = layers.Product(kernels(), weight, bias)(x)
+    mine = native.Product(kernels(), weight, bias)(x)
     torch.testing.assert_close(mine, F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
 
 
@@ -45,7 +44,7 @@ def test_a_half_product_is_closer_than_bfloat16(shape, biased):
     m, n, k = shape
     x, weight = numbers(m, k) * torch.logspace(-20, 20, m)[:, None], numbers(n, k, seed=1).bfloat16().float()
     bias = torch.zeros(n) if biased else None
-    mine, exact = layers.HalfProduct(kernels(), weight, bias)(x).double(), x.double() @ weight.double().T
+    mine, exact = native.HalfProduct(kernels(), weight, bias)(x).double(), x.double() @ weight.double().T
     rounded = x.bfloat16().double() @ weight.double().T
 
     def error(result: torch.Tensor) -> torch.Tensor:
@@ -58,7 +57,7 @@ def test_a_half_product_is_closer_than_bfloat16(shape, biased):
 @half
 def test_a_half_product_adds_its_bias_and_hides_nothing():
     weight, bias = numbers(6, 24, seed=1), numbers(6, seed=2)
-    product = layers.HalfProduct(kernels(), weight, bias)
+    product = native.HalfProduct(kernels(), weight, bias)
     assert torch.equal(product(torch.zeros(3, 24)), bias.expand(3, 6))
     for bad in (torch.nan, torch.inf):
         x = numbers(5, 24)
@@ -68,7 +67,7 @@ def test_a_half_product_adds_its_bias_and_hides_nothing():
 
 
 @built
-@pytest.mark.parametrize("kind", [layers.Product, pytest.param(layers.HalfProduct, marks=half)])
+@pytest.mark.parametrize("kind", [native.Product, pytest.param(native.HalfProduct, marks=half)])
 def test_a_rows_bits_do_not_depend_on_its_neighbours(kind):
     x, product = numbers(29, 77), kind(kernels(), numbers(50, 77, seed=1), None)
     whole = product(x)
@@ -83,7 +82,7 @@ def test_attention_over_slots_is_torchs(window, heads, kv_heads, dim):
     keys, values = numbers(6, 90, kv_heads, dim), numbers(6, 90, kv_heads, dim, seed=1)
     slots, last = torch.tensor([5, 0, 3, 1]), torch.tensor([0, 89, 15, 44])
     q = 3 * numbers(4, heads, dim, seed=2)
-    mine = attention.attend(keys, values, q, slots, last, 0.3, window)
+    mine = native.attend(keys, values, q, slots, last, 0.3, window)
     for row, (slot, end) in enumerate(zip(slots.tolist(), last.tolist(), strict=True)):
         seen = slice(max(0, end + 1 - window) if window else 0, end + 1)
         k, v = (x[slot, seen].repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for x in (keys, values))
@@ -96,7 +95,7 @@ def test_keeping_writes_the_named_places_and_no_other():
     keys, values = torch.zeros(3, 8, 2, 16), torch.zeros(3, 8, 2, 16)
     slots, positions = torch.tensor([2, 0, 2]), torch.tensor([7, 3, 0])
     k, v = numbers(3, 2, 16), numbers(2, 3, 16, seed=1).transpose(0, 1)
-    attention.write_cache(keys, values, k, v, slots, positions)
+    native.write_cache(keys, values, k, v, slots, positions)
     expected = torch.zeros(3, 8, 2, 16), torch.zeros(3, 8, 2, 16)
     expected[0][slots, positions], expected[1][slots, positions] = k, v
     assert torch.equal(keys, expected[0])
@@ -119,7 +118,7 @@ class RMSNorm(nn.Module):
 @pytest.mark.parametrize("formula", ["plain", "plus one", "other"])
 def test_a_norm_is_taken_only_if_it_computes_the_same(formula):
     norm = RMSNorm(formula)
-    found = [c for c in layers.norm_candidates(kernels(), norm) if c.agrees(norm)]
+    found = [c for c in native.norm_candidates(kernels(), norm) if c.agrees(norm)]
     assert len(found) == (formula != "other")
     for candidate in found:
         x = numbers(2, 11, 20, seed=4)
@@ -130,7 +129,7 @@ def test_a_norm_is_taken_only_if_it_computes_the_same(formula):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma", "gemma3", "phi3", "gpt-neox"])
 def test_a_family_with_kernels_everywhere_gives_what_it_gave(family, monkeypatch):
     """However small the layers are, under an engine that answers a crowd."""
-    monkeypatch.setattr(layers, "SMALL_WEIGHT", 0)
+    monkeypatch.setattr(native, "SMALL_WEIGHT", 0)
     model = tiny(family)
     rng = random.Random(1)
     prompts = [tuple(rng.randrange(3, VOCABULARY) for _ in range(length)) for length in (1, 4, 9, 30)]
@@ -158,7 +157,7 @@ def test_a_family_with_kernels_everywhere_gives_what_it_gave(family, monkeypatch
 @half
 def test_half_products_follow_new_weights(monkeypatch):
     """The float16 copy is made anew with every update, so samples come from the weights they name."""
-    monkeypatch.setattr(layers, "SMALL_WEIGHT", 0)
+    monkeypatch.setattr(native, "SMALL_WEIGHT", 0)
     before, after = tiny("llama"), tiny("llama")
     with torch.no_grad():
         for parameter in after.parameters():
@@ -188,10 +187,10 @@ def test_half_products_follow_new_weights(monkeypatch):
 
 
 def test_without_kernels_torch_does_the_work_and_half_is_refused(monkeypatch):
-    monkeypatch.setattr(layers, "kernels", lambda: None)
-    monkeypatch.setattr(layers, "has_half_products", lambda: False)
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    monkeypatch.setattr(native, "has_half_products", lambda: False)
     model = tiny("llama")
-    layers.install(model)
+    native.install(model)
     assert all("forward" not in vars(module) for module in model.modules())
     with pytest.raises(PacelineError, match="float16 arithmetic and a C compiler"):
-        layers.install(model, "half")
+        native.install(model, "half")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from advice_runs import DEFECTS, SPEAKS_OF, Plot, Try, healthy
 from paceline.commands import main
 from paceline.config import RunConfig
-from paceline.config.advice import AdviceConfig, AdvisoryName
+from paceline.config.filters import AdviceConfig, AdvisoryName
 from paceline.observe.record import open_run
 from paceline.observe.record.advice import RULES, Advisory, advice_window, advise
 from paceline.observe.record.advice.learning_rules import alpha

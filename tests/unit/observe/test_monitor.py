@@ -35,8 +35,7 @@ from paceline.observe.monitor import (
     summary,
 )
 from paceline.observe.monitor.plain import block_chars
-from paceline.observe.monitor.plot import smooth
-from paceline.observe.monitor.summary import MetricHistory
+from paceline.observe.monitor.summary import MetricHistory, smooth
 from paceline.observe.monitor.text import format_change, format_clock, format_count, format_seconds
 
 TOTAL = 40

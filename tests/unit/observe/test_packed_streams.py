@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Ticket
-from paceline.data.streams import expand_versions, pack_floats, pack_ids, pack_versions
+from paceline.data.rollout import expand_versions, pack_floats, pack_ids, pack_versions
 from paceline.observe.record import body as bodies
 from paceline.observe.record.layout import rollout_facts
 from paceline.observe.record.rollout_recorder import _encode_rollout

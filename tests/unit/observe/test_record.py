@@ -19,8 +19,7 @@ from paceline.errors import PacelineError
 from paceline.observe.monitor import Monitors, RunPlan, RunRecorder
 from paceline.observe.record import Query, RolloutNotFound, RolloutRecorder, open_run
 from paceline.observe.record import rollout_recorder as keeper
-from paceline.observe.record.layout import ROW
-from paceline.observe.record.record_writer import RecordWriter
+from paceline.observe.record.layout import ROW, RecordWriter
 from paceline.rollout import Rollout, Turn, assemble
 
 FILES = ("rollouts.index", "rollouts.data", "rollouts.text", "names.jsonl")

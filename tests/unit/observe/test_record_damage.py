@@ -16,8 +16,8 @@ from paceline.observe.monitor import RunPlan, RunRecorder, Screen
 from paceline.observe.monitor.doctor import diagnose
 from paceline.observe.record import open_run
 from paceline.observe.record.layout import LANE, RecordFiles
-from paceline.observe.web.runs import CachedRunFolder
-from paceline.planner import compare, write_plan
+from paceline.planner.compare import compare
+from paceline.planner.plan import write_plan
 from recorded_runs import Told, torn
 
 
@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_leaves_damaged_lines_to_their_readers(run):
 
 @pytest.mark.parametrize("step", ["Infinity", "1e999", "NaN", "9" * 400, '"seven"'])
 def test_a_step_that_is_no_number_is_a_gap_and_later_lines_are_still_read(run, step):
-    opened = CachedRunFolder(run)
+    opened = open_run(run)
     before = opened.metrics()["step"]
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f'{{"step": {step}, "time": 1.0, "loss": 1.0}}\n')

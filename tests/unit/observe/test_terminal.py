@@ -20,11 +20,11 @@ from paceline.observe.analysis.text import (
 )
 from paceline.observe.analysis.vitals import vitals
 from paceline.observe.monitor import RunDirectory, RunPlan
-from paceline.observe.record import RunFolder, open_run
+from paceline.observe.record import folder, open_run
 from paceline.observe.terminal import snapshot
 from paceline.observe.terminal.app import TopApp
 from paceline.observe.terminal.drawing import RESCAN_SECONDS, RunPoller, bar
-from paceline.observe.web.runs import CachedRunFolder, Runs
+from paceline.observe.web.runs import Runs
 from recorded_runs import Told, torn
 from token_run import tokened
 
@@ -234,9 +234,9 @@ def test_where_there_is_no_run_a_sentence_says_so(tmp_path, capsys, make):
 def test_the_record_is_looked_through_now_and_then_and_files_are_read_on(tmp_path, monkeypatch):
     told = Told(tmp_path, "run").step(5)
     now = [told.now]
-    run = CachedRunFolder(told.path)
-    asked: list[int] = []
-    monkeypatch.setattr(RunFolder, "metrics", _counted(RunFolder.metrics, asked))
+    run = open_run(told.path)
+    asked: list[list[int]] = []
+    monkeypatch.setattr(folder, "columns_of", _counted(folder.columns_of, asked))
     looker = RunPoller(run, clock=lambda: now[0])
     assert looker.poll().problems == []
     (told.path / "tickets.jsonl").write_text("nonsense\n")
@@ -245,16 +245,16 @@ def test_the_record_is_looked_through_now_and_then_and_files_are_read_on(tmp_pat
     told.step(2)
     now[0] += RESCAN_SECONDS
     assert any("tickets.jsonl" in problem for problem in looker.poll().problems)
-    assert asked == [0, 6], "only the lines that came since"
+    assert asked == [[0, 1, 2, 3, 4, 5], [6, 7]], "only the lines that came since"
     told.let_go()
 
 
-def _counted(real, asked: list[int]):
-    def metrics(self, since: int = 0):
-        asked.append(since)
-        return real(self, since)
+def _counted(real, asked: list[list[int]]):
+    def columns_of(lines):
+        asked.append([line["step"] for line in lines])
+        return real(lines)
 
-    return metrics
+    return columns_of
 
 
 def test_signs_of_a_living_run_tell_pace_and_what_is_left(tmp_path):
@@ -272,12 +272,12 @@ def test_signs_of_a_living_run_tell_pace_and_what_is_left(tmp_path):
 
 def test_a_look_without_a_new_step_tells_the_same_as_a_first_look(tmp_path):
     told = Told(tmp_path, "run").step(12)
-    run = CachedRunFolder(told.path)
+    run = open_run(told.path)
     before = vitals(run, told.now + 1)
     told.note("still here")
     again = vitals(run, told.now + 5, before)
     assert again.rewards is before.rewards, "curves are not looked through again"
-    assert replace(again, columns={}) == replace(vitals(CachedRunFolder(told.path), told.now + 5), columns={})
+    assert replace(again, columns={}) == replace(vitals(open_run(told.path), told.now + 5), columns={})
     told.step()
     assert vitals(run, told.now, again).status.step == 13
     assert vitals(run, told.now, again).rewards != before.rewards

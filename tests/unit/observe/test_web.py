@@ -16,12 +16,11 @@ import paceline.observe.web
 from child_processes import Launched
 from paceline.commands import main
 from paceline.config import ConfigError
-from paceline.observe.analysis.timeline import LaneSpan, bin_spans, spans_from_metrics, spans_from_record
+from paceline.observe.analysis.timeline import bin_spans, spans_from_metrics, spans_from_record
 from paceline.observe.analysis.vitals import family
 from paceline.observe.record import TimelineSpan
 from paceline.observe.web import build_app, load_options
-from paceline.observe.web.app import ROUTE_MODULES
-from paceline.observe.web.http import HEADERS
+from paceline.observe.web.app import HEADERS, ROUTE_MODULES
 from recorded_runs import Told, served, torn
 
 
@@ -241,7 +240,7 @@ def test_recorded_phases_stand_in_the_lane_of_who_did_them():
         TimelineSpan("environment words", "playing", 0.0, 1.0, 1, 4.0),
         TimelineSpan("environment words", "playing", 1.0, 2.0, 1, 8.0),
     ]
-    told = [(one.lane, one.kind, one.share) for one in spans_from_record(spans)]
+    told = [(one.lane, one.kind, one.value) for one in spans_from_record(spans)]
     assert told == [
         ("trainer", "wait", 1.0),
         ("trainer", "train", 1.0),
@@ -254,18 +253,18 @@ def test_recorded_phases_stand_in_the_lane_of_who_did_them():
 
 def test_bins_hold_the_same_seconds_as_the_stretches_they_stand_for():
     spans = [
-        LaneSpan(
-            "trainer", "train" if place % 2 else "wait", place * 0.37, place * 0.37 + 0.3, share=1 / (1 + place % 3)
+        TimelineSpan(
+            "trainer", "train" if place % 2 else "wait", place * 0.37, place * 0.37 + 0.3, None, 1 / (1 + place % 3)
         )
         for place in range(500)
     ]
     bins = bin_spans(spans, (0.0, 185.0), 40)
     for kind in ("train", "wait"):
         told, done = (
-            sum((one.end - one.start) * one.share for one in many if one.kind == kind) for many in (bins, spans)
+            sum((one.end - one.start) * one.value for one in many if one.kind == kind) for many in (bins, spans)
         )
         assert told == pytest.approx(done)
-    assert all(0 < one.share <= 1 for one in bins)
+    assert all(0 < one.value <= 1 for one in bins)
 
 
 def test_every_answer_forbids_foreign_scripts_styles_and_frames(client):

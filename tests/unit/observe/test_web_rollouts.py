@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conversations import Talking, asked, png, rollout, turn
+from paceline.observe.analysis.payoff import Payoff
 from paceline.observe.web import build_app
-from paceline.observe.web.http import encode_json
 from paceline.observe.web.messages import EpisodeTurn, flat_text, message_view, order_turns
 from paceline.observe.web.rollouts import common_prefix, split_from_first
+from paceline.observe.web.runs import encode_json
 from paceline.runtime.league import leagues
-from paceline.selfplay.payoff import Payoff
 from recorded_runs import Told
 
 GOLD = ("I want nine gold", "I give four gold", "make it six gold", "agreed")

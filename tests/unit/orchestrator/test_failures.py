@@ -27,7 +27,7 @@ from paceline.algorithms.distillation import ReferenceScorer
 from paceline.clients import HttpEngine, NoEngineLeft, Pool
 from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
-from paceline.config.failures import FailurePolicy, FailuresConfig
+from paceline.config.filters import FailurePolicy, FailuresConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import Sample, State, Ticket
 from paceline.engine import Completion, EngineLimits, EngineStats, GenerateRequest

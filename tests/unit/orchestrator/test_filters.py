@@ -15,8 +15,7 @@ from paceline.config.filters import FiltersConfig, LengthConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import ModelRef
 from paceline.envs import Outcome
-from paceline.orchestrator.admission import has_no_signal
-from paceline.orchestrator.train_env import LENGTH_PENALTY, FilterError, Filters
+from paceline.orchestrator.admission import LENGTH_PENALTY, FilterError, Filters, has_no_signal
 from paceline.rollout import Group
 from paceline.util.importing import HookError
 from paceline.util.user_code import UserCodeError

@@ -25,7 +25,8 @@ from paceline.clients import Pool
 from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, FiltersConfig, ReplayConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
-from paceline.data import Curriculum, State, Ticket
+from paceline.data import State, Ticket
+from paceline.data.sampler import Curriculum
 from paceline.engine import Completion
 from paceline.envs import Environment, Outcome
 from paceline.observe.monitor import RunPlan, RunRecorder, read_jsonl

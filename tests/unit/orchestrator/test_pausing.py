@@ -1,8 +1,8 @@
 """An environment rests when an advisory speaks against it, on a real run with real weights."""
 
 from paceline.config import EvalConfig, RunConfig
-from paceline.config.advice import AdviceConfig
 from paceline.config.env import ReverseTextConfig
+from paceline.config.filters import AdviceConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.observe.record import Query, open_run

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 import scripted_run
 from paceline.config import BreakerConfig, CheckpointConfig, ConfigWarning, FiltersConfig, ReplayConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
-from paceline.data import Cursor, Ledger, LedgerError, Sample, State, Ticket
+from paceline.data import Cursor, Ledger, Sample, State, Ticket
+from paceline.data.ledger import LedgerError
 from paceline.orchestrator import Checkpoints, Gate, RunStopped
 from paceline.orchestrator.buffered import read_groups
 from paceline.orchestrator.dispatcher import Dispatcher
-from paceline.orchestrator.train_env import Replay as Memory
-from paceline.orchestrator.train_env import ReplayedGroup
+from paceline.orchestrator.replay import Replay as Memory
+from paceline.orchestrator.replay import ReplayedGroup
 from paceline.rollout import Group, Rollout
 from paceline.trainer import StepReport
 from scripted_run import CoinFlips, ScriptedEngine, conduct, states
@@ -331,7 +332,7 @@ def test_the_memory_offers_the_newest_groups_that_are_young_enough():
     group = memory.choose(6, 2)[0]
     for number, left in ((9, [4, 3, 1]), (10, [3, 1])):
         again = memory.reissue(group, number)
-        assert (again.ticket.number, again.first, again.places) == (number, group.ticket, 2)
+        assert (again.ticket.number, again.places) == (number, 2)
         again.rollouts[0].samples.clear()
         memory.remember([again])  # what it is remembered by is its first ticket
         assert offered(6, 100) == left

@@ -16,15 +16,14 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from families import FAMILIES
-from paceline.config import RunConfig
+from paceline.config import RunConfig, load
 from paceline.config.run import ConfigWarning
 from paceline.errors import PacelineError
-from paceline.planner import found, parse, predict, with_memory
+from paceline.planner.hardware import found, parse, with_memory
 from paceline.planner.memory import layout_of, memory
-from paceline.planner.plan import with_overrides
-from paceline.planner.shape import ModelShape, read_shape, shape_of
+from paceline.planner.plan import predict
+from paceline.planner.shape import ModelShape, Work, assumed, read_shape, shape_of
 from paceline.planner.speed import Speeds, ways
-from paceline.planner.work import Work, assumed
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "examples" / "quickstart.toml")
@@ -157,7 +156,7 @@ def test_a_place_holds_the_sum_of_its_parts_and_savings_save(lora, offload, chec
         assert place.used == pytest.approx(math.fsum(place.parts.values()))
         assert all(size >= 0 for size in place.parts.values())
     assert any(place.name == "host" for place in there.places) == offload
-    thrifty = look(with_overrides(config, {"trainer.gradient_checkpointing": True}), LARGER, parse("h200x2"))
+    thrifty = look(load(config, settings={"trainer.gradient_checkpointing": True}).config, LARGER, parse("h200x2"))
     assert max(p.used for p in thrifty.places) <= max(p.used for p in there.places)
 
 
@@ -181,7 +180,7 @@ def test_advice_that_is_followed_makes_the_run_fit(gigabytes, count, shape, dtyp
     plan = predict(config, hardware, WORK, shape)
     assert bool(plan.advice) != plan.memory.fits
     for advice in plan.advice:
-        after = look(with_overrides(config, advice.overrides), shape, hardware)
+        after = look(load(config, settings=advice.overrides).config, shape, hardware)
         assert after.fits == advice.enough, advice.sentence
 
 
@@ -413,9 +412,8 @@ def test_an_evaluation_is_planned_by_its_episodes():
 
 
 def test_a_mac_with_more_memory_takes_larger_micro_batches_and_a_packed_base_leaves_room_for_them():
-    lora = with_overrides(
-        run_file(), {"model.dtype": "bfloat16", "model.lora": {"rank": 16}, "engine.max_context": 2048}
-    )
+    settings = {"model.dtype": "bfloat16", "model.lora": {"rank": 16}, "engine.max_context": 2048}
+    lora = load(run_file(), settings=settings).config
 
     def budget(gigabytes: int, shape: ModelShape) -> int:
         plan = predict(lora, parse(f"mac{gigabytes}"), WORK, shape)

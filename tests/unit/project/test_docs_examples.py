@@ -14,7 +14,7 @@ from paceline.clients.tools import ToolParser
 from paceline.config.env import ModuleEnvConfig
 from paceline.config.trainer import CustomLossConfig
 from paceline.envs import POLICY
-from paceline.envs.module import ModuleEnvironment
+from paceline.envs.custom import ModuleEnvironment
 from paceline.rollout.seat import Reply
 from paceline.trainer.terms import Streams, rl_term
 

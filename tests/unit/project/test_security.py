@@ -15,11 +15,12 @@ from graded_code import graded
 from paceline.commands.play import PlayOptions
 from paceline.commands.rollouts import RolloutOptions
 from paceline.config import ConfigError, RunConfig, load
+from paceline.config.errors import options_from_flags
 from paceline.config.run import RecordingConfig
 from paceline.config.secret import address_secret, secrets_in
 from paceline.config.serve import ServeConfig, is_loopback
 from paceline.envs.base import POLICY
-from paceline.envs.search.server import SearchOptions, load_options
+from paceline.envs.search.server import SearchOptions
 from paceline.errors import PacelineError
 from paceline.rollout import RecordingServer
 from paceline.runtime.episode_runtime import OpenAIServer
@@ -171,7 +172,8 @@ def test_an_address_with_a_secret_is_refused_and_not_repeated(address, tmp_path,
         assert place in str(refused.value)
         assert "a run file is kept with the run" in str(refused.value)
         assert KEY not in str(refused.value)
-    for make in (OpenAIServer, lambda url: load_options(embeddings_url=url, embeddings_model="m")):
+    found = {"embeddings_model": "m"}
+    for make in (OpenAIServer, lambda url: options_from_flags(SearchOptions, found | {"embeddings_url": url})):
         with pytest.raises(PacelineError, match="where others may read it") as refused:
             make(address)
         assert KEY not in str(refused.value)
@@ -252,7 +254,7 @@ def test_whatever_holds_a_key_does_not_show_it():
 
 MINE = """
 import itertools
-from paceline.envs.search.client import SearchClient
+from paceline.envs.retrieval import SearchClient
 
 played = itertools.count()
 

@@ -25,6 +25,7 @@ from paceline.rollout import render as pieces
 from paceline.rollout import render as sandbox
 from paceline.rollout.history import MAX_CACHED_CALL_CHARS, canonical_text
 from paceline.rollout.render import ENTRY_OVERHEAD, MIN_PIECE_CHARS, LruCache
+from rollouts import continued_prompt
 
 TICKET = Ticket(4, "maze", 0, 4, 1)
 TOKENS = st.lists(st.integers(0, 3), max_size=3)  # few ids, so that prompts agree by chance as well
@@ -161,7 +162,7 @@ def test_a_conversation_goes_on_from_the_exact_ids_it_recorded(scribe, data):
         turns.append(scribe.say(prompt, messages, list(data.draw(scribe.words()))))
         role = data.draw(st.sampled_from(["user", "tool"]))
         messages = answered(turns[-1], {"role": role, "content": data.draw(scribe.words())})
-        prompt = scribe.renderer.extend(turns[-1], messages)
+        prompt = continued_prompt(scribe.renderer, turns[-1], messages)
         before = turns[-1].prompt_ids + turns[-1].completion_ids
         assert prompt[: len(before)] == before
         assert scribe.tokenizer.decode(prompt) == scribe.tokenizer.decode(scribe.renderer.prompt(messages))
@@ -178,13 +179,13 @@ def test_going_on_equals_rendering_anew_when_the_tokens_are_the_tokenizers_own(s
     for _ in range(3):
         turn = scribe.say(prompt, messages, [data.draw(scribe.words())])
         messages = answered(turn, user(data.draw(scribe.words())))
-        prompt = scribe.renderer.extend(turn, messages)
+        prompt = continued_prompt(scribe.renderer, turn, messages)
         assert prompt == scribe.renderer.prompt(messages)
 
 
 def test_a_template_that_respells_a_reply_does_not_retokenise_it(scribe):
     turn = scribe.say(scribe.renderer.prompt(START), START, [" ", "ten", " al", "p", " \n"])
-    prompt = scribe.renderer.extend(turn, answered(turn, user("again")))
+    prompt = continued_prompt(scribe.renderer, turn, answered(turn, user("again")))
     assert prompt[: len(turn.prompt_ids + turn.completion_ids)] == turn.prompt_ids + turn.completion_ids
 
 
@@ -198,7 +199,7 @@ def test_a_template_that_adds_to_a_reply_has_it_rendered_anew(load):
     scribe = Scribe("quickstart", tokenizer)
     turn = scribe.say(scribe.renderer.prompt(START), START, ["ten", "alp"])
     asked = answered(turn, user("again"))
-    assert scribe.renderer.extend(turn, asked) == scribe.renderer.prompt(asked)
+    assert continued_prompt(scribe.renderer, turn, asked) == scribe.renderer.prompt(asked)
     assert "tenalp (noted)" in tokenizer.decode(scribe.renderer.prompt(asked))
 
 
@@ -206,7 +207,7 @@ def test_what_does_not_continue_a_recorded_turn_is_rendered_anew(scribe):
     said = scribe.say(scribe.renderer.prompt(START), START, ["tenalp"])
     turn = dataclasses.replace(said, prompt_ids=[scribe.end, *said.prompt_ids])  # a mark that no rendering has
     goes_on = answered(turn, user("again"))
-    assert scribe.renderer.extend(turn, goes_on)[: len(turn.prompt_ids)] == turn.prompt_ids
+    assert continued_prompt(scribe.renderer, turn, goes_on)[: len(turn.prompt_ids)] == turn.prompt_ids
     stopped = [*turn.completion_ids[:-1], *scribe.encode("!")]
     another_end = dataclasses.replace(turn, completion_ids=stopped, text=scribe.renderer.reply(stopped))
     cases = {
@@ -222,16 +223,16 @@ def test_what_does_not_continue_a_recorded_turn_is_rendered_anew(scribe):
         "another": (turn, [*START, user("or")]),
     }
     for name, (before, messages) in cases.items():
-        assert scribe.renderer.extend(before, messages) == scribe.renderer.prompt(messages), name
+        assert continued_prompt(scribe.renderer, before, messages) == scribe.renderer.prompt(messages), name
 
 
 def test_a_thought_the_template_drops_is_not_kept_and_one_it_keeps_is(load):
     qwen = Scribe("qwen3", load("qwen3"))
     turn = qwen.say(qwen.renderer.prompt(START), START, ["<think>\nhm", "m\n</think>\n\nten", "alp"])
     asked = answered(turn, user("again"))
-    assert qwen.renderer.extend(turn, asked) == qwen.renderer.prompt(asked)
+    assert continued_prompt(qwen.renderer, turn, asked) == qwen.renderer.prompt(asked)
     assert "hmm" not in qwen.tokenizer.decode(qwen.renderer.prompt(asked))
-    called = qwen.renderer.extend(turn, answered(turn, {"role": "tool", "content": "42"}))
+    called = continued_prompt(qwen.renderer, turn, answered(turn, {"role": "tool", "content": "42"}))
     assert called[: len(turn.prompt_ids + turn.completion_ids)] == turn.prompt_ids + turn.completion_ids
 
 
@@ -242,7 +243,7 @@ def test_a_tokenizer_that_opens_every_text_opens_no_turn(load):
     assert tokenizer.encode("a")[0] == opening[1]
     scribe = Scribe("quickstart", tokenizer)
     turn = scribe.say(scribe.renderer.prompt(START), START, ["tenalp"])
-    assert opening[1] not in scribe.renderer.extend(turn, answered(turn, user("again")))
+    assert opening[1] not in continued_prompt(scribe.renderer, turn, answered(turn, user("again")))
 
 
 def test_a_reply_loses_its_end_token_and_nothing_else(scribe):

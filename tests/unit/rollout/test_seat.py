@@ -18,6 +18,7 @@ from paceline.config.inference import SamplingConfig
 from paceline.data import Ticket
 from paceline.engine import Completion, GenerateRequest
 from paceline.rollout import Renderer, Rollout, SamplingClient, Seat, SeatClosed, SessionMap, Turn, assemble
+from rollouts import continued_prompt
 
 TICKET = Ticket(7, "talk", 0, 7, 2)
 TOOLS = [
@@ -359,7 +360,7 @@ def test_a_call_stays_in_the_conversation_even_if_the_template_knows_none(family
         assert all(number in anew for number in ("1234", "5678") if number in text)
         (turn,) = seat.turns
         ids = turn.prompt_ids + turn.completion_ids
-        assert family.renderer.extend(turn, messages)[: len(ids)] == ids
+        assert continued_prompt(family.renderer, turn, messages)[: len(ids)] == ids
 
 
 def test_a_token_that_stops_a_turn_within_its_text_stays_there_once(family):

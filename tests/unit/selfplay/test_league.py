@@ -16,9 +16,9 @@ from paceline.clients.pool import LeaguePool
 from paceline.config import env as config
 from paceline.config.inference import EngineConfig
 from paceline.engine import EmbeddedEngine, GenerateRequest
+from paceline.observe.analysis.payoff import ELO_SCALE, Payoff, draw_league, rate
 from paceline.selfplay import Artifact, EpisodeRequest, EpisodeResult, League, Match
 from paceline.selfplay.league import draw_opponent
-from paceline.selfplay.payoff import ELO_SCALE, Payoff, draw_league, rate
 from paceline.weights.update import Adapter, WeightUpdate
 
 GAMES = st.lists(

@@ -19,7 +19,7 @@ from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import Ticket
 from paceline.engine import Completion, GenerateRequest
 from paceline.model import load_tokenizer
-from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RealClock, RunStopped, build_train_envs
+from paceline.orchestrator import Checkpoints, Clock, Orchestrator, OrchestratorParts, RunStopped, build_train_envs
 from paceline.orchestrator.episodes import MATCH, RolloutRunner, assign_row
 from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
 from paceline.rollout import Renderer, SamplingClient, SessionMap
@@ -154,7 +154,7 @@ def conduct(folder: Path, arena: ArenaEnvironment, timing: int = 0, **more) -> L
     said = client(pool)
     courses = build_train_envs(wanted, {"words": arena})
     parts = OrchestratorParts(
-        pool, CountingTrainer(timing), said, said, courses, log, Checkpoints(folder, 100), RealClock(), past=pool
+        pool, CountingTrainer(timing), said, said, courses, log, Checkpoints(folder, 100), Clock()
     )
     asyncio.run(asyncio.wait_for(Orchestrator(wanted, parts).run(), 240))
     return log
@@ -303,7 +303,7 @@ def rated(arena: ArenaEnvironment) -> tuple[dict[str, float], list[str], Restles
     engine = pool._registry.members[0].engine
     for version in range(2):
         asyncio.run(past.offer(update(version)))
-    player = RolloutRunner(client(pool), RealClock(), 0, MATCH)
+    player = RolloutRunner(client(pool), Clock(), 0, MATCH)
     return asyncio.run(past.rate_version(player, 1, 3, lambda text: None)), notes, engine
 
 

@@ -6,20 +6,9 @@ import pytest
 
 from paceline.engine import GenerateRequest
 from paceline.errors import PacelineError
-from paceline.simulate import (
-    CARDS,
-    Decoder,
-    Lengths,
-    Model,
-    SimulatedEngine,
-    SimulationDeadlock,
-    SimulationPlan,
-    TrainingGpus,
-    best,
-    run_virtual,
-    simulate,
-    sweep,
-)
+from paceline.simulate.cost import CARDS, Decoder, Lengths, Model, SimulationPlan, TrainingGpus
+from paceline.simulate.engine import SimulatedEngine, SimulationDeadlock, run_virtual
+from paceline.simulate.run import best, simulate, sweep
 from paceline.weights.update import WeightUpdate
 
 ALIKE = Lengths(median=100, spread=0.0, longest=1000)

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from paceline.config import trainer as config
 from paceline.trainer import TrainerError
-from paceline.trainer.batch import TrainedTokens
 from paceline.trainer.loss import Loss
-from paceline.trainer.terms import importance
+from paceline.trainer.terms import TrainedTokens, importance
 from trainers import EXACT, LIBRARY, Slope, as_numpy, slope, tokens
 
 

@@ -9,8 +9,8 @@ from test_trainer import make_sample, trainer_of
 from conftest import VOCABULARY, tiny_model
 from paceline.config import trainer as config
 from paceline.data import Sample, pack, token_scales
-from paceline.trainer.torch import prefix
-from paceline.trainer.torch.prefix import share_prefixes
+from paceline.trainer.torch import forward
+from paceline.trainer.torch.forward import share_prefixes
 
 
 def groups(seed: int, sizes: list[int], trunk: int, longest: int) -> list[Sample]:
@@ -44,15 +44,15 @@ def test_the_gradient_is_the_same_with_and_without_sharing(seed, sizes, trunk, l
     batch = groups(seed, sizes, trunk, longest)
     gradients = []
     for waste in (1e9, 0.0):
-        old, prefix.WASTE = prefix.WASTE, waste
+        old, forward.WASTE = forward.WASTE, waste
         try:
             model = tiny_model()
             trainer = trainer_of(model, config.TrainerConfig())
             for micro_batch in pack(batch, token_scales(batch), 100_000):
-                trainer.backward(micro_batch)
+                trainer.learner.backward(micro_batch, trainer.version)
             trainer.close()
         finally:
-            prefix.WASTE = old
+            forward.WASTE = old
         gradients.append(torch.cat([p.grad.view(-1) for p in model.parameters()]).double())
     assert (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 1e-5
 

@@ -14,13 +14,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from conftest import VOCABULARY, tiny_model
 from paceline.config import trainer as config
 from paceline.config.model import LoRAConfig, ModelConfig
-from paceline.data import Sample, pack, token_scales
+from paceline.data import Sample, collate, pack, token_scales
 from paceline.model import LMHead, attach_lora, clone_model, head, token_logprobs
 from paceline.trainer import TrainerError
+from paceline.trainer.backend import LARGEST_SCALE
 from paceline.trainer.loss import Loss
-from paceline.trainer.optimizer import LARGEST_SCALE
 from paceline.trainer.torch.optimizer import MasterAdamW
-from paceline.trainer.torch.tuning import SMALLEST, largest_fitting
+from paceline.trainer.torch.trainer import SMALLEST, largest_fitting
 from samples import PLAIN, make_batch, make_sample, near_policy
 from trainers import (
     NO_OFFLOAD,
@@ -43,7 +43,7 @@ def gradient(batch: list[Sample], budget: int, order: list[int], normalise="toke
     trainer = made(tiny_model(), **settings)
     chosen = [batch[i] for i in order]
     for micro_batch in pack(chosen, token_scales(chosen, normalise, 32), budget):
-        trainer.backward(micro_batch)
+        trainer.learner.backward(micro_batch, trainer.version)
     trainer.close()
     return gradient_of(trainer)
 
@@ -148,7 +148,8 @@ def test_the_whole_loss_has_the_slope_it_claims(monkeypatch, c):
     model = tiny_model(dtype=torch.float64)
     trainer = made(model, **c)
     prox = [np.where(s.loss_mask, s.logprobs + 0.05, 0).astype(np.float32) for s in batch]
-    (micro_batch,) = pack(batch, token_scales(batch, trainer._config.normalise), 10_000, prox)
+    scales = dict(enumerate(token_scales(batch, trainer._config.normalise)))
+    micro_batch = collate(range(len(batch)), batch, scales, dict(enumerate(prox)))
     loss_of = Loss(trainer._config)
 
     def value() -> torch.Tensor:
@@ -448,7 +449,7 @@ def test_half_precision_does_not_lose_the_gradients_of_a_large_batch(lora):
         model = attach_lora(tiny_model().to(dtype), ModelConfig(lora=lora), seed=0)
         trainer = made(model, loss=config.PPOConfig(), normalise="fixed", fixed_length=200_000)
         for micro_batch in pack(batch, token_scales(batch, "fixed", 200_000), 10_000):
-            trainer.backward(micro_batch)
+            trainer.learner.backward(micro_batch, trainer.version)
         trainer.learner.optimizer.clip()
         ends[dtype] = gradient_of(trainer)
         trainer.close()

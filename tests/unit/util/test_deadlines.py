@@ -24,10 +24,17 @@ from paceline.observe.monitor import Monitor, Monitors, RunDirectory, RunOutcome
 from paceline.observe.monitor.doctor import diagnose, render_findings, resume_command
 from paceline.observe.monitor.waitgraph import blocking_chain, wait_graph
 from paceline.observe.monitor.watchdog import Watchdog, stalled_file, waits_file, watch_run
-from paceline.orchestrator import DeadlineError, RealClock
 from paceline.orchestrator.metrics import Stopwatch
-from paceline.simulate import run_virtual
-from paceline.util.deadlines import AbandonedError, UserCall, named_wait, registry, wait_within
+from paceline.simulate.engine import run_virtual
+from paceline.util.deadlines import (
+    AbandonedError,
+    Clock,
+    DeadlineError,
+    UserCall,
+    named_wait,
+    registry,
+    wait_within,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -100,7 +107,7 @@ def test_within_does_what_a_timeout_of_the_standard_library_does(work, cancel):
 
 def test_a_deadline_is_a_sentence_that_names_what_was_waited_for():
     async def run():
-        await RealClock().wait_within(0.01, "an episode of `code`", forever())
+        await Clock().wait_within(0.01, "an episode of `code`", forever())
 
     with pytest.raises(PacelineError, match=r"^an episode of `code` took longer than 0\.01 s$") as error:
         asyncio.run(run())
@@ -163,12 +170,11 @@ def test_a_wait_that_is_over_keeps_nothing_alive():
     assert gone() is None
 
 
-def test_progress_is_what_comes_to_a_good_end_unless_it_is_only_a_poll():
+def test_progress_is_what_comes_to_a_good_end():
     async def run():
         before = registry.progress_count
         await wait_within(1, "work", answers())
         counted = registry.progress_count - before
-        await wait_within(1, "a health check", answers(), is_progress=False)
         with contextlib.suppress(DeadlineError):
             await wait_within(0.001, "nothing", forever())
         return counted, registry.progress_count - before
@@ -374,7 +380,7 @@ def test_user_code_that_raises_a_base_exception_raises_it_here():
 def test_thousands_of_episodes_are_one_line_below_what_waits_for_them():
     async def run():
         tasks = [asyncio.create_task(wait_within(300, "an episode of `code`", forever())) for _ in range(2_000)]
-        with Stopwatch(RealClock(), lambda: 0.0).phase("sample"):
+        with Stopwatch(Clock(), lambda: 0.0).phase("sample"):
             await asyncio.sleep(0)
             nodes = wait_graph(registry.waits(), time.monotonic())
         for task in tasks:

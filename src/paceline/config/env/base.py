@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr, field_validator
 
-from paceline.config.advice import AdvisoryName
 from paceline.config.algorithm import AlgorithmConfig
 from paceline.config.base import Hook, PathKey, Section
+from paceline.config.filters import AdvisoryName
 
 
 class SeatConfig(Section):

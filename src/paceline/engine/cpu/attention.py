@@ -9,8 +9,8 @@ from torch import Tensor
 
 from paceline.engine.cpu.kv_cache import SlotCache
 from paceline.engine.pages import PageCache
+from paceline.model import native
 from paceline.model.attention import PackedPlan, sdpa, window_mask
-from paceline.model.native import layers as native
 
 
 class SlotSpan(NamedTuple):
@@ -44,7 +44,10 @@ class CachedPlan:
         self._width = cache.max_length if deterministic else max((span.start for span in singles), default=-1) + 1
         self._dense = self._rows == len(singles) and not deterministic
         """Every row has its query, in order: nothing to scatter or gather."""
-        self._last = _last_positions(singles, self._rows, device)
+        here = slice(len(singles))
+        self._last = torch.zeros(self._rows, dtype=torch.long, device=device)
+        self._last[self.slots[here]] = self.positions[here]
+        """The position each row's query stands at; rows without a query look at position 0 and are thrown away."""
         self._masks: dict[int | None, Tensor] = {}
         self._fresh = PackedPlan([span.length for span in fresh], device) if fresh else None
         self._fresh_tokens = sum(span.length for span in fresh)
@@ -74,7 +77,7 @@ class CachedPlan:
         whole = self._cache.layer_tensors(layer)
         if whole is not None and native.has_kernel(whole[0], q.shape[1]):
             return native.attend(*whole, q, slots, self.positions[: self._singles], scale, window)
-        keys, values = self._cache.read(layer, self._rows, self._width)
+        keys, values = self._cache.read(layer, slice(self._rows), self._width)
         heads, (kv_heads, dim) = q.shape[1], keys.shape[2:]
         rows = q if self._dense else q.new_zeros(self._rows, heads, dim).index_copy_(0, slots, q)
         rows = rows.reshape(self._rows, kv_heads, heads // kv_heads, dim)
@@ -91,16 +94,7 @@ class CachedPlan:
     def _attend_resumed(self, layer: int, q: Tensor, span: SlotSpan, scale: float, window: int | None) -> Tensor:
         """A later piece of a long prompt looks at all that came before it in its slot."""
         end = span.start + span.length
-        keys, values = self._cache.read_slot(layer, span.slot, end)
+        keys, values = self._cache.read(layer, slice(span.slot, span.slot + 1), end)
         queries = torch.arange(span.start, end, device=q.device)
         mask = window_mask(queries, torch.arange(end, device=q.device), window)
         return sdpa(q[None], keys, values, scale, mask)[0]
-
-
-def _last_positions(singles: Sequence[SlotSpan], rows: int, device: torch.device) -> Tensor:
-    """The position each row's query stands at; rows without a query look at position 0 and are thrown away."""
-    last = torch.zeros(rows, dtype=torch.long)
-    last[torch.tensor([span.slot for span in singles], dtype=torch.long)] = torch.tensor(
-        [span.start for span in singles], dtype=torch.long
-    )
-    return last.to(device)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.engine.kv_cache import BaseSlotCache
-from paceline.model.native import layers as native
+from paceline.model import native
 from paceline.model.support import AttentionShape
 
 
@@ -63,12 +63,9 @@ class SlotCache(BaseSlotCache):
     def layer_tensors(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.keys[layer], self.values[layer]
 
-    def read(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of slots 0 to `rows`, in place: [rows, width, kv heads, dim]."""
-        return self.keys[layer][:rows, :width], self.values[layer][:rows, :width]
-
-    def read_slot(self, layer: int, slot: int, width: int) -> tuple[Tensor, Tensor]:
-        return self.keys[layer][slot : slot + 1, :width], self.values[layer][slot : slot + 1, :width]
+    def read(self, layer: int, slots: slice, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of some slots, in place: [slots, width, kv heads, dim]."""
+        return self.keys[layer][slots, :width], self.values[layer][slots, :width]
 
 
 class TensorMemory:

@@ -10,8 +10,7 @@ from paceline.engine.cpu.attention import CachedPlan, SlotSpan
 from paceline.engine.cpu.kv_cache import SlotCache
 from paceline.engine.cpu.sampler import sample, tensor_factory
 from paceline.engine.pages import PageCache
-from paceline.engine.runner import Runner, StepInFlight
-from paceline.engine.sampling import SamplingMetadata
+from paceline.engine.runner import Runner, SamplingMetadata, StepInFlight
 from paceline.engine.sequence import Chunk, DecodeSequence
 from paceline.model import PLAN, LMHead, token_logprobs
 from paceline.model.adapters import Adapters

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.engine.sampling import ArrayFactory, SamplerOutput, SamplingMetadata
+from paceline.engine.runner import ArrayFactory, SamplerOutput, SamplingMetadata
 from paceline.weights.update import mix_tensor, shift_right
 
 

@@ -21,8 +21,7 @@ from paceline.engine.cuda import attention
 from paceline.engine.cuda.sampler import sample_into
 from paceline.engine.cuda.step import TILE_ROWS, StepShape, device_fields, is_decode_only
 from paceline.engine.pages import PageCache
-from paceline.engine.runner import Runner, StepInFlight
-from paceline.engine.sampling import SamplerOutput, SamplingMetadata
+from paceline.engine.runner import Runner, SamplerOutput, SamplingMetadata, StepInFlight
 from paceline.engine.sequence import Chunk, SampledToken
 from paceline.model import PLAN, LMHead, token_logprobs
 from paceline.model.adapters import Adapters

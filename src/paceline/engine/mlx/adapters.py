@@ -136,8 +136,7 @@ def install(model: MlxModel, targets: Sequence[str] | str, slots: int, rank: int
     routes, sides = MlxAdapterRoutes(), {}
     for name, layer in target_layers(model, targets).items():
         sides[name] = LayerSlots(*widths(layer), routes, slots, rank)
-        parent, _, child = name.rpartition(".")
-        replace_layer(model.net, parent, child, _add_slots(layer, sides[name]))
+        replace_layer(model.net, name, _add_slots(layer, sides[name]))
     mx.eval([array for side in sides.values() for array in (side.a, side.b)])
     return MlxAdapters(sides, routes, slots, rank)
 

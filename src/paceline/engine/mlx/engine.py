@@ -19,7 +19,7 @@ from paceline.errors import DeltaBaseMismatch, EngineError
 from paceline.model.mlx.loading import MlxModel, clone_model
 from paceline.model.mlx.lora import replace_layer
 from paceline.weights.mlx_arrays import as_array, evaluate
-from paceline.weights.update import Array, WeightUpdate, dtype_tolerance
+from paceline.weights.update import Array, WeightUpdate
 
 FIRST_CACHE_LENGTH = 256
 
@@ -29,7 +29,7 @@ class MlxWeights(WeightApplier):
     it is, and costs no memory."""
 
     def __init__(self, model: MlxModel, adapters: MlxAdapters | None, version: int) -> None:
-        super().__init__(adapters, model.vocabulary, version)
+        super().__init__(adapters, model.vocabulary, model.dtype, version)
         self._model, self._adapters = model, adapters
         self.weight_bytes = sum(array.nbytes for array in self.parameters.values())
 
@@ -37,35 +37,22 @@ class MlxWeights(WeightApplier):
     def parameters(self) -> Mapping[str, mx.array]:
         return self._model.parameters()
 
-    @property
-    def tolerance(self) -> float:
-        return dtype_tolerance(self._model.dtype)
-
     def _stage(self, tensors: Mapping[str, Array]) -> dict[str, mx.array]:
         return evaluate({name: as_array(tensor) for name, tensor in tensors.items()})
 
     def _copy_base(self, tensors: Mapping[str, mx.array]) -> None:
         for name, array in tensors.items():
-            replace_parameter(self._model, name, array)
+            replace_layer(self._model.net, name, array)
 
     def _read_delta(self, update: WeightUpdate, check: bool) -> StagedUpdate:
         self._check_complete()
         raise DeltaBaseMismatch("an engine on MLX takes no deltas: send all weights")
-
-    def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None:
-        raise AssertionError("a delta is refused when it is read")
 
     def logprobs(self, token_ids: tuple[int, ...], model: str) -> list[float]:
         if self._adapters is not None:
             self._adapters.route([self.catalog.slots[model]])
         hidden = self._model.hidden(mx.array(token_ids)[None])[0, :-1]
         return [0.0, *token_logprobs(self._model.logits(hidden), token_ids[1:], 1.0).tolist()]
-
-
-def replace_parameter(model: MlxModel, name: str, array: mx.array) -> None:
-    """From the next pass on the model computes with this array."""
-    parent, _, child = name.rpartition(".")
-    replace_layer(model.net, parent, child, array)
 
 
 class MlxEngine(DecodingEngine):

@@ -9,8 +9,7 @@ import numpy as np
 from paceline.engine.mlx.adapters import MlxAdapters
 from paceline.engine.mlx.kv_cache import MlxDecodePass, MlxSlotCache, decode_pass, prompt_passes
 from paceline.engine.mlx.sampler import sample, token_logprobs
-from paceline.engine.runner import Runner, StepInFlight
-from paceline.engine.sampling import SamplerOutput, SamplingMetadata
+from paceline.engine.runner import Runner, SamplerOutput, SamplingMetadata, StepInFlight
 from paceline.engine.sequence import Chunk
 from paceline.model.mlx.loading import MlxModel
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.engine.sampling import SamplerOutput, SamplingMetadata
+from paceline.engine.runner import SamplerOutput, SamplingMetadata
 from paceline.weights.update import uniform_array
 
 BLOCK = 256

@@ -2,7 +2,7 @@
 
 Two processes, so that a solution never meets its tests. The *grader* (`grader.py`, in one of our workers) runs them;
 where they call the solution, the arguments travel to the *cell* (`cell.py`), which runs the solution and sends back
-plain data (`wire.py`). So nothing a solution prints, patches, overloads or exits can turn a failing test into a passing
+plain data. So nothing a solution prints, patches, overloads or exits can turn a failing test into a passing
 one: all it can do is answer.
 
 The cell lives in a *jail* (`jail.py`). Where the kernel allows, that is a set of namespaces of its own: no network, no
@@ -12,5 +12,5 @@ processes; it stops everything a program does through Python, not a program that
 environment's metric `sandbox` is 1 under the kernel's jail and 0 under the guard. Limits on time, memory, file sizes
 and processes hold in both (but root has no limit on processes under the guard, which lets it start none anyway).
 
-`cell.py`, `jail.py` and `wire.py` are run without site-packages and import nothing of Paceline.
+`cell.py` and `jail.py` are run without site-packages and import nothing of Paceline.
 """

@@ -14,6 +14,8 @@ import shutil
 import signal
 import sys
 import types
+from collections import deque
+from collections.abc import Callable, ItemsView, KeysView, ValuesView
 from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -25,7 +27,6 @@ def main() -> None:
     lines = os.fdopen(requests, "r", encoding="utf-8")
     settings = json.loads(lines.readline())
     jail = runpy.run_path(f"{HERE}/jail.py")
-    wire = runpy.run_path(f"{HERE}/wire.py")
     work = os.getcwd()
     try:
         if settings["jailed"]:
@@ -46,7 +47,7 @@ def main() -> None:
     if not settings["jailed"]:
         os.environ["TMPDIR"] = work
         jail["install_guard"](work)
-    serve(Solution(settings["source"], wire["encode"], wire["decode"]), lines, answers)
+    serve(Solution(settings["source"]), lines, answers)
 
 
 def watch(child: int, parent: int, work: str | None, die_with_parent: Any) -> None:
@@ -69,8 +70,8 @@ def watch(child: int, parent: int, work: str | None, die_with_parent: Any) -> No
 class Solution:
     """The program under test, and the objects of it that the grader holds references to."""
 
-    def __init__(self, source: str, encode: Any, decode: Any) -> None:
-        self._source, self._encode, self._decode = source, encode, decode
+    def __init__(self, source: str) -> None:
+        self._source = source
         self._module = types.ModuleType("solution")  # not `__main__`: what a program does when started is not asked for
         self._objects: list[Any] = []
 
@@ -79,14 +80,11 @@ class Solution:
         exec(compile(self._source, "solution.py", "exec"), self._module.__dict__)
 
     def get(self, ref: int | None, name: str) -> Any:
-        return self._encode_result(getattr(self._module if ref is None else self._objects[ref], name))
+        return encode(getattr(self._module if ref is None else self._objects[ref], name), self._store)
 
     def call(self, ref: int, args: Any, kwargs: Any) -> Any:
-        args, kwargs = (self._decode(data, self._objects.__getitem__) for data in (args, kwargs))
-        return self._encode_result(self._objects[ref](*args, **kwargs))
-
-    def _encode_result(self, value: Any) -> Any:
-        return self._encode(value, self._store)
+        args, kwargs = (decode(data, self._objects.__getitem__) for data in (args, kwargs))
+        return encode(self._objects[ref](*args, **kwargs), self._store)
 
     def _store(self, value: Any) -> int:
         self._objects.append(value)
@@ -114,6 +112,60 @@ def attempt(action: Any, *args: Any) -> list[Any]:
     except BaseException as error:
         known = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
         return ["raised", known.__name__, str(error)[:MAX_MESSAGE_CHARS]]
+
+
+# --- Python values as JSON: plain data by value, all else as a reference that stays on its side
+#
+# What is decoded is built from Python's own types, whatever it was made from. An object that claims to equal everything
+# arrives as a reference that equals nothing, and a subclass of `int` as an `int`.
+
+MAX_SAFE_INT = 1 << 53
+"""Larger integers travel as text: Python refuses to read very long ones from JSON."""
+LIST_TYPES = (list, range, deque, KeysView, ValuesView, ItemsView)
+COLLECTION_TYPES = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def encode(value: Any, refer: Callable[[Any], int]) -> Any:
+    """A value for JSON. `refer` keeps what is no plain data and gives it a number. Iterators are read to their end."""
+    if value is None or isinstance(value, bool | float | str):
+        return value
+    if isinstance(value, int):
+        return int(value) if -MAX_SAFE_INT < value < MAX_SAFE_INT else {"int": hex(value)}
+    if isinstance(value, LIST_TYPES) or hasattr(value, "__next__"):
+        return [encode(item, refer) for item in value]
+    for name, kind in COLLECTION_TYPES.items():
+        if isinstance(value, kind):
+            return {name: [encode(item, refer) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, refer), encode(item, refer)] for key, item in value.items()]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    return {"ref": refer(value)}
+
+
+def decode(data: Any, deref: Callable[[int], Any]) -> Any:
+    """The value again. `deref` finds what a number stands for."""
+    if isinstance(data, list):
+        return [decode(item, deref) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((name, inside),) = data.items()
+    match name:
+        case "tuple" | "set" | "frozenset":
+            return COLLECTION_TYPES[name](decode(item, deref) for item in inside)
+        case "dict":
+            return {decode(key, deref): decode(item, deref) for key, item in inside}
+        case "int":
+            return int(inside, 16)
+        case "bytes":
+            return bytes.fromhex(inside)
+        case "complex":
+            return complex(*inside)
+        case "ref":
+            return deref(inside)
+    raise ValueError(f"`{name}` is no kind of value")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from paceline.util.importing import import_object
 from paceline.util.private_folder import PrivateFolder
 
 HERE = Path(__file__).parent
-encode: Callable = import_object(f"{HERE / 'wire.py'}:encode")
-decode: Callable = import_object(f"{HERE / 'wire.py'}:decode")
+encode: Callable = import_object(f"{HERE / 'cell.py'}:encode")
+decode: Callable = import_object(f"{HERE / 'cell.py'}:decode")
 
 ANSWER_BYTES = 1 << 20
 NO_JAIL = "no jail"
@@ -49,17 +50,15 @@ def grade(
     """How many tests a solution passes; with `stop_at_failure` it ends at the first that fails. `jailed` says whether
     it ran in kernel namespaces or only under the interpreter's guard. `no_jail`, instead, says why it was not run."""
     global _without_namespaces
+    count = partial(_count_passed, source, tests, entry_point, stop_at_failure, limits)
     if sandbox == "kernel" or (sandbox == "auto" and not _without_namespaces):
         try:
-            return {
-                "passed": _count_passed(source, tests, entry_point, stop_at_failure, limits, jailed=True),
-                "jailed": True,
-            }
+            return {"passed": count(jailed=True), "jailed": True}
         except NoJail as error:
             _without_namespaces = True
             if sandbox == "kernel":
                 return {"no_jail": str(error)}
-    return {"passed": _count_passed(source, tests, entry_point, stop_at_failure, limits, jailed=False), "jailed": False}
+    return {"passed": count(jailed=False), "jailed": False}
 
 
 def _count_passed(

@@ -10,7 +10,7 @@ import unicodedata
 import zipfile
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,8 @@ def _text(row: dict[str, Any], key: str, where: str) -> str:
     return value or ""
 
 
+MAX_QUERY_CHARS = 4096
+"""Longest query in characters; a model may write any nonsense."""
 K1, B = 1.2, 0.75
 """The usual choice: how soon repetition stops to count, and how much length is held against a document."""
 DEFAULT_TOP_K = 5
@@ -176,14 +178,12 @@ class BM25:
 
     def search(self, query: str, top_k: int = DEFAULT_TOP_K) -> list[Hit]:
         scores = np.zeros(len(self.documents), np.float32)
-        for number, times in self._query_terms(tokenise(query)):
+        known = Counter(self._number[word] for word in tokenise(query) if word in self._number)
+        # In one order whatever the query's was: the same sums for the same words, to the bit.
+        for number, times in sorted(known.items()):
             span = slice(self.starts[number], self.starts[number + 1])
             scores[self.places[span]] += times * self.weights[span]  # a document stands only once among these
         return top_hits(self.documents, scores, top_k, above=0.0)
-
-    def _query_terms(self, words: Iterable[str]) -> list[tuple[int, int]]:
-        """Known words by number, in one order whatever theirs was: the same sums for the same words, to the bit."""
-        return sorted(Counter(self._number[word] for word in words if word in self._number).items())
 
 
 def top_hits(documents: Sequence[Document], scores: NDArray, top_k: int, above: float = -np.inf) -> list[Hit]:

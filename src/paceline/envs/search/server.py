@@ -15,11 +15,9 @@ from pydantic import BaseModel, Field, model_validator
 
 from paceline.config.base import Section
 from paceline.config.env import SEARCH_KEY_VARIABLE
-from paceline.config.errors import options_from_flags
 from paceline.config.secret import address_secret
 from paceline.envs.base import EnvError
-from paceline.envs.search.client import MAX_QUERY_CHARS
-from paceline.envs.search.index import DEFAULT_TOP_K, Dense, Embedder, Index, open_index
+from paceline.envs.search.index import DEFAULT_TOP_K, MAX_QUERY_CHARS, Dense, Embedder, Index, open_index
 from paceline.server.app import event_loop_factory, serve
 from paceline.server.bodies import RequestBody
 from paceline.server.errors import ErrorAnswer, Refusal, bad_request, install_error_handlers
@@ -66,11 +64,6 @@ class SearchOptions(Section):
                 f"--embeddings-endpoint has {secret}, where others may read it: give --embeddings-api-key instead"
             )
         return self
-
-
-def load_options(**flags: object) -> SearchOptions:
-    """The options from the command line's flags; those that are None have their defaults."""
-    return options_from_flags(SearchOptions, flags)
 
 
 MAX_BODY_BYTES = 1 << 20

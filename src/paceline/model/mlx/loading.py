@@ -18,8 +18,9 @@ from mlx_lm.utils import load_model as load_mlx
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from paceline.config.model import ModelConfig
+from paceline.errors import first_line
 from paceline.model.dtypes import resolve_dtype
-from paceline.model.source import ROPE_OF_WHOLE_BATCH, ModelError, base_name, check_source, first_line, resolve
+from paceline.model.source import ROPE_OF_WHOLE_BATCH, ModelError, base_name, check_source, resolve
 
 
 @dataclass(frozen=True, slots=True)

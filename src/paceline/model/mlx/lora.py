@@ -68,18 +68,17 @@ def attach_lora(model: MlxModel, config: LoRAConfig | None, seed: int) -> MlxMod
         noise = np.random.default_rng((seed, salt(name))).uniform(-1, 1, (config.rank, inputs)) / math.sqrt(inputs)
         adapted = LoraLinear(layer, mx.array(noise.astype(np.float32)), config.alpha / config.rank, config.dropout)
         adapted.base.freeze()
-        parent, _, child = name.rpartition(".")
-        replace_layer(model.net, parent, child, adapted)
+        replace_layer(model.net, name, adapted)
     mx.eval(model.net.parameters())
     return model
 
 
-def replace_layer(net: Any, parent: str, child: str, layer: Any) -> None:
-    """Replace one layer of a module tree."""
-    here = net
-    for part in parent.split(".") if parent else []:
-        here = here[int(part)] if isinstance(here, list) else getattr(here, part)
-    setattr(here, child, layer)
+def replace_layer(net: Any, name: str, layer: Any) -> None:
+    """Replace one layer or parameter of a module tree: from the next pass on the model computes with it."""
+    *parents, child = name.split(".")
+    for part in parents:
+        net = net[int(part)] if isinstance(net, list) else getattr(net, part)
+    setattr(net, child, layer)
 
 
 def adapted_layers(net: Any) -> dict[str, LoraLinear]:

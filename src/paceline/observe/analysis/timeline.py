@@ -20,30 +20,13 @@ PAGE_ORDER = ("engine", "environment", "trainer", "publish", "evaluation")
 BUSY_ORDER = ("engine", "trainer", "publish", "environment", "evaluation")
 
 
-@dataclass(frozen=True)
-class LaneSpan:
-    """One span of work on a lane; `share` is how much of the lane it takes."""
-
-    lane: str
-    kind: str
-    start: float
-    end: float
-    step: int | None = None
-    detail: str = ""
-    share: float = 1.0
-
-
 def lanes(run: RunFolder, start: float | None, end: float | None, bins: int) -> dict[str, Any]:
     """The lanes between two times, each with at most a few spans a bin."""
-    spans = spans_from_record(run.lanes(start, end))
-    source = "record"
+    spans, source = spans_from_record(run.lanes(start, end)), "record"
     if not spans:
-        source = "metrics"
-        spans = [
-            span
-            for span in spans_from_metrics(run.metrics())
-            if (start is None or span.end >= start) and (end is None or span.start <= end)
-        ]
+        first, last = -math.inf if start is None else start, math.inf if end is None else end
+        timed = spans_from_metrics(run.metrics())
+        spans, source = [span for span in timed if span.end >= first and span.start <= last], "metrics"
     if not spans:
         return {"source": source, "extent": None, "lanes": []}
     extent = (
@@ -54,13 +37,14 @@ def lanes(run: RunFolder, start: float | None, end: float | None, bins: int) -> 
     for lane, mine in sorted(_by_lane(spans).items(), key=lambda item: _lane_rank(item[0], PAGE_ORDER)):
         crowded = len(mine) > 2 * bins
         shown = bin_spans(mine, extent, bins) if crowded else mine
-        rows = [[span.start, span.end, span.kind, round(span.share, 4), span.step, span.detail] for span in shown]
+        rows = [[span.start, span.end, span.kind, round(span.value, 4), span.step, span.detail] for span in shown]
         found.append({"lane": lane, "binned": crowded, "spans": rows})
     return {"source": source, "extent": extent, "lanes": found}
 
 
-def spans_from_record(spans: Sequence[TimelineSpan]) -> list[LaneSpan]:
-    """Spans as they were recorded. Environments have a number of episodes, shown as a share of their highest number."""
+def spans_from_record(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
+    """Recorded spans, each on the lane of who did the work and with its share of that lane as `value`. Environments
+    have a number of episodes, shown as a share of their highest number."""
     most: dict[str, float] = defaultdict(float)
     for span in spans:
         if span.kind == "playing":
@@ -74,11 +58,11 @@ def spans_from_record(spans: Sequence[TimelineSpan]) -> list[LaneSpan]:
             share, detail = span.value, detail or f"{span.value:.0%} of the time"
         elif lane == "run":
             lane, kind = PHASES.get(kind, "trainer"), "wait" if kind == "sample" else kind
-        found.append(LaneSpan(lane, kind, span.start, span.end, span.step, detail, share))
+        found.append(TimelineSpan(lane, kind, span.start, span.end, span.step, share, detail))
     return found
 
 
-def spans_from_metrics(columns: Columns) -> list[LaneSpan]:
+def spans_from_metrics(columns: Columns) -> list[TimelineSpan]:
     """The phases of a run without recorded lanes, from their durations: one after the other, up to the line's time."""
     found = []
 
@@ -94,30 +78,31 @@ def spans_from_metrics(columns: Columns) -> list[LaneSpan]:
         for phase, lane in PHASES.items():
             seconds = value(f"time/{phase}", row)
             if seconds > 0:
-                found.append(LaneSpan(lane, phase, end - seconds, end, step))
+                found.append(TimelineSpan(lane, phase, end - seconds, end, step, 1.0))
                 end -= seconds
             if phase == "eval" and whole > 0:
                 share = min(1.0, value("busy/sampler", row))
-                found.append(LaneSpan("engine", "sample", end - whole, end, step, f"{share:.0%} of the time", share))
+                found.append(
+                    TimelineSpan("engine", "sample", end - whole, end, step, share, f"{share:.0%} of the time")
+                )
         if (waited := value("time/sample", row)) > 0:
-            found.append(LaneSpan("trainer", "wait", end - waited, end, step, "waits for a batch"))
+            found.append(TimelineSpan("trainer", "wait", end - waited, end, step, 1.0, "waits for a batch"))
     return found
 
 
-def bin_spans(spans: Sequence[LaneSpan], extent: tuple[float, float], bins: int) -> list[LaneSpan]:
+def bin_spans(spans: Sequence[TimelineSpan], extent: tuple[float, float], bins: int) -> list[TimelineSpan]:
     """Shares of equal bins, by kind."""
     start, width = extent[0], max(extent[1] - extent[0], 1e-9) / bins
+    edges = [start + place * width for place in range(bins + 1)]
     seconds: dict[tuple[int, str], float] = defaultdict(float)
     for span in spans:
         first = max(0, int((span.start - start) / width))
         last = min(bins - 1, int((span.end - start) / width))
         for place in range(first, last + 1):
-            left = max(span.start, start + place * width)
-            seconds[place, span.kind] += span.share * max(0.0, min(span.end, start + (place + 1) * width) - left)
+            inside = min(span.end, edges[place + 1]) - max(span.start, edges[place])
+            seconds[place, span.kind] += span.value * max(0.0, inside)
     return [
-        LaneSpan(
-            spans[0].lane, kind, start + place * width, start + (place + 1) * width, share=min(1.0, amount / width)
-        )
+        TimelineSpan(spans[0].lane, kind, edges[place], edges[place + 1], None, min(1.0, amount / width))
         for (place, kind), amount in sorted(seconds.items())
         if amount > 0
     ]
@@ -148,8 +133,7 @@ class RecentLoad:
 def recent_load(run: RunFolder, columns: Columns, pace: float | None) -> RecentLoad:
     """The load of a minute, or of a whole step where one takes longer."""
     length = max(LOAD_SECONDS, pace or 0.0)
-    stamps = (stamp for stamp in reversed(columns.get("time", ())) if stamp is not None and math.isfinite(stamp))
-    end = next(stamps, None)
+    end = next((stamp for stamp in reversed(columns["time"]) if stamp is not None), None)
     if end is None:
         return RecentLoad(length, [])
     start = end - length
@@ -157,11 +141,11 @@ def recent_load(run: RunFolder, columns: Columns, pace: float | None) -> RecentL
     tail = {name: column[-MOST_LINES:] for name, column in columns.items()}
     spans = spans_from_record(recorded) or [span for span in spans_from_metrics(tail) if start <= span.end <= end]
     start = max(start, min((span.start for span in spans), default=start))
-    working = [replace(span, share=1.0) if span.kind == "playing" else span for span in spans if span.kind != "wait"]
+    working = [replace(span, value=1.0) if span.kind == "playing" else span for span in spans if span.kind != "wait"]
     loads = [
         LaneLoad(
             lane,
-            min(1.0, sum(part.share for part in bin_spans(mine, (start, end), 1))),
+            min(1.0, sum(part.value for part in bin_spans(mine, (start, end), 1))),
             _episodes(recorded, lane, start, end),
         )
         for lane, mine in _by_lane(working).items()
@@ -177,8 +161,8 @@ def _episodes(spans: Sequence[TimelineSpan], lane: str, start: float, end: float
     return f"{total / (end - start):.1f} episodes at once"
 
 
-def _by_lane(spans: Sequence[LaneSpan]) -> dict[str, list[LaneSpan]]:
-    found: dict[str, list[LaneSpan]] = defaultdict(list)
+def _by_lane(spans: Sequence[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
+    found: dict[str, list[TimelineSpan]] = defaultdict(list)
     for span in spans:
         found[span.lane].append(span)
     return found

@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import json
 import math
-import shlex
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 from paceline.observe.analysis.timeline import Columns, RecentLoad, recent_load
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.monitor.summary import next_action
+from paceline.observe.monitor.text import format_count
 from paceline.observe.record import RunFolder, RunStatus
 
 SPARK_POINTS = 48
@@ -77,8 +77,8 @@ def _trends(columns: Columns, start: str, end: str) -> Trends:
     for name, column in columns.items():
         env = name.removeprefix(start).removesuffix(end)
         if name == f"{start}{env}{end}" and env and "/" not in env:
-            pairs = zip(columns.get("step", []), column, strict=False)
-            curves[env] = [(s, v) for s, v in pairs if s is not None and v is not None and math.isfinite(v)]
+            pairs = zip(columns["step"], column, strict=True)
+            curves[env] = [(step, value) for step, value in pairs if step is not None and value is not None]
             for step, value in curves[env]:
                 by_step.setdefault(step, []).append(value)
     mean = [(step, statistics.fmean(values)) for step, values in sorted(by_step.items())]
@@ -182,10 +182,15 @@ class Vitals:
     dropped_counts: dict[str, int]
     """Since the start, by reason."""
     load: RecentLoad
-    waiting_side: str
     events: list[dict[str, Any]]
     columns: Columns = field(repr=False)
     """The metrics it was made of."""
+
+    @property
+    def facts(self) -> list[str]:
+        """What it trains, with what, on which device."""
+        size = f"{format_count(self.status.parameters)} parameters" if self.status.parameters else ""
+        return [fact for fact in (*self.tags, self.status.device, size) if fact]
 
     @property
     def state_reason(self) -> str:
@@ -202,48 +207,47 @@ class Vitals:
         """The next action on a run that is over, and its command; nothing while it lives."""
         if self.status.alive:
             return "", ""
-        if self.status.state == "finished":
-            file = shlex.quote(str(self.path / "config.toml"))
-            return "to train on", f"paceline train {file} --resume latest --steps {2 * max(1, self.status.step)}"
-        saved = RunDirectory(self.path).checkpoints.glob("step-*/state.json")
-        checkpoint = max((file.parent for file in saved), default=None)
-        return next_action(RunDirectory(self.path), checkpoint, bool(self.status.step))
+        finished = self.status.step if self.status.state == "finished" else None
+        files = RunDirectory(self.path)
+        return next_action(files, files.newest_checkpoint(), bool(self.status.step), finished)
+
+    @property
+    def waiting_side(self) -> str:
+        """Whether sampler or trainer waits, as the page of a run says it."""
+        recent = self.recent_means
+        wait, sampler = recent.get("wait_time_ratio", 0.0), recent.get("busy/sampler", 1.0)
+        if not {"busy/trainer", "wait_time_ratio"} & set(recent):
+            return "not measured"
+        if sampler < BUSY_SHARE and not (wait > WAIT_SHARE and wait >= 1 - sampler):
+            return f"the sampler, for the trainer ({1 - sampler:.0%})"
+        return f"the trainer, for rollouts ({wait:.0%})" if wait > WAIT_SHARE else "neither for long"
 
 
 def vitals(run: RunFolder, now: float | None = None, before: Vitals | None = None) -> Vitals:
     """The run as it is now. Where no step came since `before`, curves are not looked through again."""
     now = time.time() if now is None else now
     status, columns = run.status(), run.metrics()
-    times = [
-        stamp
-        for stamp in columns.get("time", [])[-2 * RECENT_STEPS - 1 :]
-        if stamp is not None and math.isfinite(stamp)
-    ]
+    times = [stamp for stamp in columns["time"][-2 * RECENT_STEPS - 1 :] if stamp is not None]
     seen, pace = last_written({"time": times}, status), _pace(times, status.began)
-    left, events = _seconds_left(status, pace, now, times), run.events()[-MOST_EVENTS:]
+    moment: dict[str, Any] = {"now": now, "status": status, "last_seen": seen, "pace": pace}
+    moment |= {"seconds_left": _seconds_left(status, pace, now, times), "events": run.events()[-MOST_EVENTS:]}
     if before is not None and before.columns is columns:
-        return replace(before, now=now, status=status, last_seen=seen, pace=pace, seconds_left=left, events=events)
-    config, recent = run.config(), _recent_means(columns)
+        return replace(before, **moment)
+    config = run.config()
     rewards, held_out, kind = reward_trends(columns)
     stale = config.get("staleness")
     return Vitals(
+        **moment,
         name=run.name,
         path=run.path,
-        now=now,
-        status=status,
         tags=tags(config),
         max_staleness=stale if isinstance(stale, int) else None,
-        last_seen=seen,
-        pace=pace,
-        seconds_left=left,
         rewards=rewards,
         held_out=held_out,
         eval_kind=kind,
-        recent_means=recent,
+        recent_means=_recent_means(columns),
         dropped_counts=_dropped_counts(columns),
         load=recent_load(run, columns, pace),
-        waiting_side=_waiting_side(recent),
-        events=events,
         columns=columns,
     )
 
@@ -263,26 +267,15 @@ def _seconds_left(status: RunStatus, pace: float | None, now: float, times: Sequ
 def _recent_means(columns: Columns) -> dict[str, float]:
     found = {}
     for name, column in columns.items():
-        values = [value for value in column[-RECENT_STEPS:] if value is not None and math.isfinite(value)]
-        if values:
+        if values := [value for value in column[-RECENT_STEPS:] if value is not None]:
             found[name] = statistics.fmean(values)
     return found
 
 
 def _dropped_counts(columns: Columns) -> dict[str, int]:
     totals = {
-        name.removeprefix("dropped/"): round(math.fsum(value for value in column if value and math.isfinite(value)))
+        name.removeprefix("dropped/"): round(math.fsum(value for value in column if value))
         for name, column in columns.items()
         if name.startswith("dropped/")
     }
     return {reason: total for reason, total in totals.items() if total}
-
-
-def _waiting_side(recent: Mapping[str, float]) -> str:
-    """Whether sampler or trainer waits, as the page of a run says it."""
-    wait, sampler = recent.get("wait_time_ratio", 0.0), recent.get("busy/sampler", 1.0)
-    if not {"busy/trainer", "wait_time_ratio"} & set(recent):
-        return "not measured"
-    if sampler < BUSY_SHARE and not (wait > WAIT_SHARE and wait >= 1 - sampler):
-        return f"the sampler, for the trainer ({1 - sampler:.0%})"
-    return f"the trainer, for rollouts ({wait:.0%})" if wait > WAIT_SHARE else "neither for long"

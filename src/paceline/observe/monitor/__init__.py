@@ -1,13 +1,11 @@
 """Monitors of a run: live views, files, exporters and the watchdog. Imports neither torch nor transformers."""
 
 from paceline.observe.monitor.base import Monitor, Monitors, RunOutcome, RunPlan
-from paceline.observe.monitor.directory import RunDirectory, read_jsonl, read_valid_jsonl
+from paceline.observe.monitor.directory import RunDirectory, RunRecorder, read_jsonl, read_valid_jsonl
 from paceline.observe.monitor.exporters import exporter
 from paceline.observe.monitor.plain import PlainLines
-from paceline.observe.monitor.plot import plot_rewards
-from paceline.observe.monitor.recorder import RunRecorder
 from paceline.observe.monitor.screen import Screen, choose_view
-from paceline.observe.monitor.summary import summary
+from paceline.observe.monitor.summary import plot_rewards, summary
 from paceline.observe.monitor.watchdog import watch_run
 
 __all__ = [

@@ -153,21 +153,9 @@ class Monitors(Monitor):
             self.note(f"{type(monitor).__name__} failed and is off for the rest of this run: {reason}")
 
 
-_EVENTS = (
-    "begin",
-    "phase",
-    "step",
-    "rollouts",
-    "batch",
-    "tickets",
-    "finished_rollouts",
-    "spans",
-    "gauges",
-    "note",
-    "roll_back",
-)
-for _event in _EVENTS:
-    setattr(Monitors, _event, partialmethod(Monitors._forward, _event))
+for _name, _member in vars(Monitor).items():
+    if callable(_member) and not _name.startswith("_") and _name not in vars(Monitors):
+        setattr(Monitors, _name, partialmethod(Monitors._forward, _name))
 
 
 def phase_kind(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The run directory: its paths, the lock of the process that writes there, and files that a crash cannot spoil."""
+"""The run directory: its paths and its lock, files that a crash cannot spoil, and the monitor that writes them."""
 
 import contextlib
 import fcntl
@@ -7,12 +7,15 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from types import UnionType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, ClassVar, Self
 
 from paceline.errors import PacelineError
+from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan, phase_kind
 
 _ABSENT_ERRORS = (FileNotFoundError, NotADirectoryError)
 """Also where a run that begins anew removes a file this very moment."""
@@ -60,7 +63,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The records of an append-only file; none if there is no file yet. A line is there once its newline is, so the
     torn last line of a killed process is skipped."""
     records = []
-    for number, line in _whole_lines(path):
+    for number, line in enumerate(_whole_lines(path), start=1):
         try:
             records.append(json.loads(line))
         except ValueError as error:
@@ -103,7 +106,7 @@ class JsonlReader:
 
     def _forget(self) -> None:
         self._identity: tuple[int, int] | None = None
-        self._at = self._number = 0
+        self._at = 0
         self._records: list[dict[str, Any]] = []
         self._damaged: list[int] = []
 
@@ -119,13 +122,13 @@ class JsonlReader:
                 self._forget()
                 self._identity = status.st_dev, status.st_ino
             file.seek(self._at)
-            for number, line in _complete_lines(file, self._number + 1):
-                self._at, self._number = self._at + len(line), number
+            for line in _complete_lines(file):
+                self._at += len(line)
                 record = _parse_json(line)
                 if isinstance(record, dict) and all(isinstance(record.get(k), t) for k, t in self._fields.items()):
                     self._records.append(record)
                 else:
-                    self._damaged.append(number)
+                    self._damaged.append(len(self._records) + len(self._damaged) + 1)
 
 
 def skipped_lines_note(path: Path, why: str, count: int, first: int = 0) -> list[str]:
@@ -142,14 +145,14 @@ def filter_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
         record = _parse_json(line)
         return keep(record) if isinstance(record, dict) else True
 
-    if not all(stays(line) for _, line in _whole_lines(path)):
-        replace_file(path, (line for _, line in _whole_lines(path) if stays(line)))
+    if not all(map(stays, _whole_lines(path))):
+        replace_file(path, filter(stays, _whole_lines(path)))
 
 
 def drop_torn_line(path: Path) -> None:
     """Cut what follows the last newline, so that the next record starts on a line of its own."""
     if path.exists():
-        os.truncate(path, sum(len(line) for _, line in _whole_lines(path)))
+        os.truncate(path, sum(map(len, _whole_lines(path))))
 
 
 def replace_file(path: Path, chunks: Iterable[bytes], durable: bool = True) -> None:
@@ -167,21 +170,18 @@ def replace_file(path: Path, chunks: Iterable[bytes], durable: bool = True) -> N
         temporary.unlink(missing_ok=True)
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _whole_lines(path: Path) -> Iterator[bytes]:
     try:
         file = path.open("rb")
     except _ABSENT_ERRORS:
         return
     with file:
-        yield from _complete_lines(file, 1)
+        yield from _complete_lines(file)
 
 
-def _complete_lines(file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
-    """The numbered lines from here on that have their end."""
-    for number, line in enumerate(file, first):
-        if not line.endswith(b"\n"):
-            return
-        yield number, line
+def _complete_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines from here on that have their end."""
+    return takewhile(lambda line: line.endswith(b"\n"), file)
 
 
 def _parse_json(line: bytes) -> Any:
@@ -243,6 +243,10 @@ class RunDirectory:
         replace_file(self.config_file, [config.encode()])
         self.begun = True
 
+    def newest_checkpoint(self) -> Path | None:
+        """The folder of the last checkpoint that is whole."""
+        return max((path.parent for path in self.checkpoints.glob("step-*/state.json")), default=None)
+
     def release(self) -> None:
         """Let others have the directory; safe to call twice."""
         if self._lock is not None:
@@ -286,3 +290,91 @@ class RunDirectory:
         self._lock = descriptor
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
+
+
+class RunRecorder(Monitor):
+    """Writes `metrics.jsonl`, `rollouts.jsonl`, `tickets.jsonl` and `events.jsonl`.
+
+    Nothing is held open or buffered here, so there is nothing to lose and nothing to close. After a roll-back
+    the lines of the undone steps go: the checkpoint is the truth, and the files must tell the same story.
+    """
+
+    essential: ClassVar[bool] = True
+
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.time, keep_batches: int = 0) -> None:
+        self._files = RunDirectory(directory)
+        self._keep_batches = keep_batches
+        self._clock = clock
+        self._kind = ""
+        files = self._files
+        for path in (files.metrics_file, files.rollouts_file, files.tickets_file, files.events_file):
+            drop_torn_line(path)
+
+    def begin(self, plan: RunPlan) -> None:
+        self._rewind(plan.start_step)
+        self._event("begin", **_fields(plan, "name", "start_step", "total_steps", "device", "parameters"))
+
+    def phase(self, text: str) -> None:
+        # A counter that moves is no event; a new kind of work is.
+        if (kind := phase_kind(text)) != self._kind:
+            self._kind = kind
+            self._event("phase", text=text)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        append_jsonl(self._files.metrics_file, [{"step": step, "time": self._clock(), **metrics}])
+
+    def rollouts(self, step: int, records: Sequence[dict[str, Any]]) -> None:
+        append_jsonl(self._files.rollouts_file, ({"step": step, **record} for record in records))
+
+    def batch(self, step: int, data: bytes) -> None:
+        self._files.batches.mkdir(exist_ok=True)
+        replace_file(self._files.batches / f"step-{step:06d}.msgpack", [data])
+        for old in sorted(self._files.batches.glob("step-*.msgpack"))[: -self._keep_batches]:
+            old.unlink()
+
+    def tickets(self, records: Sequence[dict[str, Any]]) -> None:
+        append_jsonl(self._files.tickets_file, records)
+
+    def note(self, text: str) -> None:
+        self._event("note", text=text)
+
+    def roll_back(self, step: int) -> None:
+        self._rewind(step)
+        self._event("roll_back", step=step)
+
+    def end(self, outcome: RunOutcome) -> None:
+        traces = {"frames": outcome.frames, "traceback": outcome.trace}
+        fields = _fields(outcome, "status", "step", "message", "checkpoint", "export")
+        self._event("end", **fields, **{name: trace for name, trace in traces.items() if trace})
+
+    def _event(self, event: str, **fields: Any) -> None:
+        append_jsonl(self._files.events_file, [{"time": self._clock(), "event": event, **fields}])
+
+    def _rewind(self, start_step: int) -> None:
+        def kept(record: dict[str, Any]) -> bool:
+            return _count(record, "step") <= start_step
+
+        def kept_ticket(record: dict[str, Any]) -> bool:
+            if "since" in record:  # the checkpoint it came after
+                return _count(record, "since") < start_step
+            return record.get("state") != "trained" or _count(record, "step") <= start_step
+
+        # A fresh start evaluates the untrained policy again, so not even step 0 of an earlier try stays.
+        for path in (self._files.metrics_file, self._files.rollouts_file):
+            filter_jsonl(path, kept) if start_step else path.unlink(missing_ok=True)
+        filter_jsonl(self._files.tickets_file, kept_ticket)
+        for path in self._files.batches.glob("step-*.msgpack"):
+            if path.stem > f"step-{start_step:06d}":
+                path.unlink()
+        for draft in self._files.batches.glob(".step-*.tmp"):  # of one that was killed while it wrote
+            draft.unlink(missing_ok=True)
+
+
+def _fields(source: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
+def _count(record: Mapping[str, Any], name: str) -> int:
+    """0 where it is missing, or damaged."""
+    value = record.get(name)
+    return value if isinstance(value, int) else 0

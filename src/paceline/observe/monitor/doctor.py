@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,15 @@ from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import RunDirectory, read_valid_jsonl
 from paceline.observe.monitor.summary import next_action
 from paceline.observe.monitor.text import format_seconds, one_line
-from paceline.observe.monitor.waitgraph import label
-from paceline.observe.monitor.watchdog import SNAPSHOT_SECONDS, process_start_time, stalled_file
+from paceline.observe.monitor.waitgraph import Node, label
+from paceline.observe.monitor.watchdog import SNAPSHOT_SECONDS, process_stat, stalled_file
 
 _STALE_SECONDS = 10 * SNAPSHOT_SECONDS
 """Age from which a snapshot says that something keeps the watchdog itself from its work."""
 _LAST_EVENTS = 6
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """The diagnosis of a run directory."""
 
@@ -35,14 +35,14 @@ class Findings:
     alive: bool
     end_event: dict[str, Any] | None
     """The `end` event, where the last try came so far."""
-    step: int | None = None
-    parts: list[dict[str, Any]] = field(default_factory=list)
+    step: int | None
+    parts: list[dict[str, Any]]
     """Snapshots, one a process, with their `age` and the `state` of the process."""
-    events: list[dict[str, Any]] = field(default_factory=list)
-    checkpoint: Path | None = None
-    stall_reports: list[tuple[Path, float]] = field(default_factory=list)
+    events: list[dict[str, Any]]
+    checkpoint: Path | None
+    stall_reports: list[tuple[Path, float]]
     """Reports of stalls, with their ages."""
-    problems: list[str] = field(default_factory=list)
+    problems: list[str]
     """What could not be read, each as a sentence."""
 
 
@@ -61,15 +61,21 @@ def diagnose(run: Path, now: Callable[[], float] = time.time) -> Findings:
     state = lead["state"] if lead else ("gone" if ended or pid is None else _state(pid))
     metrics, more = read_valid_jsonl(files.metrics_file, {"step": int})
     step = lead["step"] if lead and lead["step"] is not None else metrics[-1]["step"] if metrics else None
-    found = Findings(run, "", state in ("runs", "suspended", "elsewhere"), ended, step, parts, problems=problems + more)
-    found.events = [event for event in events if event["event"] in ("note", "phase")][-_LAST_EVENTS:]
-    found.checkpoint = max((path.parent for path in files.checkpoints.glob("step-*/state.json")), default=None)
     reports = [stalled_file(run), *sorted(run.glob("stalled-*.txt"))]
-    found.stall_reports = [(path, now() - path.stat().st_mtime) for path in reports if path.is_file()]
-    last = max([lead["time"] if lead else 0.0, *(event["time"] for event in events[-1:])], default=0.0)
+    last = max([lead["time"] if lead else 0.0, *(event["time"] for event in events[-1:])])
     seen = f", after a last sign of life {format_seconds(now() - last)} ago" if last else ""
-    found.verdict = _verdict(found, pid, state, lead, ("" if marks else " before its first step", seen))
-    return found
+    return Findings(
+        run=run,
+        verdict=_verdict(ended, pid, state, lead, ("" if marks else " before its first step", seen)),
+        alive=state in ("runs", "suspended", "elsewhere"),
+        end_event=ended,
+        step=step,
+        parts=parts,
+        events=[event for event in events if event["event"] in ("note", "phase")][-_LAST_EVENTS:],
+        checkpoint=files.newest_checkpoint(),
+        stall_reports=[(path, now() - path.stat().st_mtime) for path in reports if path.is_file()],
+        problems=problems + more,
+    )
 
 
 def render_findings(found: Findings) -> RenderableType:
@@ -96,7 +102,9 @@ def resume_command(found: Findings) -> str:
     return next_action(RunDirectory(found.run), found.checkpoint, bool(found.step))[1]
 
 
-def _verdict(found: Findings, pid: int | None, state: str, lead: dict[str, Any] | None, killed: tuple[str, str]) -> str:
+def _verdict(
+    ended: dict[str, Any] | None, pid: int | None, state: str, lead: dict[str, Any] | None, killed: tuple[str, str]
+) -> str:
     if state == "elsewhere" and lead:
         return f"on {lead['host']}, process {pid}: from here only its files can be seen"
     if state == "suspended":
@@ -106,11 +114,9 @@ def _verdict(found: Findings, pid: int | None, state: str, lead: dict[str, Any] 
             silence = f"has written nothing for {format_seconds(lead['age'])}"
             return f"process {pid} lives, but {silence}: its disk or its machine hangs"
         return f"runs as process {pid}"
-    if found.end_event and not lead:
-        message = found.end_event.get("message")
-        return f"{found.end_event.get('status')} at step {found.end_event.get('step')}" + (
-            f": {message}" if message else ""
-        )
+    if ended and not lead:
+        message = ended.get("message")
+        return f"{ended.get('status')} at step {ended.get('step')}" + (f": {message}" if message else "")
     if pid is None:
         return "never started"
     cause = "(SIGKILL, out of memory, or the machine stopped)"
@@ -135,13 +141,12 @@ def _state(pid: int, birth: str = "", host: str | None = None) -> str:
         return "gone"
     except PermissionError:
         pass  # another user's process, which exists
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+    stat = process_stat(pid)
+    if not stat:
         return "runs"  # no /proc here: the number is all we know
-    if letter in "ZX" or (birth and birth != process_start_time(pid)):
+    if stat[0] in "ZX" or (birth and [birth] != stat[19:20]):
         return "gone"
-    return "suspended" if letter in "Tt" else "runs"
+    return "suspended" if stat[0] in "Tt" else "runs"
 
 
 def _process_line(part: dict[str, Any]) -> str:
@@ -162,22 +167,25 @@ def _trees(part: dict[str, Any]) -> list[RenderableType]:
     waits = Tree(Text(title, "bold"))
     if not part["waits"]:
         waits.add(Text("no wait with a name is open", "dim"))
-    branches: dict[int | None, Tree] = {None: waits}
-    # A parent may stand after its child where it was found by name: go round until all have their place.
-    left = dict(enumerate(part["waits"]))
-    while ready := [index for index, node in left.items() if node["parent"] in branches]:
-        for index in ready:
-            node = left.pop(index)
-            branch = branches[node["parent"]].add(Text.assemble(label(node), (f"  {node['who']}", "dim")))
-            branches[index] = branch
-            for line in node["stack"][-4:]:
-                branch.add(Text(line, "dim"))
+    _add_waits(waits, part["waits"], None)
     threads = Tree(Text("threads", "bold"))
     for group in part["threads"]:
-        branch = threads.add(Text(", ".join(group["names"])))
-        for line in group["stack"][-3:]:
-            branch.add(Text(line, "dim"))
+        _add_branch(threads, Text(", ".join(group["names"])), group["stack"][-3:])
     return [Text(), waits, Text(), threads]
+
+
+def _add_waits(tree: Tree, nodes: list[Node], parent: int | None) -> None:
+    for index, node in enumerate(nodes):
+        if node["parent"] == parent:
+            title = Text.assemble(label(node), (f"  {node['who']}", "dim"))
+            _add_waits(_add_branch(tree, title, node["stack"][-4:]), nodes, index)
+
+
+def _add_branch(tree: Tree, title: Text, stack: list[str]) -> Tree:
+    branch = tree.add(title)
+    for line in stack:
+        branch.add(Text(line, "dim"))
+    return branch
 
 
 def _events(events: list[dict[str, Any]]) -> list[RenderableType]:

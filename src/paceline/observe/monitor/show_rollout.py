@@ -32,9 +32,8 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t
 Record = Mapping[str, Any]
 
 
-def show_rollout(record: Record, console: Console | None = None) -> None:
+def show_rollout(record: Record, console: Console) -> None:
     """Print one actor's episode."""
-    console = console or Console()
     width = min(console.width, MAX_WIDTH)
     console.print(Rule(_heading(record), style="bright_black", align="left"), width=width)
     for line in _tools(record.get("tools") or ()):
@@ -58,9 +57,8 @@ def show_rollout(record: Record, console: Console | None = None) -> None:
         console.print(Panel(Text(_plain(str(record["error"])), "red"), title="error", border_style="red", width=width))
 
 
-def show_summary(records: Sequence[Record], console: Console | None = None) -> None:
+def show_summary(records: Sequence[Record], console: Console) -> None:
     """One line over all episodes: mean reward and metrics, and how many failed."""
-    console = console or Console()
     played = [record for record in records if record.get("reward") is not None]
     failed = sum(1 for record in records if record.get("error"))
     line = Text(format_amount(len(records), "rollout"), "bold")

@@ -247,7 +247,7 @@ class Watchdog(Monitor):
         blocked = self._blocked_seconds(now)
         state = {
             "pid": os.getpid(),
-            "born": process_start_time(os.getpid()),
+            "born": "".join(process_stat(os.getpid())[19:20]),
             "host": socket.gethostname(),
             "part": self._part,
             "time": time.time(),
@@ -287,12 +287,13 @@ def format_graph(nodes: list[Node], parent: int | None = None, depth: int = 1) -
     return lines
 
 
-def process_start_time(pid: int) -> str:
-    """When a process began, in the kernel's words: a number that is used again has another. Empty if unknown."""
+def process_stat(pid: int) -> list[str]:
+    """A process in the kernel's words: its state first, and in the twentieth place when it began, so that a number that
+    is used again has another. Empty if unknown."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _next_due(due: float, patience: float) -> float:

@@ -12,24 +12,25 @@ import struct
 from collections.abc import Sequence
 from itertools import takewhile
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.rollout import Rollout, Turn
-from paceline.data.sample import STREAM_DTYPES, Ended, Sample
-from paceline.data.streams import (
+from paceline.data.rollout import (
     PackedTurn,
+    Rollout,
     Runs,
+    Turn,
     compress_stream,
     expand_versions,
     pack_floats,
     pack_ids,
     pack_versions,
 )
-from paceline.observe.record.rows import escape_surrogates
+from paceline.data.sample import STREAM_DTYPES, Ended, Sample
+from paceline.observe.record.layout import escape_surrogates
 
 LOOK_BACK = 8
 """Turns that one is compared with: those of a sub-agent or two may lie in between."""
@@ -121,6 +122,11 @@ class ShortTurn(msgspec.Struct, array_like=True, gc=False):
 
 
 class ShortSample(msgspec.Struct, array_like=True, gc=False):
+    turn: ClassVar[int] = 0
+    length: ClassVar[int] = _LARGEST
+    """Its tokens are all of the turn's."""
+    from_turns: ClassVar[int] = 0
+
     streams: dict[str, bytes]
     """Without `token_ids` where they are the turn's."""
     ended: Ended
@@ -134,6 +140,14 @@ class ShortRolloutRecord(_RolloutFields, array_like=True, tag=2, gc=False):
 
     turn: ShortTurn
     sample: ShortSample | None
+
+    @property
+    def turns(self) -> list[ShortTurn]:
+        return [self.turn]
+
+    @property
+    def samples(self) -> list[ShortSample]:
+        return [] if self.sample is None else [self.sample]
 
 
 class _Turn(msgspec.Struct, array_like=True):
@@ -378,29 +392,21 @@ def streams_of(
     length: int, spans: Sequence[tuple[int, int]], turns: Sequence[TurnTokens]
 ) -> tuple[bytes, bytes, bytes, bytes] | None:
     """`TURN_STREAMS` as the assembly of a sample makes them of its turns; None where the turns do not fit."""
-    if len(spans) == len(turns) == 1:  # most are: the long way round would be half of all that writing costs
-        (start, end), turn = spans[0], turns[0]
-        said, rest = end - start, length - end
-        if said < 0 or rest < 0 or len(turn.logprobs) < 4 * said:
-            return None
-        return (
-            bytes(start) + b"\1" * said + bytes(rest),
-            bytes(4 * start) + turn.logprobs[: 4 * said] + bytes(4 * rest),
-            b"\xff" * (4 * start) + expand_versions(turn.versions, said)[: 4 * said] + b"\xff" * (4 * rest),
-            _ONE * start + _float(turn.temperature or 1.0) * said + _ONE * rest,
-        )
-    mask, logprobs, versions, temperatures = [], [], [], []
+    if not turns:
+        return None
+    mask, logprobs = bytearray(length), bytearray(4 * length)
+    versions, temperatures = bytearray(b"\xff" * (4 * length)), bytearray(_ONE * length)
     place = 0
-    for (start, end), turn in [*zip(spans, turns, strict=False), ((length, length), TurnTokens(b"", b"", 1.0))]:
-        gap, count = start - place, end - start
-        if not turns or gap < 0 or not 0 <= 4 * count <= len(turn.logprobs):
+    for (start, end), turn in zip(spans, turns, strict=True):
+        count, here = end - start, slice(4 * start, 4 * end)
+        if not place <= start <= end <= length or len(turn.logprobs) < 4 * count:
             return None
-        mask += bytes(gap), b"\1" * count
-        logprobs += bytes(4 * gap), turn.logprobs[: 4 * count]
-        versions += b"\xff" * (4 * gap), expand_versions(turn.versions, count)[: 4 * count]
-        temperatures += _ONE * gap, _float(turn.temperature or 1.0) * count
+        mask[start:end] = b"\1" * count
+        logprobs[here] = turn.logprobs[: 4 * count]
+        versions[here] = expand_versions(turn.versions, count)[: 4 * count]
+        temperatures[here] = _float(turn.temperature or 1.0) * count
         place = end
-    return b"".join(mask), b"".join(logprobs), b"".join(versions), b"".join(temperatures)
+    return bytes(mask), bytes(logprobs), bytes(versions), bytes(temperatures)
 
 
 _float = struct.Struct("<f").pack

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.observe.record.folder import RunFolder
-from paceline.observe.record.rows import Query, RolloutNotFound, Row, StoredRollout, StoredTurn
+from paceline.observe.record.rows import Query, Row, StoredRollout, StoredTurn
 
 IDENTITY_SETTINGS = ("name", "runs", "resume")
 """Settings that say which run this is, not what it does."""
@@ -69,7 +69,7 @@ class RunComparison:
     first: FirstDifference | None
     steps: int
     rollouts: int
-    """RunComparison until then."""
+    """Both counted until the first difference."""
     remarks: list[str] = field(default_factory=list)
     """Reasons why the comparison is incomplete."""
 
@@ -187,20 +187,14 @@ def _details(
     runs: tuple[RunFolder, RunFolder], mine: Row, theirs: Row, tolerance: float, seen: Counter[str]
 ) -> Iterator[dict[str, Any]]:
     yield from _values("row", "the ticket drew another row of the data", mine.row, theirs.row)
-    one, other = _body(runs[0], mine), _body(runs[1], theirs)
+    pairs = zip(runs, (mine, theirs), strict=True)
+    one, other = (run.rollouts.get_or_none(row.index) if row.whole else None for run, row in pairs)
     if one is not None and other is not None:
         yield from _bodies(one, other, tolerance)
     else:
         seen["bare"] += 1
     yield from _values("reward", "the reward", mine.reward, theirs.reward, tolerance)
     yield from _values("fate", "what became of it", mine.state, theirs.state)
-
-
-def _body(run: RunFolder, row: Row) -> StoredRollout | None:
-    try:
-        return run.rollouts.get(row.index) if row.whole else None
-    except RolloutNotFound:
-        return None
 
 
 def _values(kind: str, what: str, one: Any, other: Any, tolerance: float = 0.0) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import socket
+import threading
 import time
 import tomllib
 import warnings
@@ -24,8 +25,7 @@ from paceline.data import Sample, WireError, decode
 from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import JsonlReader, RunDirectory
 from paceline.observe.monitor.watchdog import waits_file
-from paceline.observe.record.layout import LANE, RecordFiles
-from paceline.observe.record.record_writer import map_rows
+from paceline.observe.record.layout import LANE, RecordFiles, map_rows
 from paceline.observe.record.rollouts import Rollouts
 from paceline.observe.record.stored import schema_problem
 from paceline.observe.record.tickets import Tickets
@@ -50,34 +50,6 @@ class RunStatus:
     device: str
     parameters: int | None
     alive: bool
-
-
-def run_status(run: RunDirectory, events: Sequence[dict[str, Any]], last_step: int) -> RunStatus:
-    """Read from the events, and from whether a process holds the run's lock."""
-    living = is_alive(run)
-    marks = [event for event in events if event.get("event") in ("begin", "end")]
-    begin = next((event for event in reversed(marks) if event["event"] == "begin"), {})
-    end = marks[-1] if marks and marks[-1]["event"] == "end" else None
-    # While a process holds the lock, an end that is not the last word belongs to an earlier life.
-    over = end if end is not None and (not living or events[-1] is end) else None
-    state: State
-    if over is not None and (how := over.get("status")) in ("finished", "interrupted", "failed"):
-        state = how
-    elif living:
-        state = "running" if begin and end is None else "starting"
-    else:
-        state = "crashed"
-    return RunStatus(
-        state=state,
-        step=last_step if over is None else max(last_step, _as_int(over.get("step")) or 0),
-        total_steps=_as_int(begin.get("total_steps")),
-        began=_number(begin.get("time")),
-        ended=_number(over.get("time")) if over is not None else None,
-        message=str(over.get("message") or "") if over is not None else "",
-        device=str(begin.get("device") or ""),
-        parameters=_as_int(begin.get("parameters")),
-        alive=living,
-    )
 
 
 def is_alive(run: RunDirectory) -> bool:
@@ -144,7 +116,7 @@ class TimelineSpan:
     kind: str
     start: float
     end: float
-    step: int
+    step: int | None
     value: float
     detail: str = ""
 
@@ -196,11 +168,15 @@ def _changed_below(whole: dict[str, Any], table: Any, path: KeyPath) -> Iterator
             for key in item:
                 yield from _changed_below(whole, item, (*path, place, key))
     else:
-        key = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
         default = None
         with contextlib.suppress(LookupError, TypeError):
             default = reduce(getitem, path, without)
-        yield ChangedKey(key, value, default)
+        yield ChangedKey(key_text(path), value, default)
+
+
+def key_text(path: KeyPath) -> str:
+    """`env[0].algo.type`: a key of the run file as pages and reports name it."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
 
 
 def _validate_config(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -260,14 +236,43 @@ class RunFolder:
         self.tickets = Tickets(run)
         self._record = RecordFiles(run.root)
         self._names = JsonlReader(self._record.names)
+        self._lock = threading.Lock()
+        self._lines: list[dict[str, Any]] = []
+        """Lines of the metrics that are among `_columns`."""
+        self._columns: Columns = {}
+        self._changed: tuple[dict[str, Any], list[ChangedKey]] = {}, []
 
     @property
     def name(self) -> str:
         return self.path.resolve().name
 
     def status(self) -> RunStatus:
-        lines = self._metrics.read()
-        return run_status(self._run, self._events.read(), _step(lines[-1]) if lines else 0)
+        """Read from the events, and from whether a process holds the run's lock."""
+        living, events = is_alive(self._run), self._events.read()
+        marks = [event for event in events if event.get("event") in ("begin", "end")]
+        begin = next((event for event in reversed(marks) if event["event"] == "begin"), {})
+        end = marks[-1] if marks and marks[-1]["event"] == "end" else None
+        # While a process holds the lock, an end that is not the last word belongs to an earlier life.
+        over = end if end is not None and (not living or events[-1] is end) else None
+        state: State
+        if over is not None and (how := over.get("status")) in ("finished", "interrupted", "failed"):
+            state = how
+        elif living:
+            state = "running" if begin and end is None else "starting"
+        else:
+            state = "crashed"
+        over = over or {}
+        return RunStatus(
+            state=state,
+            step=max([_step(line) for line in [*self._metrics.read()[-1:], over]]),
+            total_steps=_as_int(begin.get("total_steps")),
+            began=_number(begin.get("time")),
+            ended=_number(over.get("time")),
+            message=str(over.get("message") or ""),
+            device=str(begin.get("device") or ""),
+            parameters=_as_int(begin.get("parameters")),
+            alive=living,
+        )
 
     def config(self) -> dict[str, Any]:
         """The resolved run file; empty where there is none yet or it cannot be read."""
@@ -275,17 +280,32 @@ class RunFolder:
 
     def changed_keys(self) -> list[ChangedKey]:
         """The keys that differ from the defaults; empty where the config is another version's."""
-        try:
-            return changed_keys(self.config()) if self.config() else []
-        except ValueError:
-            return []
+        config = self.config()
+        if config != self._changed[0]:
+            found: list[ChangedKey] = []
+            with contextlib.suppress(ValueError):
+                found = changed_keys(config)
+            self._changed = config, found
+        return self._changed[1]
 
-    def metrics(self, since: int = 0) -> Columns:
-        """One list a metric, from the step `since` on; None where a step does not have it. `step` and `time` are among
-        them."""
-        lines = [line for line in self._metrics.read() if _step(line) >= since]
-        names = dict.fromkeys(["step", "time", *(name for line in lines for name in line)])
-        return {name: [_number(line.get(name)) for line in lines] for name in names}
+    def metrics(self) -> Columns:
+        """One list a metric; None where a step does not have it. `step` and `time` are among them. Each call adds only
+        the lines that came since, and changes nothing that it handed out: other threads read it meanwhile."""
+        with self._lock:
+            lines, known = self._metrics.read(), len(self._lines)
+            if not (0 < known <= len(lines) and lines[known - 1] is self._lines[-1]):  # nothing yet, or another file
+                known, self._columns = 0, {}
+            if lines[known:] or not self._columns:
+                self._columns = concat_columns(self._columns, columns_of(lines[known:]))
+            self._lines = lines
+            return self._columns
+
+    def step_metrics(self, step: int) -> dict[str, float]:
+        """The metrics of one step, by its last line."""
+        columns = self.metrics()
+        places = [place for place, number in enumerate(columns["step"]) if number == step]
+        last = {name: values[places[-1]] for name, values in columns.items()} if places else {}
+        return {name: value for name, value in last.items() if value is not None}
 
     def events(self, since: int = 0) -> list[dict[str, Any]]:
         """The events, without the first `since`: a caller that asks again continues where the last answer ended."""
@@ -347,6 +367,19 @@ class RunFolder:
             return {}, []
         except (OSError, ValueError) as error:
             return {}, [f"config.toml cannot be read: {error}"]
+
+
+def columns_of(lines: Sequence[dict[str, Any]]) -> Columns:
+    """One list a metric, with a place for each line."""
+    names = dict.fromkeys(["step", "time", *(name for line in lines for name in line)])
+    return {name: [_number(line.get(name)) for line in lines] for name in names}
+
+
+def concat_columns(columns: Columns, more: Columns) -> Columns:
+    """Append columns; a metric that only one side has is None in the lines of the other."""
+    before, added = len(columns.get("step", [])), len(more["step"])
+    names = dict.fromkeys([*columns, *more])
+    return {name: columns.get(name, [None] * before) + more.get(name, [None] * added) for name in names}
 
 
 def _number(value: Any) -> float | None:

@@ -34,14 +34,14 @@ class ConfidenceSequence:
         return int(found[0]) + 1 if len(found) else None
 
 
-def confidence_sequence(differences: NDArray[np.float64], alpha: float = ALPHA) -> ConfidenceSequence:
+def confidence_sequence(differences: NDArray[np.float64]) -> ConfidenceSequence:
     """The estimate of the mean difference after each further pair."""
     n = np.arange(1, len(differences) + 1, dtype=np.float64)
     mean = np.cumsum(differences) / n
     spread = np.sqrt(np.maximum(np.cumsum(np.square(differences)) / n - np.square(mean), 0.0))
-    wide = -2.0 * math.log(alpha)
+    wide = -2.0 * math.log(ALPHA)
     r = (wide + math.log(wide) + 1.0) / TIGHTEST_AT
-    radius = spread * np.sqrt(2.0 * (n * r + 1.0) / (np.square(n) * r) * np.log(np.sqrt(n * r + 1.0) / alpha))
+    radius = spread * np.sqrt(2.0 * (n * r + 1.0) / (np.square(n) * r) * np.log(np.sqrt(n * r + 1.0) / ALPHA))
     early = (n < LEAST_DIFFERENCES) | (np.cumsum(differences != 0.0) < LEAST_NONZERO)
     return ConfidenceSequence(mean, np.where(early, np.inf, radius))
 
@@ -88,44 +88,32 @@ def pair_rewards(one: RunFolder, other: RunFolder) -> Pairs:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(ConfidenceSequence):
     """The comparison of two runs so far."""
 
     pairs: Pairs
-    sequence: ConfidenceSequence
-
-    @property
-    def mean(self) -> float:
-        return float(self.sequence.mean[-1])
-
-    @property
-    def radius(self) -> float:
-        return float(self.sequence.radius[-1])
-
-    @property
-    def decided_after(self) -> int | None:
-        return self.sequence.decided_after
 
     @property
     def band(self) -> str:
         """The difference, and how far off it may be."""
-        return f"b - a {self.mean:+.3f}" + ("" if np.isinf(self.radius) else f" ± {self.radius:.3f}")
+        return f"b - a {self.mean[-1]:+.3f}" + ("" if np.isinf(self.radius[-1]) else f" ± {self.radius[-1]:.3f}")
 
     @property
     def sentence(self) -> str:
         seen = len(self.pairs.ticket)
         if self.decided_after is not None:
-            ahead = "b" if self.sequence.mean[self.decided_after - 1] > 0 else "a"
+            ahead = "b" if self.mean[self.decided_after - 1] > 0 else "a"
             return f"{ahead} is ahead: beyond doubt since draw {self.decided_after} of {seen}; {self.band}"
-        if np.isinf(self.radius):
+        if np.isinf(self.radius[-1]):
             return f"nothing can be said yet: {seen} draws were made by both"
         return f"the difference may be chance: {seen} draws, {self.band}"
 
 
-def verdict(one: RunFolder, other: RunFolder, alpha: float = ALPHA) -> Verdict | None:
+def verdict(one: RunFolder, other: RunFolder) -> Verdict | None:
     """The comparison of both runs; None as long as they share no draw."""
     pairs = pair_rewards(one, other)
-    return Verdict(pairs, confidence_sequence(pairs.differences, alpha)) if len(pairs.ticket) else None
+    sequence = confidence_sequence(pairs.differences)
+    return Verdict(sequence.mean, sequence.radius, pairs) if len(pairs.ticket) else None
 
 
 def _draws(run: RunFolder, names: Sequence[str]) -> tuple[NDArray[Any], ...]:

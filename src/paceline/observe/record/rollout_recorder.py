@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from paceline.observe.monitor.base import Gauges, Monitor, RunPlan
 from paceline.observe.record.body import encode
-from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, PACK_LANE, PACK_ROW, Facts, rollout_facts
-from paceline.observe.record.record_writer import RecordWriter
+from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, PACK_ROW, Facts, RecordWriter, rollout_facts
 from paceline.observe.record.rows import MOST_TEXT, fold_lines, has_images, message_texts
 
 log = logging.getLogger("paceline.observe.record")
@@ -233,11 +232,11 @@ class RolloutRecorder(Monitor):
     def _write_spans(self, writer: RecordWriter) -> None:
         """A few at a time, or each sample would cost a write."""
         spans, self._spans = self._spans, []
-        _append_lanes(spans, self._step + 1, writer)
+        writer.append_lanes(self._step + 1, spans)
 
     def _append_spans(self, step: int, spans: Iterable[tuple[str, str, float, float]], writer: RecordWriter) -> None:
         self._write_spans(writer)
-        _append_lanes([LoadSpan(*span, 1.0) for span in spans], step, writer)
+        writer.append_lanes(step, [LoadSpan(*span, 1.0) for span in spans])
 
     def _cut(self, step: int, writer: RecordWriter) -> None:
         writer.truncate_after(step)
@@ -291,15 +290,6 @@ def _append_rows(step: int, now: float, known: Sequence[Facts], writer: RecordWr
     data, text = writer.ends
     where = (data, 0, text, 0)
     writer.append([_row(writer, step, now, fact, 0, where) for fact in known], [], [])
-
-
-def _append_lanes(spans: Iterable[LoadSpan], step: int, writer: RecordWriter) -> None:
-    packed = [
-        PACK_LANE.pack(writer.name("lane", span.lane), writer.name("span", span.kind), step, *span[2:], 0)
-        for span in spans
-    ]
-    if packed:
-        writer.append_lanes(packed)
 
 
 def _encode_rollout(rollout: Any) -> tuple[bytes, bytes, int]:

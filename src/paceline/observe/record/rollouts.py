@@ -166,6 +166,13 @@ class Rollouts:
         """One whole rollout; raises `RolloutNotFound` where no rollout has this number or its body cannot be read."""
         return self._read(lambda view: view.read(_check_index(view, index)))
 
+    def get_or_none(self, index: int) -> StoredRollout | None:
+        """The same, but None where it cannot be read, or the run went back since it was found."""
+        try:
+            return self.get(index)
+        except RolloutNotFound:
+            return None
+
     def row(self, index: int) -> Row:
         view = self.view()
         return row_of(_check_index(view, index), view.rows[index], view.names)

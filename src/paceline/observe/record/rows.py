@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.sample import Sample, Ticket
-from paceline.observe.record.layout import BODY, DOMAINS, IMAGES, NAMED, ROW
+from paceline.observe.record.layout import BODY, DOMAINS, IMAGES, NAMED, ROW, escape_surrogates
 
 T = TypeVar("T")
 
@@ -174,15 +174,6 @@ def fold(text: str) -> bytes:
         if others.casefold() == others:
             return data.lower()
     return text.casefold().encode()
-
-
-def escape_surrogates(text: str) -> str:
-    """Text that UTF-8 can hold."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "backslashreplace").decode()
 
 
 def fold_lines(texts: Sequence[str]) -> bytes:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import numpy as np
 from msgspec.structs import asdict
 from numpy.typing import NDArray
 
+from paceline.data.rollout import decompress_stream
 from paceline.data.sample import STREAM_DTYPES, Sample, Ticket
-from paceline.data.streams import decompress_stream
 from paceline.observe.monitor.directory import JsonlReader
 from paceline.observe.record.body import (
     TURN_STREAMS,
@@ -22,8 +22,7 @@ from paceline.observe.record.body import (
     streams_of,
     turns_of,
 )
-from paceline.observe.record.layout import BODY, ROW, SCHEMA, RecordFiles
-from paceline.observe.record.record_writer import count_complete_rows, map_rows
+from paceline.observe.record.layout import BODY, ROW, SCHEMA, RecordFiles, count_complete_rows, map_rows
 from paceline.observe.record.rows import RolloutNotFound, StoredRollout, StoredTurn, row_of
 
 _BLOCK = 16 << 20
@@ -43,18 +42,15 @@ def decode(data: bytes) -> RolloutRecord | ShortRolloutRecord:
 
 def _turns(body: RolloutRecord | ShortRolloutRecord) -> list[StoredTurn]:
     """Every turn whole again."""
-    if isinstance(body, ShortRolloutRecord):
-        fields = asdict(body.turn)
-        for name, kind in _NUMBERS.items():
-            fields[name] = None if fields[name] is None else np.array(fields[name], kind)
-        return [StoredTurn(**fields)]
     turns: list[StoredTurn] = []
     for record in body.turns:
         fields = asdict(record)
-        like, shared, messages = fields.pop("like"), fields.pop("shared"), fields.pop("shared_messages")
+        like, shared, messages = (fields.pop(name, -1) for name in ("like", "shared", "shared_messages"))
         for name, kind in _NUMBERS.items():
             if isinstance(fields[name], bytes):
                 fields[name] = np.frombuffer(fields[name], kind)
+            elif isinstance(fields[name], list):
+                fields[name] = np.array(fields[name], kind)
         if isinstance(record.versions, int):
             fields["versions"] = np.full(len(fields["completion_ids"]), record.versions, "<i4")
         past = turns[like] if like >= 0 else None
@@ -71,32 +67,21 @@ def _turns(body: RolloutRecord | ShortRolloutRecord) -> list[StoredTurn]:
 def _samples(body: RolloutRecord | ShortRolloutRecord, turns: Sequence[StoredTurn]) -> list[Sample]:
     """The samples as they shipped."""
     ticket = Ticket(*body.ticket)
-
-    def sample(record: Any, streams: Mapping[str, NDArray]) -> Sample:
-        drawn = ticket if record.ticketed else None
-        return Sample(
-            **streams, ended=record.ended, env=ticket.env, ticket=drawn, rollout=record.rollout, spans=record.spans
-        )
-
-    if isinstance(body, ShortRolloutRecord):
-        if body.sample is None:
-            return []
-        streams = {name: np.frombuffer(data, STREAM_DTYPES[name]) for name, data in body.sample.streams.items()}
-        return [sample(body.sample, {"token_ids": turns[0].full_ids.astype(np.int64)} | streams)]
     tokens = [TurnTokens(turn.logprobs.tobytes(), turn.versions.tobytes(), turn.temperature) for turn in turns]
     samples = []
     for record in body.samples:
-        streams = {}
+        streams, length = {}, record.length
         if record.turn >= 0:
-            streams["token_ids"] = turns[record.turn].full_ids[: record.length].astype(np.int64)
+            streams["token_ids"] = turns[record.turn].full_ids[:length].astype(np.int64)
         if record.from_turns:
-            expected = streams_of(record.length, record.spans, turns_of(record.spans, tokens, record.turn))
+            expected = streams_of(length, record.spans, turns_of(record.spans, tokens, record.turn))
             for bit, name in enumerate(TURN_STREAMS):
                 if expected is not None and record.from_turns >> bit & 1:
                     streams[name] = np.frombuffer(expected[bit], STREAM_DTYPES[name])
         for name, stream in record.streams.items():
-            streams[name] = decompress_stream(stream, np.dtype(STREAM_DTYPES[name]), record.length, record.spans)
-        samples.append(sample(record, streams))
+            streams[name] = decompress_stream(stream, np.dtype(STREAM_DTYPES[name]), length, record.spans)
+        facts = {name: getattr(record, name) for name in ("ended", "rollout", "spans")}
+        samples.append(Sample(**streams, **facts, env=ticket.env, ticket=ticket if record.ticketed else None))
     return samples
 
 

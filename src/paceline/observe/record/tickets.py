@@ -52,50 +52,33 @@ class _Line(msgspec.Struct, gc=False):
 _line_decoder = msgspec.json.Decoder(_Line)
 
 
-class NameTable:
-    """Every name once, by the number that columns have for it. Numbers stay as they are while names are added."""
+class NameTable(dict[str, int]):
+    """The number that columns have for each name, counted from 0. Numbers stay as they are while names are added."""
 
-    def __init__(self, names: list[str]) -> None:
-        """New names are added to the given list."""
-        self.all = names
-        self._numbers = {name: number for number, name in enumerate(names)}
-
-    def number(self, name: str) -> int:
-        """Its number, -1 where no line has it."""
-        return self._numbers.get(name, -1)
-
-    def number_rows(self, rows: Sequence[tuple[str, ...]]) -> NDArray[Any]:
-        """The numbers of each row's names. Few rows differ in them, so a row is looked up as a whole."""
-        kinds = {row: kind for kind, row in enumerate(dict.fromkeys(rows))}
-        numbers = np.array([[self._add(name) for name in row] for row in kinds], "<u2").reshape(-1, len(NAMED))
-        return numbers[np.fromiter(map(kinds.__getitem__, rows), "<i8", len(rows))]
-
-    def _add(self, name: str) -> int:
-        """Its number; new ones are added while there is room, which is more than any run needs."""
-        if name not in self._numbers:
-            self._numbers[name] = len(self.all) if len(self.all) < MOST_NAMES else 0
-            self.all += [name] if self._numbers[name] else []
-        return self._numbers[name]
+    def __missing__(self, name: str) -> int:
+        """New names are added while there is room, which is more than any run needs."""
+        if len(self) >= MOST_NAMES:
+            return 0
+        self[name] = number = len(self)
+        return number
 
 
 def parse_lines(data: bytes, names: NameTable) -> tuple[NDArray[Any], list[int]]:
     """Whole lines as columns, and which of them (counted from 0) are no ticket's and left out."""
     lines, strange = _decode_lines(data)
     columns = np.empty(len(lines), LINE)
-    named = names.number_rows(list(map(attrgetter(*NAMED), lines)))
-    for place, column in enumerate(NAMED):
-        columns[column] = named[:, place]
-    for column in sorted(set(LINE.names or ()) - set(NAMED)):
-        columns[column] = np.fromiter(map(attrgetter(column), lines), "<i8", len(lines))
+    for column in LINE.names or ():
+        values = map(attrgetter(column), lines)
+        columns[column] = np.fromiter(map(names.__getitem__, values) if column in NAMED else values, "<i8", len(lines))
     return columns, strange
 
 
-def as_dict(line: np.void, names: NameTable) -> dict[str, Any]:
+def as_dict(line: np.void, names: Sequence[str]) -> dict[str, Any]:
     """A line as it was written."""
     found: dict[str, Any] = {key: int(line[key]) for key in ("number", "epoch", "draw", "row")}
-    found |= {key: names.all[line[key]] for key in ("env", "state")}
+    found |= {key: names[line[key]] for key in ("env", "state")}
     if line["reason"]:
-        found["reason"] = names.all[line["reason"]]
+        found["reason"] = names[line["reason"]]
     return found | {key: int(line[key]) for key in ("step", "since", "replays") if line[key] != MISSING_VALUE}
 
 
@@ -154,8 +137,8 @@ _QUICK_BYTES = 4 << 20
 class _Journal:
     """All lines at one moment. It does not change: other threads read it while new lines come."""
 
-    def __init__(self, lines: NDArray[Any], names: NameTable) -> None:
-        self.lines, self.names = lines, names
+    def __init__(self, lines: NDArray[Any], numbers: NameTable) -> None:
+        self.lines, self.names = lines, list(numbers)
 
     @cached_property
     def order(self) -> NDArray[Any]:
@@ -171,6 +154,10 @@ class _Journal:
         """The last line of each ticket, the newest ticket first."""
         last = np.flatnonzero(np.diff(self.numbers, append=MISSING_VALUE - 1))
         return self.lines[self.order[last[::-1]]]
+
+    def number(self, name: str) -> int:
+        """The number of a name, -1 where no line has it."""
+        return self.names.index(name) if name in self.names else -1
 
 
 class Tickets:
@@ -203,7 +190,7 @@ class Tickets:
         fitting = journal.ends
         for column, name in (("env", env), ("state", state), ("reason", reason)):
             if name is not None:
-                fitting = fitting[fitting[column] == journal.names.number(name)]
+                fitting = fitting[fitting[column] == journal.number(name)]
         page = fitting[offset : None if limit is None else offset + limit]
         return ResultPage(len(fitting), [as_dict(line, journal.names) for line in page])
 
@@ -211,21 +198,20 @@ class Tickets:
         """How many tickets are in each state now."""
         journal = self._read()
         counts = enumerate(np.bincount(journal.ends["state"]).tolist())
-        return {journal.names.all[number]: count for number, count in counts if count}
+        return {journal.names[number]: count for number, count in counts if count}
 
     def dropped(self) -> dict[str, list[tuple[int, int]]]:
         """Groups dropped on the way to each step, by reason. The journal is written batch by batch, so what stands
         before a batch's own lines led to it."""
         journal = self._read()
-        lines, names = journal.lines, journal.names
-        dropped = np.flatnonzero(lines["state"] == names.number("dropped"))
-        trained = np.flatnonzero(lines["state"] == names.number("trained"))
+        lines = journal.lines
+        dropped, trained = (np.flatnonzero(lines["state"] == journal.number(state)) for state in ("dropped", "trained"))
         steps = np.append(lines["step"][trained], lines["step"][trained].max(initial=0) + 1)
         at = steps[np.searchsorted(trained, dropped)]
         counts = Counter(zip(lines["reason"][dropped].tolist(), at.tolist(), strict=True))
         found: dict[str, list[tuple[int, int]]] = {}
         for (reason, step), count in sorted(counts.items(), key=lambda item: item[0][1]):
-            found.setdefault(names.all[reason], []).append((step, count))
+            found.setdefault(journal.names[reason], []).append((step, count))
         return found
 
     def problems(self, patient: bool = True) -> list[str]:
@@ -236,8 +222,8 @@ class Tickets:
 
     def _forget(self) -> None:
         self._identity = (0, 0)
-        self._position, self._saved = JournalPosition(), 0
-        self._journal = _Journal(np.empty(0, LINE), NameTable(self._position.names))
+        self._position, self._saved, self._numbers = JournalPosition(), 0, NameTable({"": 0})
+        self._journal = _Journal(np.empty(0, LINE), self._numbers)
 
     def _read(self) -> _Journal:
         with self._lock:
@@ -266,17 +252,18 @@ class Tickets:
         except (OSError, ValueError, msgspec.DecodeError):
             return
         same = head.schema == SCHEMA and 0 <= head.at <= os.fstat(descriptor).st_size
-        known = all(lines[column].max(initial=0) < len(head.names) for column in NAMED)
+        known = all(lines[column].max(initial=0) < len(set(head.names)) for column in NAMED)
         whole = known and len(lines) == head.count - head.strange
         if same and whole and digest(descriptor, head.at) == head.digest:
             self._position, self._saved = head, head.count
-            self._journal = _Journal(lines, NameTable(head.names))
+            self._numbers = NameTable({name: number for number, name in enumerate(head.names)})
+            self._journal = _Journal(lines, self._numbers)
 
     def _read_on(self, descriptor: int, size: int) -> None:
         """Read what came since, block by block: all of it at once would take ten times its room."""
-        position, names, found = self._position, self._journal.names, [self._journal.lines]
+        position, found = self._position, [self._journal.lines]
         for data in _whole_lines(descriptor, position.at, size):
-            lines, strange = parse_lines(data, names)
+            lines, strange = parse_lines(data, self._numbers)
             if strange and not position.first:
                 position.first = position.count + strange[0] + 1
             position.strange += len(strange)
@@ -284,9 +271,9 @@ class Tickets:
             position.count += len(lines) + len(strange)
             found.append(lines)
         if len(found) > 1:
-            self._journal = _Journal(np.concatenate(found), names)
+            self._journal = _Journal(np.concatenate(found), self._numbers)
         if position.count - self._saved >= self._worth:
-            position.digest = digest(descriptor, position.at)
+            position.digest, position.names = digest(descriptor, position.at), self._journal.names
             saved = [msgspec.json.encode(position), b"\n", self._journal.lines.tobytes()]
             with contextlib.suppress(OSError):  # a folder that may only be read
                 replace_file(self._index, saved, durable=False)

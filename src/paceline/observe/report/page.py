@@ -86,22 +86,20 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 TEMPLATES.filters |= {"line": safe_line, "shorten": _shorten, "sentence": lambda text: f"{text[:1].upper()}{text[1:]}"}
+TEMPLATES.filters |= {"timestamp": format_timestamp, "event_text": event_text}
 
 
 def render_report(run: RunFolder, rollouts: int, now: float | None = None) -> str:
     """The HTML of the report."""
     shown, window = vitals(run, now), advice_window(run)
     found, status = advise(window), shown.status
-    return TEMPLATES.get_template(
-        "report.html"
-    ).render(
+    page = TEMPLATES.get_template("report.html")
+    return page.render(
         run=shown,
         policy=CONTENT_SECURITY_POLICY,
         style=Markup(STYLE),  # the one text that must not be escaped: the browser hashes it as it stands
         facts=[
-            *shown.tags,
-            status.device,
-            f"{format_count(status.parameters)} parameters" if status.parameters else "",
+            *shown.facts,
             f"began {format_timestamp(status.began)}" if status.began else "",
             f"ended {format_timestamp(status.ended)}" if status.ended else "",
         ],
@@ -114,14 +112,7 @@ def render_report(run: RunFolder, rollouts: int, now: float | None = None) -> st
         silence=silence_reason(window),
         conversations=_conversations(run, rollouts),
         settings=[(one.key, _format_setting(one.value), _format_setting(one.default)) for one in run.changed_keys()],
-        dropped=[
-            (reason.replace("_", " "), f"{number:,}")
-            for reason, number in sorted(shown.dropped_counts.items(), key=lambda item: -item[1])
-        ],
-        events=[
-            (format_timestamp(event.get("time")), event.get("event") == "note", event_text(event))
-            for event in reversed(shown.events[-MOST_EVENTS:])
-        ],
+        events=shown.events[-MOST_EVENTS:],
         commands=_commands(shown),
         version=version("paceline"),
         now=format_timestamp(shown.now),
@@ -131,11 +122,8 @@ def render_report(run: RunFolder, rollouts: int, now: float | None = None) -> st
 def _summary(run: Vitals, advice: list[Advisory]) -> Iterator[str]:
     """The summary, for a reader who has not seen the run."""
     status = run.status
-    steps = (
-        format_amount(status.step, "step")
-        if not status.total_steps
-        else f"{status.step:,} of {status.total_steps:,} steps"
-    )
+    total = status.total_steps
+    steps = f"{status.step:,} of {total:,} steps" if total else format_amount(status.step, "step")
     took = f" in {format_whole_seconds(run.last_seen - status.began)}" if run.last_seen and status.began else ""
     device = f" on {status.device}" if status.device else ""
     yield f"The run {STATE_TEXTS[status.state]}: it has done {steps}{took}{device}."
@@ -193,9 +181,8 @@ def _tiles(run: Vitals) -> list[tuple[str, str, str]]:
 def _trend_tile(trend: MetricTrend | None) -> tuple[str, str]:
     if trend is None:
         return "–", "not measured"
-    return format_score(
-        trend.last
-    ), f"{format_score(trend.first)} at the start, {format_change(trend.first, trend.last)}"
+    since = f"{format_score(trend.first)} at the start, {format_change(trend.first, trend.last)}"
+    return format_score(trend.last), since
 
 
 def _format_setting(value: Any) -> str | None:

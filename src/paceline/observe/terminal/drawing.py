@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import StringIO
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.observe.analysis.text import event_text, format_number, format_timestamp, format_whole_seconds, safe_line
@@ -27,20 +27,6 @@ _LABEL_WIDTH = 15
 Pairs = Iterable[tuple[str, RenderableType]]
 
 
-def draw(run: Vitals, advice: Sequence[Advisory], problems: Sequence[str], width: int) -> RenderableType:
-    """The full view of a run."""
-    head = [_title(run, width), _progress(run, width), *_problem_lines(run), Text()]
-    learning, pace = [*_learning(run), *_update(run)], list(_pace(run))
-    warnings, events = list(_warnings(run, advice, problems)), list(_events(run))
-    if width < WIDE_COLUMNS:
-        return Group(*head, _grid([*learning, *pace, *warnings, *_lanes(run, 10, MOST_LANES), *events]))
-    beside = Table.grid(padding=(0, 4), expand=True)
-    beside.add_column(ratio=1)
-    beside.add_column(ratio=1)
-    beside.add_row(_grid(learning), _grid([*pace, *_lanes(run, 20, 2 * MOST_LANES)]))
-    return Group(*head, beside, Text(), _grid([*warnings, *events]))
-
-
 def bar(share: float, width: int) -> str:
     """A share as blocks, at least one block for any share above 0."""
     full = min(width, max(round(share * width), int(share > 0)))
@@ -49,12 +35,11 @@ def bar(share: float, width: int) -> str:
 
 def _title(run: Vitals, width: int) -> Text:
     status = run.status
-    facts = [*run.tags, status.device, f"{format_count(status.parameters)} parameters" if status.parameters else ""]
     title = Text.assemble(
         (safe_line(run.name, 40), "bold"),
         "  ",
         (status.state, f"bold {STYLES.get(status.state, 'red')}"),
-        (f"  {' · '.join(safe_line(fact, 30) for fact in facts if fact)}", "dim"),
+        (f"  {' · '.join(safe_line(fact, 30) for fact in run.facts)}", "dim"),
     )
     title.truncate(width, overflow="ellipsis")
     return title
@@ -99,10 +84,8 @@ def _learning(run: Vitals) -> Pairs:
 
 
 def _trend(trend: MetricTrend) -> RenderableType:
-    row = Table.grid(padding=(0, 2), expand=True)
-    row.add_column(no_wrap=True, width=7, justify="right")
-    row.add_column(ratio=1, no_wrap=True)
-    row.add_column(no_wrap=True, justify="right")
+    columns = Column(no_wrap=True, width=7, justify="right"), Column(ratio=1, no_wrap=True)
+    row = Table.grid(*columns, Column(no_wrap=True, justify="right"), padding=(0, 2), expand=True)
     moved = format_change(trend.first, trend.last) if len(trend.curve) > 1 else ""
     style = {"+": "green", "-": "red"}.get(moved[:1], "dim")
     since = Text.assemble((f"from {format_score(trend.first)} " if moved else "first value", "dim"), (moved, style))
@@ -161,9 +144,8 @@ def _events(run: Vitals) -> Pairs:
 
 
 def _grid(pairs: Pairs) -> Table:
-    grid = Table.grid(padding=(0, 1), expand=True)
-    grid.add_column(style="dim", no_wrap=True, width=_LABEL_WIDTH, overflow="ellipsis")
-    grid.add_column(ratio=1)
+    labels = Column(style="dim", no_wrap=True, width=_LABEL_WIDTH, overflow="ellipsis")
+    grid = Table.grid(labels, Column(ratio=1), padding=(0, 1), expand=True)
     for label, value in pairs:
         grid.add_row(Text(label), value)
     return grid
@@ -179,11 +161,20 @@ class RunSnapshot:
     """A run's vitals, the advice on it, and its unreadable files."""
 
     run: Vitals
-    advice: list[Advisory] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    advice: list[Advisory]
+    problems: list[str]
 
     def render(self, width: int) -> RenderableType:
-        return draw(self.run, self.advice, self.problems, width)
+        """The full view of the run."""
+        run = self.run
+        head = [_title(run, width), _progress(run, width), *_problem_lines(run), Text()]
+        learning, pace = [*_learning(run), *_update(run)], list(_pace(run))
+        warnings, events = list(_warnings(run, self.advice, self.problems)), list(_events(run))
+        if width < WIDE_COLUMNS:
+            return Group(*head, _grid([*learning, *pace, *warnings, *_lanes(run, 10, MOST_LANES), *events]))
+        beside = Table.grid(Column(ratio=1), Column(ratio=1), padding=(0, 4), expand=True)
+        beside.add_row(_grid(learning), _grid([*pace, *_lanes(run, 20, 2 * MOST_LANES)]))
+        return Group(*head, beside, Text(), _grid([*warnings, *events]))
 
 
 class RunPoller:
@@ -203,9 +194,10 @@ class RunPoller:
         return RunSnapshot(self._vitals, advice, problems)
 
 
-def snapshot(run: RunFolder, width: int = PLAIN_WIDTH) -> str:
+def snapshot(run: RunFolder) -> str:
     """The view as plain text."""
-    page = Console(file=StringIO(), width=width, color_system=None, highlight=False, emoji=False)
-    page.print(RunPoller(run).poll().render(width))
-    assert isinstance(page.file, StringIO)
-    return "\n".join(row.rstrip() for row in page.file.getvalue().splitlines()) + "\n"
+    page = Console(file=StringIO(), width=PLAIN_WIDTH, color_system=None, highlight=False, emoji=False)
+    with page.capture() as printed:
+        page.print(RunPoller(run).poll().render(PLAIN_WIDTH))
+    text = printed.get()  # bounded: it is printed
+    return "\n".join(row.rstrip() for row in text.splitlines()) + "\n"

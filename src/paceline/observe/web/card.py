@@ -27,8 +27,7 @@ from paceline.observe.record.layout import RecordFiles
 from paceline.observe.record.stored import identity
 from paceline.observe.web.rollouts import TRAINED_STATES, state_text
 from paceline.observe.web.tokens import SHIPPED_STATES, TokenStrip, credit_config, loss_weights, shipped_rows
-from paceline.trainer.batch import Ratio, TrainedTokens
-from paceline.trainer.terms import KL_TERMS, ref_kl_term, rl_term
+from paceline.trainer.terms import KL_TERMS, Ratio, TrainedTokens, ref_kl_term, rl_term
 
 UNKNOWN_CONFIG = (
     "This version of Paceline does not understand the run's config, so it cannot say which formulas it used."
@@ -147,13 +146,8 @@ def _on_policy_batch(token: TokenValues) -> tuple[Ratio, TrainedTokens]:
     """A batch of this token alone, for a policy that has not changed since it sampled."""
     old, advantage, ref, base = (np.array([x or 0.0]) for x in (token.old, token.advantage, token.ref, token.base))
     scales = dict.fromkeys(("rl_scale", "ce_scale", "ref_kl_scale", "policy_scale"), np.ones(1))
-    policies = {
-        "logprobs": old,
-        "rollout_logprobs": old,
-        "prox_logprobs": old,
-        "ref_logprobs": ref,
-        "base_logprobs": base,
-    }
+    policies = dict.fromkeys(("logprobs", "rollout_logprobs", "prox_logprobs"), old)
+    policies |= {"ref_logprobs": ref, "base_logprobs": base}
     zero = np.zeros(1, np.int64)
     rest = {"advantages": advantage, "entropy": zero, "versions": zero, "segments": zero}
     return Ratio.from_logprobs(old, old), TrainedTokens(**policies, **scales, **rest, names=("",))
@@ -196,10 +190,9 @@ def ref_kl_line(token: TokenValues) -> CardLine:
     loss, _ = ref_kl_term(*_on_policy_batch(token))
     numbers = f"−({figure(token.ref)} − {figure(token.old)})"
     mu, up = math.exp(token.old), token.ref > token.old
-    edge = _edge_note(
-        "Dropped", mu + REF_KL_TRUST if up else mu - REF_KL_TRUST, up, f"μ {figure(mu)}, trust {REF_KL_TRUST}"
-    )
-    return CardLine("ref_kl term at r = 1", formula, numbers, float(loss[0]) + 0.0, note=edge)
+    edge = mu + REF_KL_TRUST if up else mu - REF_KL_TRUST
+    note = _edge_note("Dropped", edge, up, f"μ {figure(mu)}, trust {REF_KL_TRUST}")
+    return CardLine("ref_kl term at r = 1", formula, numbers, float(loss[0]) + 0.0, note=note)
 
 
 def kl_line(c: losses.KLConfig, token: TokenValues) -> CardLine:

@@ -16,9 +16,7 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 from paceline.observe.record import RolloutNotFound, RunFolder, StoredRollout
 from paceline.observe.record.first_difference import GROUP_RESULTS, FirstDifference, RunComparison, compare
 from paceline.observe.record.paired import verdict
-from paceline.observe.web.http import FiniteJsonResponse
-from paceline.observe.web.rollouts import get_or_none
-from paceline.observe.web.runs import AllRuns, Runs
+from paceline.observe.web.runs import AllRuns, FiniteJsonResponse, Runs
 from paceline.observe.web.tokens import vocabulary_of
 
 MOST_DRAWS = 20
@@ -80,20 +78,20 @@ def ab(runs: AllRuns, a: Name, b: Name) -> Response:
     known = verdict(*_open_pair(runs, a, b))
     if known is None:
         return FiniteJsonResponse({"draws": 0, "strangers": 0, "steps": [], "farthest": []})
-    pairs, sequence = known.pairs, known.sequence
+    pairs = known.pairs
     last = np.flatnonzero(np.append(np.diff(pairs.step) != 0, True))  # of each step, what was known at its end
     far = np.argsort(-np.abs(pairs.differences), kind="stable")[:MOST_DRAWS]
     estimate = {
         "draws": len(pairs.ticket),
         "strangers": pairs.strangers,
-        "mean": known.mean,
-        "radius": known.radius,
+        "mean": float(known.mean[-1]),
+        "radius": float(known.radius[-1]),
         "real": known.decided_after,
         "real_step": None if known.decided_after is None else int(pairs.step[known.decided_after - 1]),
         "sentence": known.sentence,
         "steps": pairs.step[last],
-        "means": sequence.mean[last],
-        "radii": sequence.radius[last],
+        "means": known.mean[last],
+        "radii": known.radius[last],
         "farthest": [
             {
                 "env": pairs.names[pairs.env[at]],
@@ -118,7 +116,7 @@ def describe_difference(one: RunFolder, other: RunFolder, compared: RunCompariso
         return view | {"meaning": "", "chain": [], "sides": [], "evaluation": False}
     kept = one.rollouts.keeps_all and other.rollouts.keeps_all
     sides = [
-        (run, index, value, None if index is None else get_or_none(run.rollouts, index))
+        (run, index, value, None if index is None else run.rollouts.get_or_none(index))
         for run, index, value in zip((one, other), first.indices, (first.one, first.other), strict=True)
     ]
     evaluation = any(body is not None and body.row.domain != "training" for *_, body in sides)
@@ -181,7 +179,7 @@ def _tokens_around(run: RunFolder, ids: Sequence[int], at: int) -> dict[str, Any
     start, end = max(0, at - CONTEXT_TOKENS), at + CONTEXT_TOKENS + 1
     shown = list(ids[start:end])
     vocabulary, _ = vocabulary_of(run)
-    texts = vocabulary.decode(shown).texts if vocabulary is not None else [None] * len(shown)
+    texts = vocabulary.decode(shown)[0] if vocabulary is not None else [None] * len(shown)
     return {"tokens": [{"id": id, "text": text} for id, text in zip(shown, texts, strict=True)], "marked": at - start}
 
 

@@ -85,9 +85,8 @@ def _part(part: Any) -> Part:
     kind = _short_text(part.get("type"))
     if "image" in kind:
         return _image_part(_image_source(part))
-    return _other_part(
-        f"a part of type {kind or 'unknown'}", {key: value for key, value in part.items() if key != "type"}
-    )
+    rest = {key: value for key, value in part.items() if key != "type"}
+    return _other_part(f"a part of type {kind or 'unknown'}", rest)
 
 
 def _image_source(part: dict[str, Any]) -> str:
@@ -127,15 +126,12 @@ def _call(call: Any) -> dict[str, str]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return {"name": "", "arguments": _json(call), "id": ""}
-    value = raw_arguments = function.get("arguments")
-    if isinstance(raw_arguments, str):
+    value = function.get("arguments")
+    text = value[:MOST_TEXT] if isinstance(value, str) else _json(value)
+    if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(raw_arguments)
-    text = (
-        raw_arguments[:MOST_TEXT]
-        if isinstance(raw_arguments, str) and not isinstance(value, dict | list)
-        else _json(value)
-    )
+            parsed = json.loads(value)
+            text = _json(parsed) if isinstance(parsed, dict | list) else text
     return {"name": _short_text(function.get("name")), "arguments": text, "id": _short_text(call.get("id"))}
 
 

@@ -12,15 +12,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 
-from paceline.config.advice import AdviceConfig
 from paceline.config.fields import KeyPath, SchemaNode, node_at
+from paceline.config.filters import AdviceConfig
 from paceline.observe.analysis import timeline
 from paceline.observe.analysis.vitals import tags
 from paceline.observe.record import RunFolder
 from paceline.observe.record.advice import RULES, AdviceWindow, Advisory, advice_window, advise
 from paceline.observe.record.advice.rules import silence_reason
-from paceline.observe.web.http import FiniteJsonResponse, encode_json
-from paceline.observe.web.runs import AllRuns, OneRun, Runs, signature
+from paceline.observe.record.folder import key_text
+from paceline.observe.web.runs import AllRuns, FiniteJsonResponse, OneRun, Runs, encode_json, signature
 
 MOST_EVENTS = 500
 """A run that notes something each second for a week has more than a page can hold."""
@@ -171,7 +171,7 @@ def config(run: OneRun) -> Response:
     changed = {entry.key: entry.default for entry in run.changed_keys()}
     rows = []
     for path, value in _leaf_keys(table):
-        key, spot = _dotted_key(path), _spot_or_none(path, table)
+        key, spot = key_text(path), _spot_or_none(path, table)
         rows.append(
             {
                 "key": key,
@@ -200,11 +200,6 @@ def _leaf_keys(table: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
             yield (*path, key), value
     for key, value in below:
         yield from _leaf_keys(value, (*path, key))
-
-
-def _dotted_key(path: KeyPath) -> str:
-    """`env[0].algo.type`, as `RunFolder.changed_keys` names keys."""
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
 
 
 def _section_title(path: KeyPath, table: Any) -> str:

@@ -28,7 +28,6 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from paceline.observe.record import RunFolder
-from paceline.observe.web.http import FiniteJsonResponse
 from paceline.observe.web.replay_result import (
     ReplayResult,
     Value,
@@ -38,7 +37,7 @@ from paceline.observe.web.replay_result import (
     result_summary,
     sample_view,
 )
-from paceline.observe.web.runs import OneRun
+from paceline.observe.web.runs import FiniteJsonResponse, OneRun
 from paceline.util.process_exit import WITH_PARENT
 
 LIMIT_SECONDS = 900.0
@@ -178,8 +177,7 @@ class RecentResults:
 class ReplayRunner:
     """Starts and cancels replays; its processes end with the app."""
 
-    def __init__(self, limit: float = LIMIT_SECONDS) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._children: dict[Path, ReplayProcess] = {}
         self.results = RecentResults()
@@ -204,7 +202,7 @@ class ReplayRunner:
             before = self._children.get(run.path)
             if before is not None and before.state == "working":
                 raise HTTPException(409, "a step of this run is being replayed already: wait for it, or cancel it")
-            self._children[run.path] = ReplayProcess(run.path, step, written, on_finished, self._limit, key)
+            self._children[run.path] = ReplayProcess(run.path, step, written, on_finished, key=key)
         return self.job(run) or {}
 
     def cancel(self, run: RunFolder) -> None:
@@ -223,7 +221,7 @@ class ReplayRunner:
             "doing": child.current_line(),
             "failure": child.failure,
             "seconds": child.seconds,
-            "limit": self._limit,
+            "limit": LIMIT_SECONDS,
         }
 
 

@@ -80,11 +80,8 @@ def result_summary(one: ReplayResult, other: ReplayResult | None, component: str
         "top": [
             _token_view(one, number, token)
             | {"share": float(mine[number][token])}
-            | (
-                {"other": float(theirs[number][token]), "other_rule": other.held_back_rule(number, token)}
-                if other
-                else {}
-            )
+            | ({} if other is None else {"other": float(theirs[number][token])})
+            | ({} if other is None else {"other_rule": other.held_back_rule(number, token)})
             for number, token in _largest_tokens(weights)
         ],
     }

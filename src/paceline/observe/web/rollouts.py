@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict, replace
 from itertools import takewhile
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -12,15 +11,14 @@ from fastapi import Query as QueryParam
 from pydantic import BaseModel, Field
 
 from paceline.errors import PacelineError
+from paceline.observe.analysis.payoff import Payoff
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.monitor.text import one_line
-from paceline.observe.record import Query, RolloutNotFound, Row, RunFolder, StoredRollout
+from paceline.observe.record import Query, Row, RunFolder, StoredRollout
 from paceline.observe.record.layout import DOMAINS
 from paceline.observe.record.rollouts import SORTS, Rollouts
-from paceline.observe.web.http import FiniteJsonResponse
 from paceline.observe.web.messages import conversations, episode_timeline, flat_text
-from paceline.observe.web.runs import OneRun
-from paceline.selfplay.payoff import Payoff
+from paceline.observe.web.runs import FiniteJsonResponse, OneRun
 
 STATE_FILE = "state.json"
 MOST_TRIES = 64
@@ -31,29 +29,32 @@ MOST_TEXT = 20_000
 RoleTexts = list[tuple[str, str]]
 """Role and text of each message."""
 
+router = APIRouter(prefix="/rollouts")
 
-def compare_tries(rollouts: Rollouts, index: int) -> dict[str, Any]:
-    """The messages that all tries begin with, and those of each from there on."""
-    rows = comparable_tries(rollouts, index)
-    bodies = [get_or_none(rollouts, row.index) for row in rows[:MOST_TRIES]]
+Index = Annotated[int, QueryParam(alias="id", ge=0, lt=2**62)]
+
+
+@router.get("/group")
+def group(run: OneRun, index: Index) -> Response:
+    """All tries of its ticket, side by side: the messages that all begin with, and those of each from there on."""
+    rows = comparable_tries(run.rollouts, index)
+    bodies = [run.rollouts.get_or_none(row.index) for row in rows[:MOST_TRIES]]
     texts = [_role_texts(one) if one is not None else [] for one in bodies]
     nonempty = [one for one in texts if one]
     shared = _shared_messages(nonempty)
     first = nonempty[0] if nonempty else []
-    return {
-        "begin": [{"role": role, "text": text[:MOST_TEXT]} for role, text in first[:shared]],
-        "tries": [
-            {
-                "row": row,
-                "metrics": one.metrics if one else {},
-                "error": one.error if one else None,
-                "first": words is first,
-                "pieces": split_from_first(first[shared:], words[shared:]),
-            }
-            for row, one, words in zip(rows, bodies, texts, strict=False)
-        ],
-        "total": len(rows),
-    }
+    tries = [
+        {
+            "row": row,
+            "metrics": one.metrics if one else {},
+            "error": one.error if one else None,
+            "first": words is first,
+            "pieces": split_from_first(first[shared:], words[shared:]),
+        }
+        for row, one, words in zip(rows, bodies, texts, strict=False)
+    ]
+    begin = [{"role": role, "text": text[:MOST_TEXT]} for role, text in first[:shared]]
+    return FiniteJsonResponse({"begin": begin, "tries": tries, "total": len(rows)})
 
 
 def comparable_tries(rollouts: Rollouts, index: int) -> list[Row]:
@@ -83,19 +84,8 @@ def split_from_first(first: RoleTexts, other: RoleTexts) -> list[dict[str, Any]]
 
 def common_prefix(one: str, other: str) -> int:
     """The length of the common prefix."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
-    return low
-
-
-def get_or_none(rollouts: Rollouts, index: int) -> StoredRollout | None:
-    """The rollout; None where it cannot be read, or the run went back since it was found."""
-    try:
-        return rollouts.get(index)
-    except RolloutNotFound:
-        return None
+    shorter = min(len(one), len(other))
+    return next((at for at in range(shorter) if one[at] != other[at]), shorter)
 
 
 def _role_texts(rollout: StoredRollout) -> RoleTexts:
@@ -169,7 +159,7 @@ def column_counts(run: RunFolder) -> dict[str, dict[str, int]]:
 
 def table_line(run: RunFolder, row: Row, text: str) -> dict[str, Any]:
     """A row of the table, with a few words of it: around what was searched for, else of the last reply."""
-    rollout = get_or_none(run.rollouts, row.index) if row.whole else None
+    rollout = run.rollouts.get_or_none(row.index) if row.whole else None
     if rollout is None:
         return asdict(row)
     texts = [flat_text(message) for message in rollout.messages] or [turn.text for turn in rollout.turns]
@@ -227,11 +217,15 @@ def has_league(run: RunFolder) -> bool:
     return configured or any(name.startswith("league/") for name in run.metrics())
 
 
-def latest_leagues(run: RunFolder) -> dict[str, Any]:
-    """Each environment's league, strongest player first, and the step of the checkpoint it is from."""
-    path = _latest_checkpoint(RunDirectory(run.path).checkpoints)
+@router.get("/league")
+def league(run: OneRun) -> Response:
+    """Each environment's league, strongest player first, and the step of the checkpoint it is from: the one that
+    `latest` names, or the newest whole one, since a copied folder may have lost the link."""
+    files = RunDirectory(run.path)
+    latest = files.checkpoints / "latest"
+    path = latest if (latest / STATE_FILE).is_file() else files.newest_checkpoint()
     if path is None:
-        return {"step": None, "leagues": []}
+        return FiniteJsonResponse({"step": None, "leagues": []})
     try:
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
         saved = {name: state["environments"][name]["league"]["payoff"] for name in state.get("leagues", ())}
@@ -240,14 +234,7 @@ def latest_leagues(run: RunFolder) -> dict[str, Any]:
         raise PacelineError("the checkpoint was replaced while it was read: ask once more") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise PacelineError(f"the league in {path / STATE_FILE} cannot be read: {error}") from error
-    return {"step": state.get("step"), "leagues": found}
-
-
-def _latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names, or the newest whole one: a copied folder may have lost the link."""
-    whole = sorted(path for path in folder.glob("step-*") if (path / STATE_FILE).is_file())
-    latest = folder / "latest"
-    return latest if (latest / STATE_FILE).is_file() else whole[-1] if whole else None
+    return FiniteJsonResponse({"step": state.get("step"), "leagues": found})
 
 
 def _league_view(name: str, saved: Any) -> dict[str, Any]:
@@ -261,11 +248,6 @@ def _league_view(name: str, saved: Any) -> dict[str, Any]:
         "scores": [[payoff.score(one, other) if one != other else None for other in players] for one in players],
         "games": [[payoff.games(one, other) if one != other else 0 for other in players] for one in players],
     }
-
-
-router = APIRouter(prefix="/rollouts")
-
-Index = Annotated[int, QueryParam(alias="id", ge=0, lt=2**62)]
 
 
 @router.get("")
@@ -309,19 +291,7 @@ def one_rollout(run: OneRun, index: Index, query: OneQuery) -> Response:
     )
 
 
-@router.get("/group")
-def group(run: OneRun, index: Index) -> Response:
-    """All tries of its ticket, side by side."""
-    return FiniteJsonResponse(compare_tries(run.rollouts, index))
-
-
 @router.get("/episode")
 def episode(run: OneRun, index: Index) -> Response:
     """All turns of its episode in order."""
     return FiniteJsonResponse(episode_timeline(run.rollouts, index))
-
-
-@router.get("/league")
-def league(run: OneRun) -> Response:
-    """The leagues of the run."""
-    return FiniteJsonResponse(latest_leagues(run))

@@ -1,4 +1,4 @@
-"""Opens the runs of a folder by name and caches them; no name leads out of the folder."""
+"""Opens the runs of a folder by name and caches them, and encodes the answers of routes as JSON."""
 
 import contextlib
 import os
@@ -6,51 +6,16 @@ import threading
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from fastapi import Depends, HTTPException, Query, Request
+import orjson
+from fastapi import Depends, HTTPException, Query, Request, Response
 
 from paceline.errors import PacelineError
 from paceline.observe.analysis.vitals import table_row
 from paceline.observe.monitor.directory import RunDirectory
-from paceline.observe.record import ChangedKey, RunFolder, find_runs
-from paceline.observe.record.folder import Columns
+from paceline.observe.record import RunFolder, find_runs
 
 Signature = tuple[int, int, int]
 """File, size and time of change; zeros where there is none."""
-
-
-class CachedRunFolder(RunFolder):
-    """A run folder that keeps its metrics as columns, and adds only the lines that came since.
-
-    What it hands out is never changed afterwards: other threads read it while this one goes on.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(RunDirectory(path))
-        self._read_lock = threading.Lock()
-        self._columns: Columns = {}
-        self._signature: Signature = (0, 0, 0)
-        self._changed: tuple[Signature, list[ChangedKey]] | None = None
-
-    def changed_keys(self) -> list[ChangedKey]:
-        now = signature(self.path / "config.toml")
-        if self._changed is None or self._changed[0] != now:
-            self._changed = now, super().changed_keys()
-        return self._changed[1]
-
-    def metrics(self, since: int = 0) -> Columns:
-        if since:
-            return super().metrics(since)
-        with self._read_lock:
-            now = signature(self.path / "metrics.jsonl")
-            if now != self._signature or not self._columns:
-                steps = self._columns.get("step", [])
-                goes_on = steps and now[0] == self._signature[0] and now[1] >= self._signature[1]
-                last = int(max(step or 0 for step in steps)) if goes_on else -1
-                self._columns = (
-                    concat_columns(self._columns, super().metrics(last + 1)) if goes_on else super().metrics()
-                )
-                self._signature = now
-            return self._columns
 
 
 def signature(path: Path) -> Signature:
@@ -59,13 +24,6 @@ def signature(path: Path) -> Signature:
     except OSError:
         return 0, 0, 0
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def concat_columns(columns: Columns, more: Columns) -> Columns:
-    """Append columns; a metric that only one side has is None in the lines of the other."""
-    before, added = len(columns.get("step", [])), len(more.get("step", []))
-    names = dict.fromkeys([*columns, *more])
-    return {name: columns.get(name, [None] * before) + more.get(name, [None] * added) for name in names}
 
 
 STATE_FILES = ("metrics.jsonl", "events.jsonl", "config.toml", "run.lock")
@@ -121,7 +79,7 @@ class Runs:
         """The open run at a path that `paths` returned; one object per path, which caches what it read."""
         with self._lock:
             if path not in self._open:
-                self._open[path] = CachedRunFolder(path)
+                self._open[path] = RunFolder(RunDirectory(path))
             return self._open[path]
 
     def table(self, patient: bool) -> dict[str, dict[str, Any]]:
@@ -166,3 +124,34 @@ def _run(runs: AllRuns, run: Annotated[str, Query(max_length=1000)]) -> RunFolde
 OneRun = Annotated[RunFolder, Depends(_run)]
 """The run of `?run=NAME`; a sentence and status 404 where there is none. These functions are not `async`, so that
 reading a large file holds up a thread and not the server."""
+
+
+class FiniteJsonResponse(Response):
+    """A value as JSON; what is not finite becomes null."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encode_json(content)
+
+
+def encode_json(content: Any) -> bytes:
+    """A value as the page's JSON. Text that is no Unicode (a lone surrogate) is shown with replacement characters."""
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    try:
+        return orjson.dumps(content, default=str, option=options)
+    except TypeError:
+        return orjson.dumps(_sanitize(content), default=str, option=options)
+
+
+def _sanitize(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode("utf-8", "replace").decode()
+        case dict():
+            return {_sanitize(key) if isinstance(key, str) else key: _sanitize(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_sanitize(item) for item in value]
+        case int() if abs(value) >= 1 << 63:
+            return float(value)
+    return value

@@ -12,12 +12,12 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Response
 
 from paceline.data import State
 from paceline.observe.analysis.text import format_four_digits as figure
+from paceline.observe.monitor.text import format_amount
 from paceline.observe.record import Query as RolloutQuery
 from paceline.observe.record import Row, RunFolder, StoredRollout
 from paceline.observe.web.card import token_card
-from paceline.observe.web.http import FiniteJsonResponse
 from paceline.observe.web.rollouts import why_dropped
-from paceline.observe.web.runs import OneRun
+from paceline.observe.web.runs import FiniteJsonResponse, OneRun
 from paceline.observe.web.tokens import TokenStrip, newest_rollout, select_strip, token_page
 
 MOST_ROLLOUTS = 400
@@ -41,15 +41,22 @@ def tickets(
     offset: Annotated[int, Query(ge=0)] = 0,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
 ) -> Response:
-    """Tickets as they stand, the newest first, and how many there are of each state and reason."""
-    found = run.tickets.find(env, state, reason, offset, limit)
+    """Tickets as they stand, the newest first, and how many there are of each state and reason. Each has its number of
+    attempts and the reason for a drop."""
+    found, rows = run.tickets.find(env, state, reason, offset, limit), []
+    for one in found.rows:
+        journal = run.tickets.history(one["number"], one["env"])
+        first = _replayed_ticket(journal)
+        why = why_dropped(one["reason"]) if "reason" in one else ""
+        replays = {} if first is None else {"replays": first}
+        rows.append(one | {"attempts": _attempts(journal), "why": why} | replays)
     envs = [one.get("name") for one in run.config().get("env", []) if isinstance(one, dict)]
     standing = run.tickets.states()
     dropped = {name: sum(count for _, count in steps) for name, steps in run.tickets.dropped().items()}
     return FiniteJsonResponse(
         {
             "total": found.total,
-            "rows": ticket_rows(run, found.rows),
+            "rows": rows,
             "states": {name: standing.get(name, 0) for name in STATES},
             "reasons": dict(sorted(dropped.items(), key=lambda item: -item[1])),
             "envs": [name for name in envs if isinstance(name, str)],
@@ -66,10 +73,21 @@ def ticket(run: OneRun, ticket: Annotated[int | None, Query(ge=0, lt=1 << 62)] =
         if not rows:
             return FiniteJsonResponse({"nothing": "No ticket was drawn yet."})
         ticket = rows[0]["number"]
-    life = ticket_life(run, ticket)
-    if life is None:
+    journal = run.tickets.history(ticket)
+    found = run.rollouts.find(RolloutQuery(ticket=ticket, domain="training", sort="step", limit=MOST_ROLLOUTS))
+    if not journal and not found.total:
         raise HTTPException(404, f"there is no ticket {ticket} in this run: go back to the list of tickets")
-    return FiniteJsonResponse(life)
+    return FiniteJsonResponse(
+        {
+            "number": ticket,
+            "state": journal[-1].get("state", "") if journal else "",
+            "stages": list(_stages(run, ticket, journal, found.rows)),
+            "journal": journal,
+            "rollouts": [asdict(row) for row in found.rows],
+            "rollouts_total": found.total,
+            "kept": run.rollouts.keeps_all,
+        }
+    )
 
 
 Place = Annotated[int | None, Query(ge=0, lt=1 << 31)]
@@ -102,18 +120,6 @@ def card(run: OneRun, sequence: TokenSequence, at: Annotated[int, Query(ge=0)] =
     return FiniteJsonResponse(token_card(run, rollout, strip, at))
 
 
-def ticket_rows(run: RunFolder, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tickets with their number of attempts and the reason for a drop."""
-    out = []
-    for ticket in rows:
-        journal = run.tickets.history(ticket["number"], ticket["env"])
-        why = why_dropped(ticket["reason"]) if "reason" in ticket else ""
-        first = _replayed_ticket(journal)
-        replays = {} if first is None else {"replays": first}
-        out.append(ticket | {"attempts": _attempts(journal), "why": why} | replays)
-    return out
-
-
 def _attempts(journal: Journal) -> int:
     """How often the ticket was played."""
     return sum(line["state"] == "in flight" for line in journal)
@@ -122,23 +128,6 @@ def _attempts(journal: Journal) -> int:
 def _replayed_ticket(journal: Journal) -> int | None:
     """The ticket that this one replays, if it does."""
     return next((line["replays"] for line in journal if "replays" in line), None)
-
-
-def ticket_life(run: RunFolder, number: int) -> dict[str, Any] | None:
-    """All recorded stages of a ticket; None where no file mentions it."""
-    journal = run.tickets.history(number)
-    found = run.rollouts.find(RolloutQuery(ticket=number, domain="training", sort="step", limit=MOST_ROLLOUTS))
-    if not journal and not found.total:
-        return None
-    return {
-        "number": number,
-        "state": journal[-1].get("state", "") if journal else "",
-        "stages": list(_stages(run, number, journal, found.rows)),
-        "journal": journal,
-        "rollouts": [asdict(row) for row in found.rows],
-        "rollouts_total": found.total,
-        "kept": run.rollouts.keeps_all,
-    }
 
 
 def _stages(run: RunFolder, number: int, journal: Journal, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -183,7 +172,7 @@ def _sampled_stage(run: RunFolder, rows: Sequence[Row], journal: Journal, first:
     versions = [row.version_min for row in rows if row.version_min >= 0] + [row.version_max for row in rows]
     low, high = min(versions), max(versions)
     tokens = sum(row.tokens for row in rows)
-    text = f"{_plural(len(rows), 'rollout')}, {tokens:,} tokens sampled"
+    text = f"{format_amount(len(rows), 'rollout')}, {tokens:,} tokens sampled"
     if high >= 0:
         text += f" by version {low}" + (f" to {high}: new weights came while it played" if high > low else "")
     if (flights := _attempts(journal)) > 1:
@@ -205,14 +194,15 @@ def _scored_stage(rows: Sequence[Row]) -> dict[str, Any]:
             f"Rewards from {figure(min(rewards))} to {figure(max(rewards))}, mean {figure(sum(rewards) / len(rewards))}"
         )
     if failed:
-        parts.append(f"{_plural(len(failed), 'rollout')} failed ({', '.join(sorted({row.error for row in failed}))})")
+        kinds = ", ".join(sorted({row.error for row in failed}))
+        parts.append(f"{format_amount(len(failed), 'rollout')} failed ({kinds})")
     return {"name": "scored", "text": "; ".join(parts) + "." if parts else "No reward was given."}
 
 
 def _trained_stages(run: RunFolder, step: int | None) -> Iterator[dict[str, Any]]:
     if step is None:
         return
-    measured, phases = _step_metrics(run, step), _phases(run, step)
+    measured, phases = run.step_metrics(step), _phases(run, step)
     loss = [f"{name} {figure(measured[name])}" for name in ("loss", "grad_norm", "lr") if name in measured]
     text = f"Shipped and trained in step {step}" + (f" ({', '.join(loss)})" if loss else "") + "."
     ends = {phase["name"]: phase["end"] for phase in phases}
@@ -223,7 +213,7 @@ def _trained_stages(run: RunFolder, step: int | None) -> Iterator[dict[str, Any]
 
 def _phases(run: RunFolder, step: int) -> list[dict[str, Any]]:
     """The phases of a step's batch, with their times. The metrics line of a step is written after its last phase."""
-    measured = _step_metrics(run, step)
+    measured = run.step_metrics(step)
     if "time" not in measured:
         return []
     took = sum(value for name, value in measured.items() if name.startswith("time/"))
@@ -237,16 +227,3 @@ def _publish_time(run: RunFolder, version: int) -> float | None:
     if version == 0:
         return run.status().began
     return next((phase["end"] for phase in _phases(run, version) if phase["name"] == "publish"), None)
-
-
-def _step_metrics(run: RunFolder, step: int) -> dict[str, float]:
-    columns = run.metrics()
-    steps = columns.get("step", [])
-    place = next((place for place in range(len(steps) - 1, -1, -1) if steps[place] == step), None)
-    if place is None:
-        return {}
-    return {name: value for name, values in columns.items() if (value := values[place]) is not None}
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

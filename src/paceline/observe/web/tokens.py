@@ -40,15 +40,6 @@ def _byte_letters() -> dict[str, int]:
 _LETTER_BYTES = _byte_letters()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenTexts:
-    """The text of each token; None where its bytes are no whole characters, which `parts` then tells of."""
-
-    texts: list[str | None]
-    parts: dict[int, dict[str, str]] = field(default_factory=dict)
-    """By place: the token's `bytes`, and the text they are part `of`, if it is known."""
-
-
 class VocabularyIndex:
     """Maps token ids to bytes and text."""
 
@@ -61,7 +52,9 @@ class VocabularyIndex:
         self._bytewise = "ByteLevel" in kinds
         self._spaced = bool(kinds & {"Metaspace", "Replace"})
 
-    def decode(self, ids: Sequence[int]) -> TokenTexts:
+    def decode(self, ids: Sequence[int]) -> tuple[list[str | None], dict[int, dict[str, str]]]:
+        """The text of each token; None where its bytes are no whole characters. Of those, by place: the token's
+        `bytes`, and the text they are part `of`, if it is known."""
         pieces = [self.bytes_of(number) for number in ids]
         texts = [None if one is None else _decode_or_none(one) for one in pieces]
         parts: dict[int, dict[str, str]] = {}
@@ -70,7 +63,7 @@ class VocabularyIndex:
                 gap = [(place, one) for place, one in places if one is not None]
                 of = b"".join(one for _, one in gap).decode(errors="replace")
                 parts |= {place: {"bytes": one.hex(" ").upper(), "of": of} for place, one in gap}
-        return TokenTexts(texts, parts)
+        return texts, parts
 
     def bytes_of(self, number: int) -> bytes | None:
         """The bytes of a token id; None where the vocabulary lacks it."""
@@ -272,7 +265,7 @@ def token_page(run: RunFolder, rollout: StoredRollout, strip: TokenStrip | None)
     if strip is None:
         return head | {"nothing": NO_TOKENS if run.rollouts.keeps_all else NO_RECORD}
     vocabulary, source = vocabulary_of(run)
-    decoded = vocabulary.decode(strip.ids.tolist()) if vocabulary is not None else None
+    texts, parts = vocabulary.decode(strip.ids.tolist()) if vocabulary is not None else (None, {})
     return head | {
         "kind": strip.kind,
         "number": strip.number,
@@ -280,8 +273,8 @@ def token_page(run: RunFolder, rollout: StoredRollout, strip: TokenStrip | None)
         "spans": strip.spans,
         "weights": {str(version): mark for version, mark in strip.weights.items()},
         "ids": strip.ids,
-        "texts": decoded.texts if decoded else None,
-        "parts": {str(place): part for place, part in decoded.parts.items()} if decoded else {},
+        "texts": texts,
+        "parts": {str(place): part for place, part in parts.items()},
         "tokenizer": source,
         "streams": strip.streams,
         "trained": loss_weights(strip) if row.domain == "training" else {},

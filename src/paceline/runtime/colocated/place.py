@@ -279,7 +279,7 @@ async def in_place(
         config = driver.config.model_copy(update={"runs": str(Path(config.runs).resolve())})
         live = RunDirectory(dumps.parent).live
         live.mkdir(parents=True, exist_ok=True)
-        processes = ranks.RankProcesses() if info.given else ranks.RankProcesses.start(config, info, live)
+        processes = ranks.RankProcesses.start(config, info, live)
         stack.callback(processes.end)
 
         phase(f"loading {config.model.name} on {info.world} ranks")

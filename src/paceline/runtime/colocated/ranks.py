@@ -11,8 +11,6 @@ import struct
 import subprocess
 import time
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -76,16 +74,16 @@ WORD_SECONDS = 2.0
 class RankProcesses:
     """The processes of ranks 1 and up, by rank; none where torchrun started them."""
 
+    live: Path
+    """The folder of their logs."""
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    logs: dict[int, Path] = field(default_factory=dict)
 
     @classmethod
     def start(cls, config: RunConfig, info: RankInfo, live: Path) -> "RankProcesses":
-        started = cls()
+        started = cls(live)
         try:
-            for rank in range(1, info.world):
-                path = started.logs[rank] = live / f"rank-{rank}.log"
-                with path.open("wb") as log:
+            for rank in range(1, 1 if info.given else info.world):
+                with (live / f"rank-{rank}.log").open("wb") as log:
                     started.processes[rank] = start_child(
                         "paceline.runtime.colocated.place",
                         line=config.model_dump_json().encode() + b"\n",
@@ -104,18 +102,18 @@ class RankProcesses:
 
     def cause(self, rank: int) -> str:
         """Why a rank is gone, as the end of a sentence."""
-        process = self.processes.get(rank)
+        process, log = self.processes.get(rank), self.live / f"rank-{rank}.log"
         if process is None:
             return "its connection was closed"
         try:
             code = process.wait(WORD_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"its connection was closed (see {self.logs[rank]})"
+            return f"its connection was closed (see {log})"
         if code < 0:
             return f"it was killed by {signal.Signals(-code).name}"
-        lines = [line for line in self.logs[rank].read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         words = lines[-1].strip().removeprefix("paceline: ") if lines else "it said nothing"
-        return f"it ended with code {code}: {words} (all of it is in {self.logs[rank]})"
+        return f"it ended with code {code}: {words} (all of it is in {log})"
 
     def end(self, seconds: float = CLOSE_SECONDS) -> None:
         """Give them time to end by themselves, then end them."""
@@ -194,23 +192,19 @@ class RankSockets(NamedTuple):
             sock.close()
 
 
-@contextmanager
-def open_listener(host: str) -> Generator[socket.socket]:
+def open_listener(host: str) -> socket.socket:
     """A listening socket for the other ranks: at `host`, which is this machine, or on all interfaces if it is empty. A
     machine may know its own name as a loopback address, at which other machines do not find it."""
     try:
         if host:
-            sock = socket.create_server((host, 0), family=socket.getaddrinfo(host, None)[0][0])
-        elif socket.has_dualstack_ipv6():
-            sock = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            sock = socket.create_server(("", 0))
+            return socket.create_server((host, 0), family=socket.getaddrinfo(host, None)[0][0])
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", 0))
     except OSError as error:
         raise PacelineError(
             f"rank 0 cannot listen at {host} ({error}): MASTER_ADDR must be an address of its machine"
         ) from error
-    with sock:
-        yield sock
 
 
 def accept_ranks(listener: socket.socket, world: int, token: bytes) -> list[RankSockets]:

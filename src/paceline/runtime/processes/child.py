@@ -101,7 +101,7 @@ class RemoteTrainer:
         await self._call("save", path=folder)
 
     async def load(self, folder: Path) -> None:
-        self._disconnect()
+        self.close()
         self._life, self._fed, self._used = "", {}, False  # any trainer process will do now
         await self._call("load", path=folder)
         self._used = True
@@ -109,9 +109,6 @@ class RemoteTrainer:
     async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """The other side has a tokenizer of its own."""
         await self._call("export", path=folder)
-
-    def close(self) -> None:
-        self._disconnect()
 
     # -- the wire -----------------------------------------------------------------------------------------------------
 
@@ -125,10 +122,10 @@ class RemoteTrainer:
                 answer = await self._ask(call)
                 break
             except (ConnectionError, asyncio.IncompleteReadError) as error:
-                self._disconnect()
+                self.close()
                 log.warning("the connection to the trainer broke (%s): asking again", error or type(error).__name__)
             except BaseException:
-                self._disconnect()  # cancelled or failed in the middle: its answer must not meet the next question
+                self.close()  # cancelled or failed in the middle: its answer must not meet the next question
                 raise
         if isinstance(answer, rpc.RpcResult):
             self.version = answer.version
@@ -175,7 +172,7 @@ class RemoteTrainer:
                     raise ConnectionError(f"{type(hello).__name__} came for a greeting")
                 break
             except (OSError, asyncio.IncompleteReadError) as error:
-                self._disconnect()
+                self.close()
                 cause = str(error) or type(error).__name__
             if waited - warned_at > WARN_SECONDS:
                 warned_at = waited
@@ -185,12 +182,13 @@ class RemoteTrainer:
         else:
             raise TrainerLost(f"the trainer did not come up within {RETURN_SECONDS:g} s: {cause}")
         if self._used and self._life and self._life != hello.life:
-            self._disconnect()
+            self.close()
             raise TrainerLost("the trainer's process ended and was started again")
         self._life, self._hello = hello.life, hello
         return reader, writer
 
-    def _disconnect(self) -> None:
+    def close(self) -> None:
+        """Close the connection; the next call opens another."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None

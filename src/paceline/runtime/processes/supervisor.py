@@ -33,6 +33,7 @@ from paceline.observe.monitor.waitgraph import blocking_chain
 from paceline.observe.monitor.watchdog import waits_file
 from paceline.orchestrator import Checkpoints
 from paceline.runtime.session import RunResult, result_of
+from paceline.runtime.signals import STOPPED_BY_USER, Status
 from paceline.util.private_folder import PREFIX, PrivateFolder, socket_parent
 from paceline.util.process_exit import end_child, free_port, start_child
 
@@ -160,7 +161,7 @@ class Supervisor:
                         self._end_all()
                         for role in ROLES:  # no process waits any more
                             (self.directory.root / f"waits-{role}.json").unlink(missing_ok=True)
-                        return result_of(self.directory, self._report(child, code))
+                        return result_of(self.directory, self._report(child))
                     if cause := self._hopeless(child, code):
                         return self._failed(cause)
                     spec = self._after_a_death(child, spec)
@@ -244,13 +245,12 @@ class Supervisor:
         directory = self.directory
         if not self._begun:  # what lies there is an older run's
             return RunResult(RunOutcome("failed", 0, cause), directory.root, [], [], PacelineError(cause))
-        saved = next(reversed(Checkpoints(directory.checkpoints, 1).all()), None)
-        outcome = RunOutcome("failed", self._step(), cause, saved)
+        outcome = self._outcome("failed", cause)
         with contextlib.suppress(OSError):
             RunRecorder(directory.root).end(outcome)
         return result_of(directory, outcome)
 
-    def _report(self, child: ManagedProcess, code: int) -> RunOutcome:
+    def _report(self, child: ManagedProcess) -> RunOutcome:
         """The outcome that the orchestrator reported; one that was told to stop at once reports nothing."""
         assert self._ending is not None
         os.set_blocking(self._ending.fileno(), False)  # it has ended; a child of its own may still hold the other end
@@ -258,10 +258,13 @@ class Supervisor:
             words = pipe.read()
         if words:
             return OUTCOME.validate_json(words)
-        saved = next(reversed(Checkpoints(self.directory.checkpoints, 1).all()), None)
         if self.signals:
-            return RunOutcome("interrupted", self._step(), "stopped by the user", saved)
-        return RunOutcome("failed", self._step(), f"the orchestrator failed: {self._last_word(child)}", saved)
+            return self._outcome("interrupted", STOPPED_BY_USER)
+        return self._outcome("failed", f"the orchestrator failed: {self._last_word(child)}")
+
+    def _outcome(self, status: Status, message: str) -> RunOutcome:
+        saved = next(reversed(Checkpoints(self.directory.checkpoints, 1).all()), None)
+        return RunOutcome(status, self._step(), message, saved)
 
     def _end_all(self) -> None:
         for child in self.children.values():

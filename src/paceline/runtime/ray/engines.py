@@ -10,10 +10,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import msgspec
 import numpy as np
 import ray
 import torch
@@ -23,11 +23,10 @@ from torch import Tensor
 
 from paceline.clients import rpc
 from paceline.clients.link import FramedEngine
-from paceline.clients.remote import deliver_whole
 from paceline.config import RunConfig
 from paceline.engine.base import Completion, GenerateRequest, Listener
 from paceline.engine.engine import DecodingEngine
-from paceline.errors import EngineError, RequestError, Unreachable, UpdateLost
+from paceline.errors import EngineError, RequestError, Unreachable, UpdateLost, first_line
 from paceline.runtime.scorer import Scorer
 from paceline.runtime.serving import Ends, embedded_engine, embedded_scorer, exit_after_failure, watch_engine
 from paceline.trainer import TrainerLost
@@ -60,10 +59,6 @@ class RayActor:
     async def whereabouts(self) -> tuple[str, int]:
         """This machine and process."""
         return socket.gethostname(), os.getpid()
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def last_line(error: BaseException) -> str:
@@ -134,7 +129,6 @@ class CallThrottle:
 
 THROTTLE = CallThrottle()
 """Of all calls of this process."""
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class WeightsLost(UpdateLost, TrainerLost):
@@ -204,7 +198,7 @@ class EngineActor(RayActor):
         self._receiver = receiver
 
     def _framed(self, answer: Any) -> bytes:
-        return _encode(rpc.FromEngine([answer], self._engine.busy_seconds))
+        return rpc.encode(rpc.FromEngine([answer], self._engine.busy_seconds))
 
 
 class ScorerActor(EngineActor):
@@ -223,12 +217,12 @@ class RayEngine(FramedEngine):
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
         done = await self._send(rpc.Generate(next(self._numbers), request, False))
-        return deliver_whole(done.completion, listener)
+        return rpc.deliver_whole(done.completion, listener)
 
     async def load_weights(self, update: WeightUpdate) -> float:
         tensors = (await self.keep(update)).tensors
         assert isinstance(tensors, ObjectTensors)
-        framed = _encode(rpc.ToEngine([self._load_message(update, b"")]))
+        framed = rpc.encode(rpc.ToEngine([self._load_message(update, b"")]))
         if self._group is not None and update.adapter is None:
             data = await self._group.deliver(self, framed, tensors)
             if data is not None:
@@ -254,7 +248,7 @@ class RayEngine(FramedEngine):
     async def _send(self, message: Any) -> Any:
         await THROTTLE.turn()
         method = self.actor.order if isinstance(message, rpc.Ask) else self.actor.answer
-        return await self._result(method.remote(_encode(rpc.ToEngine([message]))))
+        return await self._result(method.remote(rpc.encode(rpc.ToEngine([message]))))
 
     async def _result(self, reference: Any) -> Any:
         try:
@@ -288,25 +282,23 @@ class ObjectTensors(Mapping[str, Tensor]):
         self.reference = reference
         self.round: BroadcastRound | None = None
         """The broadcast of these, where there was one."""
-        self._tensors: dict[str, Tensor] | None = None
 
     @classmethod
     def put(cls, tensors: Mapping[str, Tensor]) -> "ObjectTensors":
         return cls(ray.put(pack_tensors(tensors)))
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._read()[name]
+        return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._read())
+        return len(self._tensors)
 
-    def _read(self) -> dict[str, Tensor]:
-        if self._tensors is None:
-            self._tensors = rpc.unpack_tensors(ray.get(self.reference, timeout=FETCH_SECONDS).tobytes())
-        return self._tensors
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        return rpc.unpack_tensors(ray.get(self.reference, timeout=FETCH_SECONDS).tobytes())
 
 
 FETCH_SECONDS = 900.0

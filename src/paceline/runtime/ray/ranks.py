@@ -27,6 +27,7 @@ from ray.util import get_node_ip_address
 from paceline.config import RunConfig
 from paceline.data.balance import Cost
 from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed, WorkerLimits, Workers
+from paceline.errors import first_line
 from paceline.model import end_tokens, load_tokenizer
 from paceline.runtime import rpc
 from paceline.runtime.ray.engines import (
@@ -34,7 +35,6 @@ from paceline.runtime.ray.engines import (
     ObjectTensors,
     RayActor,
     RayEngine,
-    first_line,
     last_line,
     pack_tensors,
     row_of,
@@ -50,8 +50,6 @@ from paceline.weights.update import WeightUpdate
 START_SECONDS = 1800.0
 """For all ranks to be placed, to load the model and to meet."""
 log = logging.getLogger("paceline.ray")
-_encode = msgspec.msgpack.Encoder().encode
-_sent = msgspec.msgpack.Decoder(rpc.SentWeights).decode
 
 
 class RankActor(RayActor):
@@ -75,18 +73,18 @@ class RankActor(RayActor):
         self._handler = rpc.TrainerRpcHandler(built.trainer, tokenizer)
         cost = cost_of(built.model.config)
         hello = rpc.RpcHello(built.parameters, built.device, end_tokens(tokenizer, built.model))
-        return _encode(hello), (cost.linear, cost.attention)
+        return rpc.encode_message(hello), (cost.linear, cost.attention)
 
     async def do(self, call: bytes) -> bytes:
         """Step, save, load or export, with all the others."""
-        return _encode(await self._handler.answer(rpc.decode_call(call)))
+        return rpc.encode_message(await self._handler.answer(rpc.decode_call(call)))
 
     async def weights(self) -> tuple[bytes, NDArray]:
         """The weights' metadata and the weights themselves, on the first rank; the others help to gather them."""
         update = await self._handler.trainer.weights()
         expected = await asyncio.to_thread(update.fingerprint)
         data = await asyncio.to_thread(pack_tensors, update.tensors)
-        return _encode(rpc.SentWeights(update.version, "", update.adapter, expected, update.canary)), data
+        return rpc.encode_message(rpc.SentWeights(update.version, "", update.adapter, expected, update.canary)), data
 
     async def open_group(self, members: int, device: str, seconds: float) -> list[dict[str, Any]]:
         """Listen for so many engines; answers with their invitations."""
@@ -145,7 +143,7 @@ class RayTrainer(rpc.RankGroup):
         self._there()
         answers = [rank.weights.options(num_returns=2).remote() for rank in self._ranks]
         heads = await self._together([head for head, _ in answers])
-        sent = _sent(heads[0])
+        sent = msgspec.msgpack.decode(heads[0], type=rpc.SentWeights)
         tensors = ObjectTensors(answers[0][1])
         return WeightUpdate(sent.version, tensors, sent.adapter, sent.expected, sent.canary)
 
@@ -161,7 +159,7 @@ class RayTrainer(rpc.RankGroup):
                 ray.kill(rank)
 
     async def _ask(self, rank: Any, call: rpc.RpcCall) -> rpc.RpcAnswer:
-        answer = rpc.decode_answer(await rank.do.remote(_encode(call)))
+        answer = rpc.decode_answer(await rank.do.remote(rpc.encode_message(call)))
         assert isinstance(answer, rpc.RpcAnswer)
         return answer
 

@@ -11,10 +11,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from transformers import PreTrainedTokenizerBase
 
+from paceline.errors import TrainerError
 from paceline.model.dtypes import dtype_name, export_dtype
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.mlx.lora import LoraLinear, adapted_layers
-from paceline.trainer.base import TrainerError
 from paceline.trainer.checkpoint import (
     FILE,
     FOLDER,

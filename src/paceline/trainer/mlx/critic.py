@@ -34,7 +34,8 @@ class MlxValueModel(nn.Module):
         before = self.forward_pass.before(micro_batch, positions).astype(mx.float32)
         return (before * self.value.weight).sum(-1) + self.value.bias
 
-    def values(self, micro_batch: MicroBatch, positions: NDArray) -> NDArray:
+    def values(self, micro_batch: MicroBatch) -> NDArray:
+        positions = micro_batch.loss_mask.nonzero()[0]
         return np.asarray(self(micro_batch, positions)) if len(positions) else np.zeros(0)
 
     def backward(

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from paceline.config import trainer as config
-from paceline.trainer.optimizer import Schedule
+from paceline.trainer.backend import Schedule
 from paceline.weights.update import fingerprint
 
 ADAPTER = ".default.weight"

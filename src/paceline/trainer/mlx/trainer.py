@@ -1,34 +1,31 @@
 """The trainer in mlx: a model of mlx-lm in one process, its gradients, weights and checkpoints."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
-from paceline.config.apple import unsupported_trainer_settings as refused
-from paceline.data import MicroBatch, Sample
+from paceline.config.hardware import unsupported_trainer_settings as refused
+from paceline.data import MicroBatch
+from paceline.errors import TrainerError
 from paceline.model.mlx.loading import MlxModel
 from paceline.model.mlx.lora import adapter_tensors
-from paceline.trainer.backend import Losses
-from paceline.trainer.base import TrainerError, process_bytes
-from paceline.trainer.batch import BUDGET, Batch, TrainedTokens, streams_of, trained_positions
+from paceline.trainer.backend import NamedLosses, PolicyBackend, schedule_lengths
+from paceline.trainer.batch import streams_of, trained_positions
 from paceline.trainer.loss import LossStats
 from paceline.trainer.mlx import checkpoint
 from paceline.trainer.mlx.critic import MlxValueModel
 from paceline.trainer.mlx.forward import MlxForwardPass
 from paceline.trainer.mlx.optimizer import MlxAdamW, MlxTensors
-from paceline.trainer.optimizer import schedule_lengths
+from paceline.trainer.terms import TrainedTokens
 from paceline.trainer.trainer import LocalTrainer
 from paceline.weights.mlx_arrays import evaluate
 from paceline.weights.update import Adapter, Canary, WeightUpdate, canary_ids, canary_of
 
 
-class MlxPolicy:
+class MlxPolicy(PolicyBackend):
     """A policy in mlx, in one process.
 
     Each micro-batch is computed before the next begins, or the graphs of all would lie in memory at once. An array that
@@ -36,11 +33,10 @@ class MlxPolicy:
     everything a step leaves behind, has been computed.
     """
 
-    rank = 0
-
     def __init__(self, model: MlxModel, c: config.TrainerConfig, total_steps: int | None = None) -> None:
+        super().__init__(c)
         _check(model, c)
-        self._model, self._config, self.net = model, c, model.net
+        self._model, self.net = model, model.net
         model.net.eval()
         self.parameters = MlxTensors(model.net)
         self.forward = MlxForwardPass(model, c.gradient_checkpointing)
@@ -58,55 +54,26 @@ class MlxPolicy:
         assert entropy is not None
         return TrainedTokens(logprobs=logprobs, entropy=entropy, names=micro_batch.names, **streams)
 
-    def backward(
-        self,
-        micro_batch: MicroBatch,
-        names: Sequence[str],
-        losses: Losses,
-        accumulate_into: Callable[[str], AbstractContextManager],
-        on_tokens: Callable[[TrainedTokens], None] | None,
-    ) -> LossStats:
+    def backward(self, micro_batch: MicroBatch, losses: NamedLosses) -> LossStats:
         """A forward and a backward pass for each loss: what one has computed mlx does not keep for the next."""
         sums, draws = LossStats({}), self.forward.dropout_draws
         if not len(trained_positions(micro_batch)):
             return sums
-        if on_tokens is not None:
-            on_tokens(self.tokens(micro_batch))
-        for name in names:
+        if losses.on_tokens is not None:
+            losses.on_tokens(self.tokens(micro_batch))
+        for name in losses.names:
             self.forward.dropout_draws = draws  # one micro-batch, one draw of noise
 
             def one(name: str = name) -> tuple[mx.array, dict[str, mx.array]]:
-                by_name, sums = losses(self.tokens(micro_batch))
+                by_name, sums = losses.of(self.tokens(micro_batch))
                 return by_name[name], sums.values
 
-            with accumulate_into(name):
+            with losses.accumulate_into(name):
                 sums = LossStats(self.optimizer.backward(one))
         return sums
 
-    def clip(self) -> float:
-        return self.optimizer.clip()
-
     def value_model(self, c: config.OptimizerConfig, total_steps: int | None) -> MlxValueModel:
         return MlxValueModel(self._model, c, total_steps, self._config.gradient_checkpointing)
-
-    # -- one rank ---------------------------------------------------------------------------------------------------
-
-    def sum(self, values: mx.array | NDArray) -> NDArray:
-        return np.array(values, np.float64)
-
-    def total(self, value: float) -> float:
-        return value
-
-    def sum_over_all_ranks(self, value: float) -> float:
-        return value
-
-    @property
-    def budget(self) -> int:
-        given = self._config.micro_batch_tokens
-        return BUDGET if given == "auto" else given
-
-    def gather(self, samples: Sequence[Sample]) -> Batch:
-        return Batch.single_rank(samples, self._config, self.budget)
 
     # -- weights and checkpoints ------------------------------------------------------------------------------------
 
@@ -137,20 +104,9 @@ class MlxPolicy:
     def compute_dtype(self) -> mx.Dtype:
         return self._model.dtype
 
-    # -- the process ------------------------------------------------------------------------------------------------
-
     def peak_bytes(self) -> float:
         """Memory that Metal holds is not counted as the process's own."""
-        return max(process_bytes(), float(mx.get_peak_memory()))
-
-    def on_thread_start(self) -> None:
-        """Arrays belong to no device."""
-
-    def after_step(self, seconds: float, version: int) -> None:
-        """Nothing is compiled apart."""
-
-    def close(self) -> None:
-        """Nothing runs beside."""
+        return max(super().peak_bytes(), float(mx.get_peak_memory()))
 
 
 class MlxTrainer(LocalTrainer):

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from paceline.errors import TrainerError
 from paceline.model.dtypes import dtype_name, export_dtype
 from paceline.model.loading import trainable_parameters
-from paceline.trainer.base import TrainerError
 from paceline.trainer.checkpoint import (
     FILE,
     FOLDER,
@@ -198,3 +198,27 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
             folder / "adapter_model.safetensors",
         )
         adapter.save_pretrained(folder)
+
+
+CPU, GPU = "rng", "rng_cuda"
+
+
+def rng_states(device: torch.device, rank: int | None = None) -> dict[str, Tensor]:
+    """States of the random number generators; of one rank among several under its number."""
+    end = "" if rank is None else f"/{rank}"
+    on_gpu = {f"{GPU}{end}": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {f"{CPU}{end}": torch.get_rng_state()} | on_gpu
+
+
+def restore_rng(tensors: Mapping[str, Tensor], device: torch.device, rank: int) -> None:
+    """Back to a rank's states. A rank the checkpoint does not know draws from where another was, but not the same; one
+    that another backend wrote has none."""
+    known = [CPU] if CPU in tensors else [f"{CPU}/{i}" for i in range(sum(n.startswith(f"{CPU}/") for n in tensors))]
+    if not known:
+        return
+    end = known[rank % len(known)].removeprefix(CPU)
+    torch.set_rng_state(tensors[f"{CPU}{end}"].cpu())
+    if device.type == "cuda" and f"{GPU}{end}" in tensors:
+        torch.cuda.set_rng_state(tensors[f"{GPU}{end}"].cpu(), device)
+    if rank >= len(known):
+        torch.manual_seed(int(torch.randint(1 << 62, ())) + rank)

@@ -23,7 +23,7 @@ class TorchValueModel(nn.Module):
         self, policy: PreTrainedModel, c: config.OptimizerConfig, total_steps: int | None, ranks: Ranks, compiled: bool
     ) -> None:
         super().__init__()
-        self._ranks, self._device = ranks, policy.device
+        self._ranks = ranks
         self.body = clone_model(policy)
         names = trainable_parameters(policy).keys()
         unused = {id(p) for p in self.body.get_output_embeddings().parameters()}
@@ -44,15 +44,16 @@ class TorchValueModel(nn.Module):
         return values[:, 0], zero + 0 * (self.value.weight.sum() + self.value.bias.sum())
 
     @torch.no_grad()
-    def values(self, micro_batch: MicroBatch, positions: NDArray) -> NDArray:
-        values, _ = self(micro_batch, self._send(positions))
+    def values(self, micro_batch: MicroBatch) -> NDArray:
+        values, _ = self(micro_batch, self.forward_pass.send(micro_batch.loss_mask.nonzero()[0]))
         return values.cpu().numpy()
 
     def backward(
         self, micro_batch: MicroBatch, positions: NDArray, targets: Sequence[NDArray], loss_of: Callable[..., Tensor]
     ) -> Tensor:
-        values, anchor = self(micro_batch, self._send(positions))
-        loss = loss_of(values, *map(self._send, targets))
+        send = self.forward_pass.send
+        values, anchor = self(micro_batch, send(positions))
+        loss = loss_of(values, *map(send, targets))
         self.optimizer.backward(loss, anchor)
         return loss.detach()
 
@@ -65,6 +66,3 @@ class TorchValueModel(nn.Module):
 
     def restore(self, state: Mapping) -> None:
         """Its dropout draws from the generators that the policy restores."""
-
-    def _send(self, stream: NDArray) -> Tensor:
-        return torch.from_numpy(stream).to(self._device)

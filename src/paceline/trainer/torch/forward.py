@@ -3,6 +3,10 @@
 On a GPU sequences attend by FlashAttention, without padding. Elsewhere those of similar length share a padded call, and
 common prompts are computed once.
 
+Common prompts: a token's hidden state depends only on the tokens before it, so samples that begin alike can share the
+states of that beginning exactly, gradient included. A group becomes a tree: the common prefix is its trunk, each
+sample's rest a branch that sees the trunk and itself, and no other branch.
+
 Context parallelism: the ranks of a group share each sequence, every one with some of its tokens.
 
 All layers but attention look at one token at a time, so a rank runs them over its own tokens alone. For attention it
@@ -14,6 +18,8 @@ makes the same loss of them, of which only its own tokens' part flows back into 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -26,17 +32,122 @@ from transformers import PreTrainedModel
 from paceline.data import MicroBatch
 from paceline.data.packing import similar_lengths
 from paceline.model import PLAN, LMHead, PackedPlan, token_logprobs
-from paceline.model.attention import AttentionPlan, sdpa, window_mask
+from paceline.model.attention import AttentionPlan, PaddedBucket, sdpa, window_mask
 from paceline.model.background_compile import compile_blocks
 from paceline.model.varlen import VarlenPlan, can_varlen
-from paceline.trainer.torch.prefix import TreePlan, share_prefixes
 from paceline.trainer.torch.world import RankLayout, World
 
+WASTE = 2.0
+"""A tree attends with a mask, over all its branches at once. Past this factor of extra attention it does not pay."""
 MASKED_POSITION = 1 << 40
 """A position that no query comes after."""
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """Their names from torch 2.13 on, and before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Samples that share their first `trunk` tokens; `branches` are the lengths of their rests."""
+
+    trunk: int
+    branches: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.trunk + sum(self.branches)
+
+    def positions(self) -> NDArray:
+        rests = (np.arange(self.trunk, self.trunk + n) for n in self.branches)
+        return np.concatenate([np.arange(self.trunk), *rests])
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """A micro-batch with its common prefixes stored once."""
+
+    token_ids: NDArray
+    positions: NDArray
+    trees: list[Tree]
+    where: NDArray
+    """For each token of the micro-batch, where its hidden state is found."""
+
+
+def share_prefixes(batch: MicroBatch) -> SharedPrefixes:
+    """Store each common prefix of neighbouring samples once, where that saves work."""
+    starts = np.concatenate([[0], np.cumsum(batch.lengths)])
+    samples = [batch.token_ids[a:b] for a, b in pairwise(starts)]
+    tokens, trees, where = [], [], []
+    at = 0
+    for run in _runs(samples):
+        first, *others = (samples[i] for i in run)
+        trunk = min((_common_prefix(first, other) for other in others), default=len(first))
+        tree = Tree(trunk, tuple(len(samples[i]) - trunk for i in run))
+        for i, length in zip(run, tree.branches, strict=True):
+            rest = at + tree.trunk + sum(tree.branches[: i - run[0]])
+            where.append(np.concatenate([np.arange(at, at + tree.trunk), np.arange(rest, rest + length)]))
+            tokens.append(samples[i][tree.trunk :] if i > run[0] else samples[i])
+        trees.append(tree)
+        at += len(tree)
+    positions = np.concatenate([tree.positions() for tree in trees])
+    return SharedPrefixes(np.concatenate(tokens), positions, trees, np.concatenate(where))
+
+
+def _runs(samples: Sequence[NDArray]) -> list[list[int]]:
+    """Neighbours whose tree is worth building, greedily; most runs hold one sample."""
+    runs: list[list[int]] = []
+    trunk = 0
+    for i, sample in enumerate(samples):
+        joined = min(trunk, _common_prefix(samples[runs[-1][0]], sample)) if runs else 0
+        if runs and _saves_work(joined, [len(samples[j]) for j in runs[-1]] + [len(sample)]):
+            runs[-1].append(i)
+            trunk = joined
+        else:
+            runs.append([i])
+            trunk = len(sample)
+    return runs
+
+
+def _saves_work(trunk: int, lengths: list[int]) -> bool:
+    tree = sum(lengths) - trunk * (len(lengths) - 1)
+    return 2 * trunk > min(lengths) and tree**2 <= WASTE * sum(length**2 for length in lengths)
+
+
+def _common_prefix(a: NDArray, b: NDArray) -> int:
+    """Length of the common beginning."""
+    short = min(len(a), len(b))
+    same = a[:short] == b[:short]
+    return short if same.all() else int(same.argmin())
+
+
+def tree_plan(trees: Sequence[Tree], device: torch.device | str) -> PackedPlan:
+    """Attention over trees: each token sees its own branch and the trunk, up to itself."""
+    return PackedPlan([len(tree) for tree in trees], device, partial(_TreeBucket, trees))
+
+
+class _TreeBucket(PaddedBucket):
+    """Trees padded to the largest, with the mask that keeps branches apart."""
+
+    def __init__(
+        self, trees: Sequence[Tree], members: list[int], lengths: list[int], device: torch.device | str
+    ) -> None:
+        super().__init__(members, lengths, device)
+        # Padding has a branch of its own and sees only itself: a row that sees nothing would turn into NaN.
+        positions = np.tile(np.arange(self.width), (self.rows, 1))
+        branches = np.full((self.rows, self.width), -2)  # and the trunk -1
+        for row, tree in enumerate(trees[i] for i in members):
+            positions[row, : len(tree)] = tree.positions()
+            branches[row, : tree.trunk] = -1
+            branches[row, tree.trunk : len(tree)] = np.repeat(np.arange(len(tree.branches)), tree.branches)
+        self._positions, self._branches = (torch.from_numpy(x).to(device) for x in (positions, branches))
+        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
+
+    def mask(self, window: int | None, q: Tensor) -> Tensor:
+        if (window, q.dtype) not in self._masks:
+            here, there = self._branches[:, :, None], self._branches[:, None, :]
+            seen = window_mask(self._positions, self._positions, window) & ((there == -1) | (here == there))
+            mask = torch.zeros(seen.shape, dtype=q.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+            self._masks[window, q.dtype] = mask[:, None]
+        return self._masks[window, q.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +205,7 @@ class ContextShards:
         both = torch.stack((k, v), 1)
         short = self._width - len(both)
         padded = torch.cat((both, both.new_zeros(short, *both.shape[1:]))) if short else both
-        gathered = _Gather.apply(padded, self._group, self._size)
+        gathered = _AllGather.apply(padded, self._group, self._rank, self._size, True)
         return gathered.index_select(0, order).unbind(1)
 
     def own(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,7 +220,7 @@ class ContextShards:
         counted = F.one_hot(owners, self._size).cumsum(0)
         width = int(counted[-1].max())
         padded = torch.cat((values, values.new_zeros(width - len(values), *values.shape[1:])))
-        gathered = _Share.apply(padded, self._group, self._rank, self._size)
+        gathered = _AllGather.apply(padded, self._group, self._rank, self._size, False)
         slots = owners * width + counted.gather(1, owners[:, None])[:, 0] - 1
         return gathered.index_select(0, slots)
 
@@ -120,47 +231,35 @@ class SlicedPlan:
     def __init__(self, shards: ContextShards, device: torch.device) -> None:
         self._shards = shards
         self._order = torch.from_numpy(shards.order).to(device)
-        ends = [one.end for one in shards.slices]
-        groups = similar_lengths(ends)
-        sizes = [one.end - one.start for one in shards.slices]
-        starts = np.cumsum([0, *sizes])
-        self._rows = [_QueryRows([shards.slices[i] for i in group], device) for group in groups]
-        taken = [np.concatenate([np.arange(starts[i], starts[i + 1]) for i in group]) for group in groups]
-        self._taken = [torch.from_numpy(positions).to(device) for positions in taken]
-        self._restore = torch.from_numpy(np.argsort(np.concatenate(taken))).to(device)
+        groups = similar_lengths([one.end for one in shards.slices])
+        self._buckets = [_QueryBucket(group, shards.slices, device) for group in groups]
+        self._restore = torch.cat([bucket.tokens for bucket in self._buckets]).argsort()
 
     @torch.compiler.disable
     def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         k, v = self._shards.gather(k, v, self._order)
-        parts = zip(self._rows, self._taken, strict=True)
-        done = [rows.attend(q.index_select(0, taken), k, v, scale, window) for rows, taken in parts]
+        done = [one.attend(q.index_select(0, one.tokens), k, v, scale, window) for one in self._buckets]
         return torch.cat(done).index_select(0, self._restore)
 
 
-class _QueryRows:
+class _QueryBucket(PaddedBucket):
     """Slices as rows of queries, each beside a row of the keys up to its end."""
 
-    def __init__(self, slices: Sequence[Slice], device: torch.device) -> None:
-        shape = (len(slices), max(one.end - one.start for one in slices))
+    def __init__(self, members: list[int], slices: Sequence[Slice], device: torch.device) -> None:
+        super().__init__(members, [one.end - one.start for one in slices], device)
         # Padding asks as the first token, which every row has: a query that sees nothing would turn into NaN.
-        queries, real = np.zeros(shape, int), np.zeros(shape, bool)
-        keys = np.full((len(slices), max(one.end for one in slices)), MASKED_POSITION)
+        queries = np.zeros((self.rows, self.width), int)
+        keys = np.full((self.rows, max(slices[i].end for i in members)), MASKED_POSITION)
         source = np.zeros(keys.shape, int)
-        for row, one in enumerate(slices):
-            size = one.end - one.start
-            queries[row, :size], real[row, :size] = np.arange(one.start, one.end), True
+        for row, one in enumerate(slices[i] for i in members):
+            queries[row, : one.end - one.start] = np.arange(one.start, one.end)
             keys[row, : one.end], source[row, : one.end] = np.arange(one.end), np.arange(one.at, one.at + one.end)
-        self._shape = shape
-        self._queries, self._keys = (torch.from_numpy(x).to(device) for x in (queries, keys))
-        self._indices = torch.from_numpy(real.ravel().nonzero()[0]).to(device)
-        self._source = torch.from_numpy(source).to(device)
+        self._queries, self._keys, self._source = (torch.from_numpy(x).to(device) for x in (queries, keys, source))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        padded = q.new_zeros(self._shape[0] * self._shape[1], *q.shape[1:]).index_copy(0, self._indices, q)
         k, v = (x.index_select(0, self._source.ravel()).view(*self._source.shape, *x.shape[1:]) for x in (k, v))
         mask = window_mask(self._queries, self._keys, window)[:, None]
-        out = sdpa(padded.view(*self._shape, *q.shape[1:]), k, v, scale, mask)
-        return out.reshape(-1, *q.shape[1:]).index_select(0, self._indices)
+        return self.unpad(sdpa(self.pad(q), k, v, scale, mask))
 
 
 class SlicedVarlenPlan:
@@ -188,39 +287,25 @@ class SlicedVarlenPlan:
         )[0]
 
 
-def _all_gather(part: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
-    out = part.new_empty(size * len(part), *part.shape[1:])
-    ALL_GATHER(out, part.contiguous(), group=group)
-    return out
-
-
-class _Gather(torch.autograd.Function):
-    """All ranks' tokens. Each may be used on every rank, so its gradient is the sum of theirs."""
+class _AllGather(torch.autograd.Function):
+    """All ranks' parts. Where each may be used on every rank its gradient is the sum of theirs (`summed`). Where all
+    ranks make the same loss of them each rank's own gradient is already the whole one."""
 
     @staticmethod
-    def forward(ctx, part: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:  # noqa: ANN001 - torch's contract
-        ctx.group, ctx.rows = group, len(part)
-        return _all_gather(part, group, size)
+    def forward(ctx, part: Tensor, group: dist.ProcessGroup, rank: int, size: int, summed: bool) -> Tensor:  # noqa: ANN001
+        ctx.group, ctx.summed, ctx.own = group, summed, slice(rank * len(part), (rank + 1) * len(part))
+        out = part.new_empty(size * len(part), *part.shape[1:])
+        ALL_GATHER(out, part.contiguous(), group=group)
+        return out
 
     @staticmethod
     def backward(ctx, *grads: Tensor):  # noqa: ANN001, ANN205 - torch's contract
         (grad,) = grads
-        own = grad.new_empty(ctx.rows, *grad.shape[1:])
-        REDUCE_SCATTER(own, grad.contiguous(), group=ctx.group)
-        return own, None, None
-
-
-class _Share(torch.autograd.Function):
-    """All ranks' results, of which all ranks make the same loss: each rank's own gradient is already the whole one."""
-
-    @staticmethod
-    def forward(ctx, part: Tensor, group: dist.ProcessGroup, rank: int, size: int) -> Tensor:  # noqa: ANN001
-        ctx.own = slice(rank * len(part), (rank + 1) * len(part))
-        return _all_gather(part, group, size)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):  # noqa: ANN001, ANN205 - torch's contract
-        return grads[0][ctx.own], None, None, None
+        own = grad[ctx.own]
+        if ctx.summed:
+            own = grad.new_empty(own.shape)
+            REDUCE_SCATTER(own, grad.contiguous(), group=ctx.group)
+        return own, None, None, None, None
 
 
 class ForwardPass:
@@ -287,7 +372,7 @@ class ForwardPass:
             shared = share_prefixes(micro_batch)
             branched = any(len(tree.branches) > 1 for tree in shared.trees)
             lengths = micro_batch.lengths.tolist()
-            plan = TreePlan(shared.trees, self._device) if branched else PackedPlan(lengths, self._device)
+            plan = tree_plan(shared.trees, self._device) if branched else PackedPlan(lengths, self._device)
             streams = (shared.token_ids, shared.positions, shared.where)
         ids, positions, where = map(self.send, streams)
         out = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{PLAN: plan})

@@ -1,31 +1,16 @@
-"""Implements `ops.py` in torch."""
+"""Array operations of the loss in torch, where `terms.py` wants another than the function of that name."""
 
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-CALLED = "a torch tensor"
-
-where, minimum, maximum, isnan = torch.where, torch.minimum, torch.maximum, torch.isnan
-exp, square, stop = torch.exp, torch.square, torch.detach
-zeros_like, ones_like, zeros = torch.zeros_like, torch.ones_like, Tensor.new_zeros
-
-
-def stack(*arrays: Tensor) -> Tensor:
-    return torch.stack(arrays)
-
-
-def clip(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
-    return x.clamp(low, high)
+LIBRARY, CALLED = torch, "a torch tensor"
+stop = torch.detach
 
 
 def total(x: Tensor) -> Tensor:
     return x.sum(dtype=torch.float64)
-
-
-def take(x: Tensor, index: Tensor) -> Tensor:
-    return x.index_select(0, index)
 
 
 def put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:

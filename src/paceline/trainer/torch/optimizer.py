@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
 from paceline.model import trainable_parameters
-from paceline.trainer.optimizer import Schedule
+from paceline.trainer.backend import Schedule
 from paceline.trainer.torch.world import RankLayout, local_shard
 
 

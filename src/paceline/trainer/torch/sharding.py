@@ -10,25 +10,23 @@ rank's own part; embeddings, norms and head are whole on every rank.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from math import prod
 from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
 from paceline.config.cluster import ParallelConfig
+from paceline.errors import TrainerError
 from paceline.model import LMHead, trainable_parameters
 from paceline.model.attention import UnsupportedModel
 from paceline.model.head import make_canary
 from paceline.model.support import attention_shape
-from paceline.trainer.base import TrainerError
-from paceline.trainer.torch.world import RankLayout, Ranks, T, local_shard
+from paceline.trainer.torch.world import RankLayout, Ranks, T
 
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 STYLES = {
@@ -144,104 +142,6 @@ class ShardedRoot(nn.Module):
         return work()
 
 
-class ShardedLayout(RankLayout):
-    """A model sharded by `shard`.
-
-    Under FSDP what trains lies on the ranks in float32 and is rounded to the compute type on its way into a layer, so a
-    rank's part of a parameter is its own master. Gradients come back in float32, summed over all ranks and never
-    divided: the loss's scales hold the counts of all ranks already. Adapters are small and stay whole on every rank.
-    """
-
-    is_sharded = True
-
-    def __init__(
-        self,
-        root: nn.Module | None,
-        model: PreTrainedModel,
-        ranks: Ranks,
-        dtype: torch.dtype,
-        partial: frozenset[str] = frozenset(),
-    ) -> None:
-        super().__init__(dtype)
-        self._root, self._device, self._partial = root, ranks.device, partial
-        self._parameters = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
-        self._tensor = ranks.subgroup("tensor")
-        self.shards = self._tensor if root is None else ranks.subgroup("shard", "context", "tensor")
-
-    def run(self, work: Callable[[], T]) -> T:
-        if self._root is None:
-            return work()
-        assert isinstance(self._root, FSDPModule)
-        done = self._root(work)
-        if not torch.is_grad_enabled():
-            # No backward pass will: and until then the root would compute with the weights of now.
-            self._root.reshard()
-        return done
-
-    def is_summed(self, name: str) -> bool:
-        return self._root is not None and name in self._parameters
-
-    def replica_count(self, name: str) -> int:
-        assert self.shards is not None
-        return self.shards.size // prod(self._cuts(name).values())
-
-    def sync_replicated(self, masters: Mapping[str, nn.Parameter]) -> None:
-        whole = [name for name in masters if "tensor" not in self._cuts(name)]
-        if self._tensor.size == 1 or not whole:
-            return
-        self._tensor.sum_gradients(masters[name] for name in whole)
-        # The other gradients are the same but for rounding, by which ranks must not drift apart: all take the mean.
-        same = [masters[name].grad for name in whole if name not in self._partial]
-        torch._foreach_div_([grad for grad in same if grad is not None], self._tensor.size)
-
-    def _cuts(self, name: str) -> dict[str, int]:
-        """Into how many parts a parameter is cut along which dimension of the mesh."""
-        if name not in self._parameters:
-            return {}
-        parameter = self._parameters[name]
-        mesh = parameter.device_mesh
-        sizes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
-        return {dimension: size for dimension, size, placement in sizes if not placement.is_replicate()}
-
-    def compute_dtype(self, parameter: Tensor) -> torch.dtype:
-        return self.dtype
-
-    def shard_like(self, name: str, tensor: Tensor) -> Tensor:
-        if name not in self._parameters:
-            return tensor
-        spec = self._parameters[name]._spec
-        assert spec.tensor_meta is not None
-        # Not `from_local`, which would move what is kept on the host to the mesh's device.
-        meta = spec.tensor_meta._replace(dtype=tensor.dtype)
-        return DTensor(tensor, replace(spec, tensor_meta=meta), requires_grad=False)
-
-    def full_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        if name not in self._parameters:
-            return tensor
-        tensor = tensor.to(self._device, self.dtype)  # rounded first: half the bytes to send
-        full = self.shard_like(name, tensor)
-        assert isinstance(full, DTensor)
-        for done in range(1, len(full.placements) + 1):  # what is cut twice comes together in two steps
-            full = full.redistribute(placements=(Replicate(),) * done + full.placements[done:])
-        return full.to_local()
-
-    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        if name not in self._parameters or self._parameters[name].shape != shape:
-            return super().empty_shard(name, shape, dtype)
-        return self.shard_like(name, torch.empty_like(local_shard(self._parameters[name].detach()), dtype=dtype))
-
-    def state(self, model: nn.Module, keep: bool) -> dict[str, Tensor]:
-        known = {id(p): name for name, p in self._parameters.items()}
-        done: dict[int, Tensor] = {}  # tied tensors are one, also in the file
-        out: dict[str, Tensor] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if id(tensor) not in done:
-                full = self.full_tensor(known.get(id(tensor), ""), local_shard(tensor.detach()))
-                done[id(tensor)] = full.cpu() if keep else full.new_empty(0)
-            out[name] = done[id(tensor)]
-        return out if keep else {}
-
-
 def shard(model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig) -> RankLayout:
     """Cut a model up in place, layer by layer and then the rest. Each rank comes with the whole model; without tensor
     parallelism it may still lie on the host, and of each layer only this rank's part stays on the device."""
@@ -261,7 +161,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig) -> Ran
 
 def _shard_model(
     model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig, plan: TensorParallelPlan | None
-) -> ShardedLayout:
+) -> RankLayout:
     dtype, mesh = model.dtype, make_mesh(ranks)
     if others := {p.dtype for p in model.parameters()} - {dtype}:
         raise TrainerError(
@@ -282,7 +182,7 @@ def _shard_model(
     if root is not None:
         _widen(root, adapters)
         _fully_shard(root, mesh, settings, dtype, adapters)
-    return ShardedLayout(root, model, ranks, dtype, frozenset() if plan is None else plan.summed)
+    return RankLayout(dtype, model, ranks, root, frozenset() if plan is None else plan.summed)
 
 
 def _fully_shard(

@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -13,58 +13,40 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
-from paceline.data import MicroBatch, Sample, cut_steps
+from paceline.data import MicroBatch, Sample, pack, token_scales
+from paceline.data.balance import cut_steps
+from paceline.errors import TrainerError
 from paceline.model import Adapter, Canary, WeightUpdate, fingerprint, set_cpu_threads, trainable_parameters
 from paceline.model.background_compile import BackgroundCompile
 from paceline.model.head import CanaryScorer, make_canary
 from paceline.model.loading import trained_adapter
-from paceline.trainer.backend import Losses
-from paceline.trainer.base import TrainerError, process_bytes
-from paceline.trainer.batch import Batch, TrainedTokens, cost_of, streams_of, trained_positions
+from paceline.trainer.backend import NamedLosses, PolicyBackend, schedule_lengths
+from paceline.trainer.batch import BUDGET, Batch, cost_of, streams_of, trained_positions
 from paceline.trainer.loss import LossStats
-from paceline.trainer.optimizer import schedule_lengths
+from paceline.trainer.terms import TrainedTokens
 from paceline.trainer.torch import checkpoint
 from paceline.trainer.torch.critic import TorchValueModel
 from paceline.trainer.torch.forward import ForwardPass
 from paceline.trainer.torch.optimizer import MasterAdamW, TorchTensors
 from paceline.trainer.torch.sharding import shard
-from paceline.trainer.torch.tuning import find_token_budget, run_once
 from paceline.trainer.torch.world import Ranks, gather_samples, local_shard
 from paceline.trainer.trainer import LocalTrainer
 from paceline.util.gc_tuning import freeze_new_objects
 from paceline.weights.update import MASK, canary_ids, canary_of
 
-CPU, GPU = "rng", "rng_cuda"
-
-
-def rng_states(device: torch.device, rank: int | None = None) -> dict[str, Tensor]:
-    """States of the random number generators; of one rank among several under its number."""
-    end = "" if rank is None else f"/{rank}"
-    on_gpu = {f"{GPU}{end}": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {f"{CPU}{end}": torch.get_rng_state()} | on_gpu
-
-
-def restore_rng(tensors: Mapping[str, Tensor], device: torch.device, rank: int) -> None:
-    """Back to a rank's states. A rank the checkpoint does not know draws from where another was, but not the same; one
-    that another backend wrote has none."""
-    known = [CPU] if CPU in tensors else [f"{CPU}/{i}" for i in range(sum(n.startswith(f"{CPU}/") for n in tensors))]
-    if not known:
-        return
-    end = known[rank % len(known)].removeprefix(CPU)
-    torch.set_rng_state(tensors[f"{CPU}{end}"].cpu())
-    if device.type == "cuda" and f"{GPU}{end}" in tensors:
-        torch.cuda.set_rng_state(tensors[f"{GPU}{end}"].cpu(), device)
-    if rank >= len(known):
-        torch.manual_seed(int(torch.randint(1 << 62, ())) + rank)
-
-
 log = logging.getLogger(__name__)
 
 REHEARSED_TOKENS = 8192
 """Of a rehearsal: torch compiles the norms apart for fewer than about 6,000 tokens of a 0.5B model."""
+SMALLEST = 4096
+LARGEST = 1 << 17
+"""Beyond this a larger micro-batch is no faster."""
+SHARE = 0.85
+"""Of the memory that is free; the rest is for whatever the trial did not see."""
+SEQUENCE = 1024
 
 
-class TorchPolicy:
+class TorchPolicy(PolicyBackend):
     """A policy in torch, whole on one device or with its tensors and samples spread over ranks. What leaves it, weights
     and exports, leaves from the first rank."""
 
@@ -78,9 +60,10 @@ class TorchPolicy:
         device: torch.device | None = None,
         background: BackgroundCompile | None = None,
     ) -> None:
+        super().__init__(c)
         if group is not None and (size := get_world_size(group)) != c.parallel.ranks:
             raise TrainerError(f"trainer.parallel.ranks is {c.parallel.ranks}, but {size} ranks have met")
-        self.net, self._config, self._total_steps = model.eval(), c, total_steps  # new adapters come in training mode
+        self.net, self._total_steps = model.eval(), total_steps  # new adapters come in training mode
         self.device = model.device if device is None else device
         compiled = c.compile is True or (c.compile == "auto" and group is not None)
         compiled |= background is not None and background.is_cached
@@ -118,23 +101,16 @@ class TorchPolicy:
         assert entropy is not None
         return TrainedTokens(logprobs=logprobs, entropy=entropy, names=micro_batch.names, **streams), anchor
 
-    def backward(
-        self,
-        micro_batch: MicroBatch,
-        names: Sequence[str],
-        losses: Losses,
-        accumulate_into: Callable[[str], AbstractContextManager],
-        on_tokens: Callable[[TrainedTokens], None] | None,
-    ) -> LossStats:
+    def backward(self, micro_batch: MicroBatch, losses: NamedLosses) -> LossStats:
         """One forward pass, and a backward pass for each loss."""
         tokens, anchor = self.tokens(micro_batch)
-        by_name, sums = losses(tokens)
-        if on_tokens is not None:
+        by_name, sums = losses.of(tokens)
+        if losses.on_tokens is not None:
             with torch.no_grad():
-                on_tokens(tokens)
-        for name in names:
-            with accumulate_into(name):
-                self.optimizer.backward(by_name[name], anchor, retain_graph=name != names[-1])
+                losses.on_tokens(tokens)
+        for name in losses.names:
+            with losses.accumulate_into(name):
+                self.optimizer.backward(by_name[name], anchor, retain_graph=name != losses.names[-1])
         return sums
 
     def clip(self) -> Tensor:
@@ -155,11 +131,8 @@ class TorchPolicy:
     def sum(self, values: Tensor | NDArray) -> NDArray:
         return self.ranks.data.sum(torch.as_tensor(values)).cpu().numpy()
 
-    def total(self, value: float) -> float:
-        return self.ranks.data.total(value)
-
     def sum_over_all_ranks(self, value: float) -> float:
-        return self.ranks.all.total(value)
+        return float(self.ranks.all.sum(torch.tensor([value])))
 
     @property
     def budget(self) -> int:
@@ -232,7 +205,7 @@ class TorchPolicy:
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor], state: Mapping) -> None:
         world = self.ranks.all
-        random = rng_states(self.device, world.rank if world.group else None)
+        random = checkpoint.rng_states(self.device, world.rank if world.group else None)
         checkpoint.write(folder, {**tensors, **random}, state, world.group)
 
     def read(self, folder: Path) -> tuple[dict[str, Tensor], dict]:
@@ -243,7 +216,7 @@ class TorchPolicy:
         return self.layout.empty_shard(name.partition("/")[2], shape, dtype)
 
     def restore_random(self, tensors: Mapping[str, Tensor], state: Mapping) -> None:
-        restore_rng(tensors, self.device, self.ranks.all.rank)
+        checkpoint.restore_rng(tensors, self.device, self.ranks.all.rank)
 
     def compute_dtype(self) -> torch.dtype:
         return self.layout.dtype
@@ -252,7 +225,7 @@ class TorchPolicy:
 
     def peak_bytes(self) -> float:
         on_gpu = self.device.type == "cuda"
-        return float(torch.cuda.max_memory_allocated(self.device)) if on_gpu else process_bytes()
+        return float(torch.cuda.max_memory_allocated(self.device)) if on_gpu else super().peak_bytes()
 
     def on_thread_start(self) -> None:
         if self.device.type == "cuda":
@@ -325,3 +298,78 @@ class TorchTrainer(LocalTrainer):
         """Copy the weights of now into tensors that an engine of this process holds, on every rank and one at a time,
         so that no second copy of the model is needed. The update names those very tensors, or the adapter."""
         return await self._run(lambda: self.policy.copy_into(held, self.version))
+
+
+# -- how many tokens of a micro-batch the GPU's memory holds -----------------------------------------------------------
+
+
+def find_token_budget(forward: ForwardPass, model: PreTrainedModel, c: config.TrainerConfig) -> int:
+    """The largest safe budget for this model, beside whatever else already lives on its device."""
+    if model.device.type != "cuda":
+        return BUDGET
+    device = model.device
+
+    def peak(tokens: int) -> int:
+        """Bytes a backward pass over so many tokens needs beyond what is there before and after it."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run_once(forward, model, c, tokens)
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+    peak(SMALLEST // 4)  # compiles what is compiled
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    # Gradient sums and two moments come with the first step, the critic's too.
+    optimizers = 0 if c.optimizer.offload else 1 + (c.critic is not None)
+    coming = 12 * optimizers * sum(p.numel() for p in trainable_parameters(model).values())
+    found = largest_fitting(peak, int(SHARE * free) - coming)
+    torch.cuda.empty_cache()
+    return found
+
+
+def run_once(forward: ForwardPass, model: PreTrainedModel, c: config.TrainerConfig, tokens: int) -> None:
+    """One forward and backward pass over blank samples; the gradients are thrown away."""
+    model.train()
+    try:
+        for micro_batch in _dummy_batch(tokens, model.config.get_text_config().vocab_size):
+            positions = forward.send(np.arange(1, len(micro_batch)))
+            values, _, anchor = forward.logprobs(micro_batch, positions, True, bool(c.entropy_coef))
+            ((values * 0).sum() + anchor).backward()
+    finally:  # also where it did not fit
+        model.eval()
+        for parameter in trainable_parameters(model).values():
+            parameter.grad = None
+
+
+def largest_fitting(peak: Callable[[int], int], room: int) -> int:
+    """The most tokens whose peak fits, in steps of `SMALLEST`: two trials show what a token costs, a third one checks.
+
+    >>> largest_fitting(lambda tokens: 1000 + 2 * tokens, room=100_000)
+    49152
+    """
+    first, second = (_peak_or_none(peak, tokens) for tokens in (SMALLEST // 2, SMALLEST))
+    if first is None or second is None or second > room:
+        return SMALLEST // 2
+    each = max(1.0, (second - first) / (SMALLEST // 2))
+    guess = int((room - first) / each) + SMALLEST // 2
+    tokens = min(LARGEST, guess // SMALLEST * SMALLEST)
+    while tokens > SMALLEST:
+        needed = _peak_or_none(peak, tokens)
+        if needed is not None and needed <= room:
+            return tokens
+        tokens -= max(SMALLEST, tokens // 8 // SMALLEST * SMALLEST)
+    return SMALLEST
+
+
+def _peak_or_none(peak: Callable[[int], int], tokens: int) -> int | None:
+    try:
+        return peak(tokens)
+    except torch.cuda.OutOfMemoryError:
+        return None
+
+
+def _dummy_batch(tokens: int, vocabulary: int) -> list[MicroBatch]:
+    length = min(SEQUENCE, tokens)
+    samples = [Sample.as_sampled(np.arange(length) % vocabulary)] * (tokens // length)
+    return pack(samples, token_scales(samples), tokens)

@@ -3,18 +3,19 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from paceline.config.cluster import ParallelConfig
 from paceline.data import Sample, decode, encode
-from paceline.trainer.base import TrainerError
+from paceline.errors import TrainerError
 from paceline.weights.update import MASK, fingerprint
 
 SECONDS = 600.0
@@ -122,28 +123,12 @@ class World:
         dist.all_reduce(total, group=self.group)
         return total
 
-    def total(self, value: float) -> float:
-        """A number, summed over the ranks."""
-        return float(self.sum(torch.tensor([float(value)])))
-
-    def all_gather(self, values: Tensor) -> Tensor:
-        """A small vector of every rank, one a row in float64: for what is to be summed and what to be compared."""
-        if self.group is None:
-            return values.double()[None]
-        mine = values.to(self._device, torch.float64)
+    def all_gather(self, values: Tensor) -> list[Tensor]:
+        """A vector of every rank, equally long on all, in the host's memory."""
+        mine = values.to(self._device)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine, group=self.group)
-        return torch.stack(rows)
-
-    def gather(self, data: bytes, sizes: Sequence[int]) -> list[bytes]:
-        """Some bytes of every rank, who have told each other how many."""
-        if self.group is None:
-            return [data]
-        mine = torch.zeros(max(sizes), dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = [torch.empty_like(mine, device=self._device) for _ in sizes]
-        dist.all_gather(rows, mine.to(self._device), group=self.group)
-        return [row[:size].cpu().numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+        return [row.cpu() for row in rows]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         if self.group is None:
@@ -168,9 +153,11 @@ def gather_samples(samples: Sequence[Sample], world: World, budget: int) -> tupl
     if world.group is None:
         return list(samples), budget
     data = encode(samples)
-    sizes, budgets = world.all_gather(torch.tensor([len(data), budget])).cpu().long().unbind(1)
-    parts = world.gather(data, sizes.tolist())
-    return [sample for part in parts for sample in decode(part)], int(budgets.min())
+    sizes, budgets = zip(*(row.tolist() for row in world.all_gather(torch.tensor([len(data), budget]))), strict=True)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    parts = [row[:size].numpy().tobytes() for row, size in zip(world.all_gather(padded), sizes, strict=True)]
+    return [sample for part in parts for sample in decode(part)], min(budgets)
 
 
 class Ranks:
@@ -222,47 +209,105 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 class RankLayout:
-    """Every rank, or the only one, holds all weights. Ranks need not keep step with each other."""
+    """How a model's weights lie on the ranks. Plainly every rank, or the only one, holds all of them, and ranks need
+    not keep step with each other.
 
-    is_sharded = False
-    """The model's tensors lie on several ranks: all must run equally many forward and backward passes."""
-    shards: World | None = None
-    """The ranks that share one model between them, where one is shared."""
+    Of a model that `shard` has cut its ranks are given. Under FSDP it has a `root`: what trains lies on the ranks in
+    float32 and is rounded to the compute type on its way into a layer, so a rank's part of a parameter is its own
+    master. Gradients come back in float32, summed over all ranks and never divided: the loss's scales hold the counts
+    of all ranks already. Adapters are small and stay whole on every rank.
+    """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        model: nn.Module | None = None,
+        ranks: Ranks | None = None,
+        root: Any = None,
+        partial: frozenset[str] = frozenset(),
+    ) -> None:
         self.dtype = dtype
         """What the model computes in and publishes."""
+        self.is_sharded = ranks is not None
+        """The model's tensors lie on several ranks: all must run equally many forward and backward passes."""
+        self._root, self._partial = root, partial
+        named = [] if model is None else model.named_parameters()
+        self._parameters = {name: p for name, p in named if isinstance(p, DTensor)}
+        self._device = None if ranks is None else ranks.device
+        self._tensor = World(None, torch.device("cpu")) if ranks is None else ranks.subgroup("tensor")
+        self.shards = None if ranks is None else self._tensor
+        """The ranks that share one model between them, where one is shared."""
+        if ranks is not None and root is not None:
+            self.shards = ranks.subgroup("shard", "context", "tensor")
 
     def run(self, work: Callable[[], T]) -> T:
         """Do work that needs the model's own weights: a forward pass and the head after it."""
-        return work()
+        if self._root is None:
+            return work()
+        done = self._root(work)
+        if not torch.is_grad_enabled():
+            # No backward pass will: and until then the root would compute with the weights of now.
+            self._root.reshard()
+        return done
 
     def is_summed(self, name: str) -> bool:
         """Whether a parameter's gradient comes as the sum over all ranks."""
-        return False
+        return self._root is not None and name in self._parameters
 
     def replica_count(self, name: str) -> int:
         """How many of `shards` hold the same part of a parameter."""
-        return 1
+        assert self.shards is not None
+        return self.shards.size // prod(self._cuts(name).values())
 
     def sync_replicated(self, masters: Mapping[str, nn.Parameter]) -> None:
         """Make the gradients of replicated parameters equal on all ranks. Every rank must ask, once per step."""
+        whole = [name for name in masters if "tensor" not in self._cuts(name)]
+        if self._tensor.size == 1 or not whole:
+            return
+        self._tensor.sum_gradients(masters[name] for name in whole)
+        # The other gradients are the same but for rounding, by which ranks must not drift apart: all take the mean.
+        same = [masters[name].grad for name in whole if name not in self._partial]
+        torch._foreach_div_([grad for grad in same if grad is not None], self._tensor.size)
+
+    def _cuts(self, name: str) -> dict[str, int]:
+        """Into how many parts a parameter is cut along which dimension of the mesh."""
+        if name not in self._parameters:
+            return {}
+        parameter = self._parameters[name]
+        mesh = parameter.device_mesh
+        sizes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
+        return {dimension: size for dimension, size, placement in sizes if not placement.is_replicate()}
 
     def compute_dtype(self, parameter: Tensor) -> torch.dtype:
         """The type a parameter is computed with, which it may be kept wider than."""
-        return parameter.dtype
+        return self.dtype if self.is_sharded else parameter.dtype
 
     def shard_like(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of something shaped like a parameter, as a tensor that knows where it belongs."""
-        return tensor
+        if name not in self._parameters:
+            return tensor
+        spec = self._parameters[name]._spec
+        assert spec.tensor_meta is not None
+        # Not `from_local`, which would move what is kept on the host to the mesh's device.
+        meta = spec.tensor_meta._replace(dtype=tensor.dtype)
+        return DTensor(tensor, replace(spec, tensor_meta=meta), requires_grad=False)
 
     def full_tensor(self, name: str, tensor: Tensor) -> Tensor:
         """All ranks' parts of something shaped like a parameter; every rank must ask."""
-        return tensor
+        if name not in self._parameters:
+            return tensor
+        tensor = tensor.to(self._device, self.dtype)  # rounded first: half the bytes to send
+        full = self.shard_like(name, tensor)
+        assert isinstance(full, DTensor)
+        for done in range(1, len(full.placements) + 1):  # what is cut twice comes together in two steps
+            full = full.redistribute(placements=(Replicate(),) * done + full.placements[done:])
+        return full.to_local()
 
     def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Memory for this rank's part of a tensor that a checkpoint holds under a parameter's name."""
-        return torch.empty(shape, dtype=dtype)
+        if name not in self._parameters or self._parameters[name].shape != shape:
+            return torch.empty(shape, dtype=dtype)
+        return self.shard_like(name, torch.empty_like(local_shard(self._parameters[name].detach()), dtype=dtype))
 
     def fingerprint(self, tensors: Mapping[str, Tensor]) -> str:
         """Of the whole tensors, one at a time: fingerprints add up."""
@@ -272,4 +317,14 @@ class RankLayout:
     def state(self, model: nn.Module, keep: bool) -> dict[str, Tensor]:
         """The model's state dict with whole tensors in the type it computes in, for a rank that keeps it. Every rank
         must ask. One tensor at a time: all at once would not fit beside the model."""
-        return dict(model.state_dict()) if keep else {}
+        if not self.is_sharded:
+            return dict(model.state_dict()) if keep else {}
+        known = {id(p): name for name, p in self._parameters.items()}
+        done: dict[int, Tensor] = {}  # tied tensors are one, also in the file
+        out: dict[str, Tensor] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if id(tensor) not in done:
+                full = self.full_tensor(known.get(id(tensor), ""), local_shard(tensor.detach()))
+                done[id(tensor)] = full.cpu() if keep else full.new_empty(0)
+            out[name] = done[id(tensor)]
+        return out if keep else {}

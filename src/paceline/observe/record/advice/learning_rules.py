@@ -84,10 +84,8 @@ def check_parting(window: AdviceWindow, env: str) -> Advisory | None:
     scale = float(spreads.mean()) if len(spreads) else 0.0
     if gap is None or up is None or other is None or scale <= 0:
         return None
-    if (
-        not (gap.rises and up.rises and not other.may_rise)
-        or min(gap.last, gap.last - gap.first) / scale <= window.advice.parting
-    ):
+    opened = min(gap.last, gap.last - gap.first) / scale
+    if not gap.rises or not up.rises or other.may_rise or opened <= window.advice.parting:
         return None
     lr = float(window.get("trainer.optimizer.lr", 1e-5))
     best = int(steps[int(np.argmax(held_out))])
@@ -177,17 +175,17 @@ def check_flat_groups(window: AdviceWindow, env: str) -> Advisory | None:
         return None
     flat = groups.high - groups.low <= SAME
     lowest, highest = float(groups.low.min()), float(groups.high.max())
+    # One reward was all that this run ever saw.
     constant = highest - lowest <= SAME and (window.full_series(f"reward/{env}/std") <= SAME).all()
-    always = lowest if constant else None  # the one reward this run ever saw
     top = max(highest, float(np.max(window.full_series(f"reward/{env}/mean"), initial=-np.inf)))
-    mastered = flat & (groups.high >= top - SAME) & (always is None)
+    mastered = flat & (groups.high >= top - SAME) & (not constant)
     left, dull = ~mastered, flat & ~mastered
     found = wilson_share(int(dull.sum()), int(left.sum()))
     if left.sum() < LEAST_FLAT_GROUPS or found.low <= window.advice.flat_groups:
         return None
     done = f" {mastered.sum()} more do as well as any ever did; those are not counted." if mastered.any() else ""
     worst = float((dull & (groups.high <= lowest + SAME)).sum() / dull.sum())
-    how = f"every reward was exactly {always:g}" if always is not None else f"{worst:.0%} of them all at the lowest"
+    how = f"every reward was exactly {lowest:g}" if constant else f"{worst:.0%} of them all at the lowest"
     return Advisory(
         title=f"Most groups of `{env}` teach nothing",
         seen=f"In {dull.sum()} of {left.sum()} groups all members got the same reward, {how}.{done}",
@@ -338,9 +336,8 @@ def _starving_knobs(window: AdviceWindow, worst: _EnvShare, slow: bool) -> list[
     if slow:
         staleness = int(window.get("staleness", 1))
         return [window.knob("staleness", staleness + 1, f"`{worst.env}` has one more batch to come in time for")]
+    weight = float(window.env(worst.env).get("weight", 1.0))
     return [
         window.knob("trainer.normalise", "sample", "every sample counts alike, however long it is"),
-        window.env_knob(
-            worst.env, "weight", round(float(window.env(worst.env).get("weight", 1.0)) * 2, 3), "or draw it more often"
-        ),
+        window.env_knob(worst.env, "weight", round(2 * weight, 3), "or draw it more often"),
     ]

@@ -68,11 +68,8 @@ def _informative_metrics(table: MetricTable) -> list[str]:
     for name, values in table.columns.items():
         if not np.isfinite(values).all() or name.startswith("length/"):
             continue
-        same = len(values) and np.allclose(values, table.rewards, atol=1e-9) and not FORM.search(name)
-        if (
-            not (same and name.lower() in ("reward", "score", "total"))
-            and np.abs(table.center_by_group(values)).max() > 1e-9
-        ):
+        is_reward = name.lower() in ("reward", "score", "total") and np.allclose(values, table.rewards, atol=1e-9)
+        if not is_reward and np.abs(table.center_by_group(values)).max() > 1e-9:
             found.append(name)
     return found
 
@@ -195,10 +192,8 @@ def _is_stuck(window: AdviceWindow, env: str) -> bool:
     paid = window.rows["reward"][window.finished_rows(env)]
     if line is None or line.may_rise or not len(paid):
         return False
-    low, high = (
-        min(0.0, float(paid.min())),
-        max(float(paid.max()), float(np.max(window.full_series(f"reward/{env}/mean")))),
-    )
+    low = min(0.0, float(paid.min()))
+    high = max(float(paid.max()), float(window.full_series(f"reward/{env}/mean").max()))
     return high <= low or (_reward(window, env) - low) / (high - low) < MASTERED
 
 

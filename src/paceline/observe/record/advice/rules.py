@@ -1,17 +1,27 @@
-"""Lists the advisory rules, runs them, and renders what they find for a terminal."""
+"""Lists the advisory rules, runs them on a directory or a running run, and renders what they find for a terminal."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from paceline.config.advice import AdvisoryName
+from paceline.config.filters import AdvisoryName
+from paceline.data.rollout import Rollout
 from paceline.observe.record.advice import learning_rules, output_rules
 from paceline.observe.record.advice.measures import Advisory
-from paceline.observe.record.advice.window import AdviceWindow, advice_window
+from paceline.observe.record.advice.window import AdviceWindow, advice_limits, advice_window
 from paceline.observe.record.folder import RunFolder
+from paceline.observe.record.layout import ROW, Names, index_row, rollout_facts
+
+MOST_LINES = 600
+"""Steps of metrics that a running run remembers: enough for the last evaluations of any run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +93,45 @@ def _add(table: Table, advisory: Advisory) -> None:
         table.add_row("turn", Text(f"{knob.flag}   {knob.why}" + ("" if knob.now is None else f" (now {knob.now})")))
     if advisory.rollouts:
         table.add_row("look at", Text("rollouts " + ", ".join(map(str, advisory.rollouts))))
+
+
+class AdviceMemory:
+    """The last steps of a running run, so that advisories need no file: rows and metrics, without tokens and words. One
+    thread at a time fills or reads it."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._steps = advice_limits(config).steps
+        self._names: Names = {}
+        self._rows = np.empty(0, ROW)
+        self._metrics: list[Mapping[str, Any]] = []
+        """Of each row's rollout."""
+        self._lines: deque[dict[str, float]] = deque(maxlen=MOST_LINES)
+
+    def take(self, step: int, metrics: Mapping[str, float], played: Sequence[tuple[str, Sequence[Rollout]]]) -> None:
+        """A step is finished, and these rollouts with their states led to it."""
+        self._lines.append({"step": step, **metrics})
+        ended = [(state, rollout) for state, rollouts in played for rollout in rollouts]
+        rows = [index_row(step, self._names, rollout_facts(rollout, state)) for state, rollout in ended]
+        self._rows = np.concatenate([self._rows, np.array(rows, ROW)])
+        self._metrics += [rollout.metrics for _, rollout in ended]
+        self._keep(self._rows["step"] > step - self._steps)
+
+    def forget(self, env: str) -> None:
+        """Forget what was seen of an environment."""
+        self._keep(self._rows["env"] != self._names.get(("env", env), -1))
+        for line in self._lines:
+            for name in [name for name in line if f"/{env}/" in name]:
+                del line[name]
+
+    def advise(self, rules: frozenset[str]) -> list[Advisory]:
+        """The advisories of these rules that fire now."""
+        return advise(self.window(), rules)
+
+    def window(self) -> AdviceWindow:
+        names = dict.fromkeys(name for line in self._lines for name in line)
+        columns = {name: [line.get(name) for line in self._lines] for name in names}
+        return AdviceWindow(self._config, columns, self._rows, dict(self._names), measured=self._metrics.__getitem__)
+
+    def _keep(self, kept: NDArray[Any]) -> None:
+        self._rows, self._metrics = self._rows[kept], list(compress(self._metrics, kept))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.advice import AdviceConfig
+from paceline.config.filters import AdviceConfig
 from paceline.observe.record.advice.measures import MOST_ROLLOUTS, Knob
 from paceline.observe.record.folder import RunFolder, resolved_config
 from paceline.observe.record.layout import EVALUATION, NOWHERE, REPLAYED, TRAINING
@@ -104,14 +104,11 @@ class AdviceWindow:
         places = self.finished_rows(env)
         rows = self.rows[places]
         key = _group_keys(rows)
-        order = np.argsort(key, kind="stable")
-        starts = np.flatnonzero(np.r_[True, np.diff(key[order]) != 0]) if len(order) else np.empty(0, int)
-        if not len(starts):
-            return Groups(*(np.empty(0) for _ in Groups._fields))
-        rewards = rows["reward"][order]
-        size = np.diff(np.r_[starts, len(order)])
-        low, high = np.minimum.reduceat(rewards, starts), np.maximum.reduceat(rewards, starts)
-        return Groups(*(column[size > 1] for column in (size, low, high, places[order][starts])))
+        _, first, group, size = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
+        low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
+        np.minimum.at(low, group, rows["reward"])
+        np.maximum.at(high, group, rows["reward"])
+        return Groups(*(column[size > 1] for column in (size, low, high, places[first])))
 
     def by_step(self, env: str, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Steps, and the mean over each of what `places` counted."""

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from paceline.config import ConfigError, load
-from paceline.config.apple import uses_mlx
+from paceline.config.hardware import uses_mlx
 from paceline.errors import PacelineError
 from paceline.runtime import train
 
@@ -24,7 +24,7 @@ ON_THE_WAY = (
     "paceline.runtime.session",
     "paceline.runtime.serving",
     "paceline.commands.ab",
-    "paceline.runtime.model_backends",
+    "paceline.runtime.local",
     "paceline.server",
     "paceline.engine.engine",
     "paceline.trainer",
@@ -32,7 +32,7 @@ ON_THE_WAY = (
     "paceline.observe.web",
     "paceline.observe.terminal.app",
     "paceline.observe.report",
-    "paceline.planner",
+    "paceline.planner.compare",
 )
 
 

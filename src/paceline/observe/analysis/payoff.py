@@ -1,7 +1,7 @@
 """The payoff matrix of a league and the Elo ratings computed from it."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,9 +102,9 @@ class Payoff:
         games = self.games(player, opponent)
         return self.points[player, opponent] / games if games else None
 
-    def matrix(self, players: Iterable[str] | None = None) -> NDArray:
+    def matrix(self) -> NDArray:
         """Points taken by row from column."""
-        names = list(players) if players is not None else self.players
+        names = self.players
         return np.array([[self.points.get((a, b), 0.0) if a != b else 0.0 for b in names] for a in names])
 
     def ratings(self) -> list[Rating]:
