@@ -552,7 +552,7 @@ RECORD = {
         {"role": "system", "content": [{"type": "text", "text": "be [bold]brief[/bold]"}]},
         {"role": "assistant", "content": "given"},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "content": "\x1b[31m2"},
+        {"role": "tool", "content": "\x1b[31m2\x9b2J"},
         {"role": "assistant", "content": ""},
     ],
     "sampled": [2, 4],
@@ -573,7 +573,7 @@ def test_a_record_is_shown_whole_and_nothing_in_it_is_obeyed():
     for part in ("exact 1.000", "12 tokens", "versions 2 to 4", "cut off at the token limit"):
         assert part in text
     assert text.count("assistant, sampled") == 2
-    assert "\x1b" not in text
+    assert not {"\x1b", "\x9b"} & set(text)
 
 
 def test_sampled_text_is_bright_given_text_is_dim_and_errors_are_red():

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paceline.data import Row
 from paceline.observe.monitor.show_rollout import ROLES
-from paceline.observe.monitor.text import format_amount
+from paceline.observe.monitor.text import CONTROL_PICTURES, format_amount
 from paceline.rollout import Message
 from paceline.rollout.history import message_text
 from paceline.rollout.render import Renderer, RenderError
@@ -28,11 +28,6 @@ MOST_CHARACTERS = 6000
 """Characters of a row that are shown; the middle of a longer one is left out."""
 
 Span = tuple[int, int]
-
-# Data is other people's text, and an escape sequence in it must not reach the terminal. One character for one.
-_CONTROL_PICTURES = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | dict.fromkeys(
-    range(0x7F, 0xA0), 0xFFFD
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +74,7 @@ def show_messages(messages: Sequence[Message], console: Console) -> None:
         calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
         called = [f"→ {call.get('name')}({call.get('arguments')})" for call in calls]
         text = "\n".join([message_text(message), *called]).strip()
-        page.add_row(Text(role, ROLES.get(role, "white")), text.translate(_CONTROL_PICTURES))
+        page.add_row(Text(role, ROLES.get(role, "white")), text.translate(CONTROL_PICTURES))
     console.print(page, markup=False)
 
 
@@ -152,7 +147,7 @@ class RowPrinter:
         if (answer := row.get("answer")) is not None:
             text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
             page.add_column(max_width=max(12, console.width // 4), overflow="fold")
-            cells.append(Text("answer\n", "dim").append(text.translate(_CONTROL_PICTURES), ANSWER))
+            cells.append(Text("answer\n", "dim").append(text.translate(CONTROL_PICTURES), ANSWER))
         page.add_row(*cells)
         console.print(page)
         if shown.unplaced_replies:
@@ -160,7 +155,7 @@ class RowPrinter:
             console.print(Text(f"{lost}: the template rewrites what was said, so it is not coloured", "red"))
 
     def _styled_text(self, shown: RenderedRow) -> Text:
-        text = Text(shown.text.translate(_CONTROL_PICTURES), CONTEXT)
+        text = Text(shown.text.translate(CONTROL_PICTURES), CONTEXT)
         for mark in self._marks.finditer(shown.text):
             text.stylize(TEMPLATE, *mark.span())
         for span in shown.trained_spans:

@@ -211,7 +211,7 @@ class Pauses:
             self._note(f"advice failed and pauses no environment from now on: {type(error).__name__}: {error}")
         self._limit_catch_up()
         for name, until in list(self._until.items()):
-            if self._step >= until:
+            if self._step >= until or not self._rules:
                 self._resume(name)
         for advisory in found:
             for name in [advisory.env] if advisory.env else list(self._envs):

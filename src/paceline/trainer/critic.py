@@ -91,7 +91,7 @@ class Critic:
         return out, dict(zip(chosen, targets, strict=True)), metrics
 
     def update(self, targets: Sequence[ValueTargets], scales: Sequence[Scales]) -> dict[str, float]:
-        """One step on all ranks' targets, unless the gradient is not finite; a rank without any runs BLANK."""
+        """One step on all ranks' targets, unless the gradient is not finite; a rank without any runs a dummy sample."""
         optimizer = self.make().optimizer
         if not targets:
             targets, scales = (

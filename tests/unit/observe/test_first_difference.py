@@ -132,6 +132,12 @@ def test_a_loss_comes_before_the_gradient_and_both_before_all_else(run, copy):
     assert compared(run, copy).first.kind == "loss"
 
 
+def test_a_line_of_metrics_without_a_step_is_left_out(run, copy):
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"loss": 1.0}\n')
+    assert compared(run, copy).first is None
+
+
 def test_what_is_within_the_tolerance_is_the_same(run, copy):
     change_metric(copy, 2, "entropy", 1 + 1e-6)
     assert compared(run, copy).first is not None

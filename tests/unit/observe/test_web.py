@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -21,6 +22,7 @@ from paceline.observe.analysis.vitals import family
 from paceline.observe.record import TimelineSpan
 from paceline.observe.web import build_app, load_options
 from paceline.observe.web.app import HEADERS, ROUTE_MODULES
+from paceline.observe.web.runs import encode_json
 from recorded_runs import Told, served, torn
 
 
@@ -392,6 +394,14 @@ def test_hostile_words_come_back_as_they_were_written(tmp_path):
     told_texts = [event.get("text") for event in answer.json()["events"]]
     assert text in told_texts
     assert any("lone" in (one or "") for one in told_texts)
+
+
+def test_text_that_is_no_unicode_is_shown_also_inside_of_a_dataclass():
+    @dataclass
+    class Inner:
+        text: str
+
+    assert json.loads(encode_json({"row": Inner("lone \ud800 half")})) == {"row": {"text": "lone ? half"}}
 
 
 def test_the_command_says_where_it_listens_and_a_signal_ends_it_without_an_error(runs):

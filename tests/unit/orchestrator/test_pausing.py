@@ -6,6 +6,7 @@ from paceline.config.filters import AdviceConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.observe.record import Query, open_run
+from paceline.observe.record.advice.rules import AdviceMemory
 from paceline.runtime import session
 
 REST = 10
@@ -52,6 +53,27 @@ def test_one_environment_rests_the_other_goes_on_and_neither_catches_up(tmp_path
     assert all(share > 0.2 for step, share in shares.items() if step <= first + 1)
     assert all(share == 0 for step, share in shares.items() if first + 2 <= step <= first + REST + 1)
     assert all(0.2 < share < 0.8 for step, share in shares.items() if step >= first + REST + 2)
+
+
+def test_environments_are_drawn_from_again_when_advice_fails(tmp_path, monkeypatch):
+    advise = AdviceMemory.advise
+
+    def fails_later(self, rules):
+        if notes(open_run(tmp_path / "quickstart")):
+            raise ValueError("a rule broke")
+        return advise(self, rules)
+
+    monkeypatch.setattr(AdviceMemory, "advise", fails_later)
+    cut, free = ReverseTextConfig(name="cut", pause=["truncation"]), ReverseTextConfig(name="free")
+    result = session.train(config(tmp_path, cut, free, name="quickstart"))
+    assert result.outcome.status == "finished"
+    run = open_run(result.directory)
+    stopped, went_on = notes(run)
+    assert "nothing more is drawn from `cut`" in stopped
+    assert "`cut` has rested" in went_on
+    assert any("advice failed" in event.get("text", "") for event in run.events())
+    rows = run.rollouts.find(Query(step=(18, 18), domain="training", limit=None)).rows
+    assert {row.env for row in rows} == {"cut", "free"}
 
 
 def test_the_only_environment_is_not_paused_to_death(tmp_path):

@@ -123,7 +123,7 @@ def _trend_ends(trend: MetricTrend | None) -> dict[str, float] | None:
 
 
 def _spark(values: list[float]) -> list[float]:
-    """At most SPARKS values: means of neighbours."""
+    """At most `SPARK_POINTS` values: means of neighbours."""
     if len(values) <= SPARK_POINTS:
         return values
     edges = [round(index * len(values) / SPARK_POINTS) for index in range(SPARK_POINTS + 1)]

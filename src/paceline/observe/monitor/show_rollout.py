@@ -22,12 +22,10 @@ from rich.panel import Panel
 from rich.rule import Rule
 from rich.text import Text
 
-from paceline.observe.monitor.text import format_amount, format_score, format_seconds
+from paceline.observe.monitor.text import CONTROL_PICTURES, format_amount, format_score, format_seconds
 
 MAX_WIDTH = 120
 ROLES = {"system": "yellow", "developer": "yellow", "user": "blue", "assistant": "green", "tool": "magenta"}
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-"""Control characters a model may sample are shown, not obeyed."""
 
 Record = Mapping[str, Any]
 
@@ -156,4 +154,4 @@ def _circumstances(record: Record) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    return text.translate(_PICTURES)
+    return text.translate(CONTROL_PICTURES)

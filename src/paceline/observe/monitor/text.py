@@ -4,6 +4,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
+    range(0x7F, 0xA0), 0xFFFD
+)
+"""For `str.translate`: text of models and data may hold escape sequences, which must not reach a terminal."""
+
 
 def format_count(value: float) -> str:
     """842, 4.1k, 135M."""

@@ -139,7 +139,7 @@ def _differences(one: RunFolder, other: RunFolder, tolerance: float, seen: Count
 def _by_step(columns: Mapping[str, Sequence[Any]]) -> dict[int, dict[str, Any]]:
     rows = (zip(columns, values, strict=True) for values in zip(*columns.values(), strict=True))
     known = ({name: value for name, value in row if value is not None} for row in rows)
-    return {int(row["step"]): row for row in known}
+    return {int(row["step"]): row for row in known if "step" in row}
 
 
 def _step(

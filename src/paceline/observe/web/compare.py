@@ -49,7 +49,7 @@ KIND_MEANINGS = {
     "token": "Sampling: the seed, the numerics of the machine, or when new weights came.",
     "logprob": "The numerics of sampling: another device, type or batch; or other weights.",
     "finish": "Where sampling stopped: stop tokens, or the limit of tokens.",
-    "reward": "The environment: the same conversation was is_judged otherwise.",
+    "reward": "The environment: the same conversation was graded differently.",
     "metric": "The environment: it measured the same conversation otherwise.",
     "error": "The environment: the same conversation failed in one run and not in the other.",
     "sample": "The algorithm: the same rollouts became other training data.",

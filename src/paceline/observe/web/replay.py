@@ -262,7 +262,7 @@ Key = Annotated[str, Query(max_length=100)]
 
 
 class ReplayRequest(BaseModel):
-    """A replay request. Settings are names of the run file with their values; `replay_result.settings` knows which."""
+    """A replay request. Settings are names of the run file with their values."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -154,4 +155,4 @@ def _sanitize(value: Any) -> Any:
             return [_sanitize(item) for item in value]
         case int() if abs(value) >= 1 << 63:
             return float(value)
-    return value
+    return _sanitize(asdict(value)) if is_dataclass(value) and not isinstance(value, type) else value
