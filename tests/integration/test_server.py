@@ -120,6 +120,15 @@ def test_a_response_says_what_a_chat_says(client, stream):
     assert (answer.metadata, answer.store) == ({"a": "b"}, False)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_response_echoes_may_be_any_json(server, stream):
+    metadata = {"huge": [10**400]}
+    body = {"model": MODEL, "input": "hi", "max_output_tokens": 2, "metadata": metadata, "stream": stream}
+    answer = server.post("/v1/responses", body)
+    assert answer.status_code == 200, answer.text
+    assert "1" + "0" * 400 in answer.text
+
+
 def test_a_seed_repeats_and_choices_differ(client):
     def texts(seed):
         ask = {"model": MODEL, "prompt": "Q", "max_tokens": 12, "temperature": 3.0, "n": 4, "seed": seed}

@@ -1,6 +1,7 @@
 """Reads request bodies with a size limit, and cancels work when the client disconnects."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, TypeVar
 
@@ -21,13 +22,22 @@ CONTROL_BYTES = 64 << 20
 """Longest body of a control call, which may carry an adapter as text."""
 
 
+def encode_json(value: Any) -> bytes:
+    """A value as JSON. Fields that are echoed may hold what the fast writer refuses: integers of more than 64 bits and
+    text that is no Unicode."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
 class FastJsonResponse(Response):
-    """A value as JSON, by the fastest writer there is."""
+    """A value as JSON."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return orjson.dumps(content)
+        return encode_json(content)
 
 
 async def read_body(request: Request, kind: type[B], limit: int | None = None) -> B:
@@ -142,7 +152,7 @@ class EventStream(Response):
 
 def sse_event(value: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+    return b"data: " + encode_json(value) + b"\n\n"
 
 
 SSE_DONE = b"data: [DONE]\n\n"

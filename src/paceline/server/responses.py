@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
-import orjson
 from fastapi import Request, Response
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
@@ -27,7 +26,7 @@ from paceline.server.bodies import (
 )
 from paceline.server.completions import ChatWriter, build_chat_requests
 from paceline.server.errors import PROMPT_FIELDS, SAMPLING_FIELDS, Refusal, invalid_body
-from paceline.server.http import cancel_on_disconnect
+from paceline.server.http import cancel_on_disconnect, encode_json
 from paceline.server.service import Service
 
 C = TypeVar("C", bound=ChatBody)
@@ -347,7 +346,7 @@ class ResponseWriter:
         return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **more)
 
     def _event(self, kind: str, **more: Any) -> bytes:
-        data = orjson.dumps({"type": kind, "sequence_number": self._num_events, **more})
+        data = encode_json({"type": kind, "sequence_number": self._num_events, **more})
         self._num_events += 1
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 

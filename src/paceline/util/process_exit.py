@@ -6,6 +6,7 @@ import ctypes
 import gc
 import io
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -95,11 +96,13 @@ ORPHANED = 125
 
 
 def exit_with_stdin() -> None:
-    """From now on exit when standard input closes: its other end is held by the parent, however that ends."""
+    """From now on exit when standard input closes: its other end is held by the parent, however that ends. What was
+    sent stays there to be read."""
+    closed = select.poll()
+    closed.register(sys.stdin.fileno(), 0)  # the end of the other side is reported even so
 
     def follow() -> None:
-        while os.read(sys.stdin.fileno(), 1024):
-            pass
+        closed.poll()  # unbounded: as long as the parent lives
         os._exit(ORPHANED)
 
     threading.Thread(target=follow, name="lifeline", daemon=True).start()
@@ -114,9 +117,10 @@ def start_child(
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> "subprocess.Popen[bytes]":
-    """Run a module in a session of its own, away from Ctrl-C. It reads `line` from standard input, which stays open."""
+    """Run a module in a session of its own, away from Ctrl-C. It reads `line` from standard input, which stays open; it
+    exits when that closes."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],
+        [sys.executable, "-P", "-m", "paceline.util.child_main", module, *arguments],
         stdin=subprocess.PIPE,
         stdout=stdout,
         stderr=stderr,

@@ -47,7 +47,7 @@ from paceline.runtime.torch_backend import engine_for, load_rank_model, pick_dev
 from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.batch import cost_of
 from paceline.trainer.torch.world import call_off, join, leave
-from paceline.util.process_exit import ORPHANED, exit_with_stdin
+from paceline.util.process_exit import ORPHANED
 from paceline.weights.update import WeightUpdate
 
 
@@ -364,7 +364,6 @@ def _disconnect_ranks(trainer: ColocatedTrainer, worker: ColocatedWorker, socket
 
 def main() -> int:
     config = RunConfig.model_validate_json(sys.stdin.buffer.readline())
-    exit_with_stdin()  # before the ranks have met there is no connection to watch, but there is the pipe
     info = ranks.RankInfo.found()
     assert info is not None
     try:

@@ -36,7 +36,7 @@ from paceline.runtime.session import run_session
 from paceline.runtime.torch_backend import build_trainer
 from paceline.trainer import StepReport, Trainer, TrainerLost
 from paceline.util.deadlines import named_wait, record_progress
-from paceline.util.process_exit import exit_process, exit_with_stdin
+from paceline.util.process_exit import exit_process
 from paceline.weights.transports import WeightPath
 from paceline.weights.update import WeightUpdate
 from paceline.weights.weight_store import StoredTensors, WeightStore, open_delta
@@ -315,7 +315,6 @@ def orchestrator(spec: LaunchSpec) -> int:
 
 def main(role: str) -> int:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
-    exit_with_stdin()
     try:
         if role == "orchestrator":  # which watches over itself
             return orchestrator(spec)
