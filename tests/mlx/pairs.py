@@ -1,6 +1,7 @@
 """The quickstart model twice, in torch and in MLX, with the same weights, samples and settings."""
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,9 +76,11 @@ def samples(seed: int, count: int = 7, noise: float = 0.2) -> tuple[Sample, ...]
 
 
 def packs(batch: tuple[Sample, ...] | list[Sample], budget: int = 10_000, prox: bool = False) -> list[MicroBatch]:
+    """With `prox` the policy at the batch's start is near the sampler."""
     rng = np.random.default_rng(0)
-    starts = [s.logprobs + s.loss_mask * rng.normal(0, 0.1, len(s)).astype(np.float32) for s in batch if prox]
-    return pack(list(batch), token_scales(list(batch)), budget, starts)
+    packed = pack(list(batch), token_scales(list(batch)), budget)
+    noise = [m.loss_mask * rng.normal(0, 0.1, len(m)).astype(np.float32) for m in packed if prox]
+    return [replace(m, prox_logprobs=m.logprobs + n) for m, n in zip(packed, noise, strict=True)] if prox else packed
 
 
 def mlx_gradient(trainer: MlxTrainer) -> dict[str, torch.Tensor]:

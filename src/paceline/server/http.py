@@ -42,7 +42,7 @@ class FastJsonResponse(Response):
 
 async def read_body(request: Request, kind: type[B], limit: int | None = None) -> B:
     """The body, if it is JSON of this kind and neither too long nor of too many values. It is never read further than
-    allowed: the server's limit, unless another is value."""
+    allowed: the server's limit, unless another is given."""
     media = media_type(request)
     # A web page may post other types, or none, to a server on loopback without the browser asking us first.
     if media != "application/json" and not media.endswith("+json"):
