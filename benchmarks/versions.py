@@ -1,8 +1,9 @@
 """This version against an older one, side by side on one machine.
 
-Each version has a process of its own for each measure. Both are set up first; then they are asked in turn, the first
-of a round alternating, while the other waits. So noise and drift of the machine meet both alike. The measures are the
-functions of each version's own benchmarks; what counts is the ratio of the medians, and the bar is 0.97.
+Each version has a process of its own for each measure (for the orchestrator, whose rate depends on how the process
+began, one for each round). They are asked in turn, the first of a round alternating, while the other waits. So noise
+and drift of the machine meet both alike. The measures are the functions of each version's own benchmarks; what counts
+is the median of the rounds' ratios, and the bar is 0.97.
 
   git worktree add ../older d59e120
   python benchmarks/versions.py ../older                  orchestrator, and the engine and a GRPO step on the CPU
@@ -15,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,11 +75,13 @@ class Measure:
     source: str
     rounds: int
     argument: int = 0
+    new_process: bool = False
+    """Each round in a new process."""
 
 
 MEASURES = {
     "cpu": [
-        Measure("orchestrator, one core", "rollouts/s", ORCHESTRATOR, 5),
+        Measure("orchestrator, one core", "rollouts/s", ORCHESTRATOR, 9, new_process=True),
         Measure("engine, quickstart model", "tok/s", CPU_ENGINE, 7),
         Measure("step of GRPO, quickstart", "steps/s", CPU_STEP, 5),
     ],
@@ -94,30 +98,36 @@ class Version:
     """A process that answers each line with one measurement of the source under `tree`."""
 
     def __init__(self, tree: Path, source: str) -> None:
-        paths = [str(tree / "src"), str(tree / "benchmarks"), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", source + SERVE],
-            cwd=tree,
+        self._tree, self._source = tree, source
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, measure: Measure) -> float:
+        if measure.new_process:
+            self.close()
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(measure.argument, file=process.stdin, flush=True)
+        if not (answer := process.stdout.readline()):
+            raise SystemExit(f"the measuring process ended with {process.wait()}: what it wrote is above")
+        return float(answer)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        paths = [str(self._tree / "src"), str(self._tree / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+        return subprocess.Popen(
+            [sys.executable, "-c", self._source + SERVE],
+            cwd=self._tree,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-
-    def ask(self, argument: int) -> float:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(argument, file=self._process.stdin, flush=True)
-        if not (answer := self._process.stdout.readline()):
-            raise SystemExit(f"the measuring process ended with {self._process.wait()}: what it wrote is above")
-        return float(answer)
-
-    def __enter__(self) -> "Version":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 def compare(measure: Measure, older: Version, this: Version, rounds: int) -> dict[str, list[float]]:
@@ -125,7 +135,7 @@ def compare(measure: Measure, older: Version, this: Version, rounds: int) -> dic
     versions = {"older": older, "this": this}
     rates: dict[str, list[float]] = {name: [] for name in versions}
     for number in range(rounds + 1):
-        got = {name: versions[name].ask(measure.argument) for name in sorted(versions, reverse=number % 2 == 1)}
+        got = {name: versions[name].ask(measure) for name in sorted(versions, reverse=number % 2 == 1)}
         note = ", ".join(f"{name} {rate:,.4g}" for name, rate in got.items())
         print(f"{measure.name}: {note} {measure.unit}{'' if number else ' (first, not counted)'}", flush=True)
         for name in versions if number else ():
@@ -145,11 +155,12 @@ def main() -> int:
         parser.error(f"no measure begins with {options.only!r}")
     tree, each, rows = options.older.resolve(), {}, []
     for source, measures in itertools.groupby(chosen, key=lambda measure: measure.source):
-        with Version(tree, source) as older, Version(ROOT, source) as this:
+        with closing(Version(tree, source)) as older, closing(Version(ROOT, source)) as this:
             for measure in measures:
                 rates = each[measure.name] = compare(measure, older, this, options.rounds or measure.rounds)
                 ours, theirs = statistics.median(rates["this"]), statistics.median(rates["older"])
-                rows.append(Row(measure.name, measure.unit, ours, theirs, tree.name, ours / theirs, BAR))
+                ratio = statistics.median(a / b for a, b in zip(rates["this"], rates["older"], strict=True))
+                rows.append(Row(measure.name, measure.unit, ours, theirs, tree.name, ratio, BAR))
     return finish("this version against an older one", rows, options.json, each=each)
 
 
