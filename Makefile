@@ -97,7 +97,7 @@ clients: $(CLIENTS)/.ready ## Other people's clients against `serve` and the rec
 $(CLIENTS)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(call install,$(CLIENTS),[test$(comma)clients])
 
-test-mlx: $(MLX)/.ready ## Prove the mlx engine and trainer against torch, and run the laws of both on mlx (.venv-mlx)
+test-mlx: $(MLX)/.ready ## Prove the mlx engine and trainer against torch, and run the tests of both on mlx (.venv-mlx)
 	$(MLX)/bin/python -m pytest -rsfE -n 2 --dist worksteal tests/mlx
 	PACELINE_BACKEND=mlx $(MLX)/bin/python -m pytest -rsfE -n 2 --dist worksteal $(LAWS)
 

@@ -46,7 +46,7 @@ from bars import Row, arguments, finish
 from paceline.config import inference
 from paceline.config.model import ModelConfig
 from paceline.engine import EmbeddedEngine, GenerateRequest
-from paceline.model import load_model, quick_handover, small_products
+from paceline.model import avoid_onednn_on_arm, load_model, short_switch_interval
 from paceline.model.native import has_half_products
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -152,7 +152,7 @@ def paceline(dtype: str, products: Literal["exact", "half"], work: list[Chat], c
         await ask(0, Chat([1, 2, 3], 4))
         return await closed_loop(work, clients, ask)
 
-    with small_products(getattr(torch, dtype)), quick_handover():
+    with avoid_onednn_on_arm(getattr(torch, dtype)), short_switch_interval():
         engine.start()
         answers, seconds = asyncio.run(load())
     engine.close()
@@ -307,7 +307,7 @@ def precision(dtype: str) -> Row:
         engine = EmbeddedEngine(
             load_model(ModelConfig(name=str(SMOLLM2), dtype=dtype)), inference.EngineConfig(products=products)
         )
-        with small_products(torch.float32):
+        with avoid_onednn_on_arm(torch.float32):
             engine.start()
             scores.append(asyncio.run(engine.score(texts)))
         engine.close()

@@ -37,7 +37,7 @@ from paceline.config.model import ModelConfig
 from paceline.data import Sample, Ticket
 from paceline.engine import EmbeddedEngine, GenerateRequest
 from paceline.envs.reverse_text import ReverseText as Environment
-from paceline.model import load_model, quick_handover, resolve, small_products
+from paceline.model import avoid_onednn_on_arm, load_model, resolve, short_switch_interval
 from paceline.trainer import TorchTrainer
 
 QUICKSTART = "paceline:quickstart"
@@ -78,7 +78,7 @@ def engine_rate(work: list[tuple[list[int], int]]) -> float:
         assert tokens == sum(n for _, n in work)
         return tokens / (time.perf_counter() - start)
 
-    with small_products(torch.float32), quick_handover():
+    with avoid_onednn_on_arm(torch.float32), short_switch_interval():
         rate = asyncio.run(load())
     engine.close()
     return rate
@@ -128,7 +128,7 @@ def _sample(rng: np.random.Generator, length: int, number: int) -> Sample:
 def packed_rate(batch: list[Sample]) -> float:
     c = trainer.TrainerConfig(threads=THREADS, optimizer=trainer.OptimizerConfig(lr=1e-6), loss=trainer.PPOConfig())
     ours = TorchTrainer(load_model(ModelConfig(name=QUICKSTART)), c)
-    with small_products(torch.float32), quick_handover():
+    with avoid_onednn_on_arm(torch.float32), short_switch_interval():
         asyncio.run(ours.step(batch[:8]))
         start = time.perf_counter()
         asyncio.run(ours.step(batch))

@@ -214,8 +214,8 @@ DEFECTS = {
     "a teacher's score cut short": Defect(
         truncated_score,
         "sample",
-        "`ref_logprobs`",
-        stream="ref_logprobs",
+        "`teacher_logprobs`",
+        stream="teacher_logprobs",
         env={"algo": {"type": "opsd", "demo_key": "answer", "block": "{demonstration}"}},
     ),
     "a spike of the learning rate": Defect(spiked_rate, "gradient", "`lr`", step=2),

@@ -61,7 +61,7 @@ def group(number: int = 0, messages: list[dict] | None = None, numbers: tuple[fl
         ticket=ticket, member=1, kind="k", turns=[turn(list(numbers), messages)], reward=0.1, samples=[sample]
     )
     rollout.metrics = {"m": np.float32(0.5), "nan": float("inf")}
-    return Group(ticket=ticket, rollouts=[rollout], places=2, failed=[Rollout(ticket=ticket, member=0, error="why")])
+    return Group(ticket=ticket, rollouts=[rollout], size=2, failed=[Rollout(ticket=ticket, member=0, error="why")])
 
 
 def continued_prompt(renderer: Renderer, turn: Turn, messages: list[Message]) -> list[int]:

@@ -115,4 +115,4 @@ def spoken(
 
 
 def grouped(*rollouts: Rollout) -> Group:
-    return Group(ticket=rollouts[0].ticket, rollouts=list(rollouts), places=len(rollouts))
+    return Group(ticket=rollouts[0].ticket, rollouts=list(rollouts), size=len(rollouts))

@@ -66,7 +66,7 @@ def rollout(ticket: Ticket, member: int, turns: list[Turn], reward: float, **mor
 
 def credited(ticket: Ticket, rollouts: list[Rollout], algo: algorithm.GRPOConfig | None = None) -> Group:
     fine = [one for one in rollouts if one.error is None]
-    group = Group(ticket=ticket, rollouts=fine, places=len(rollouts), failed=[r for r in rollouts if r.error])
+    group = Group(ticket=ticket, rollouts=fine, size=len(rollouts), failed=[r for r in rollouts if r.error])
     GRPO(algo or algorithm.GRPOConfig()).assign(group)
     return group
 
@@ -127,7 +127,7 @@ def tokened(runs: Path, name: str = "tokens", length: int = 300, **changes) -> T
         return ledger.start()
 
     def trained(group: Group, step: int, state: str = "trained") -> None:
-        ledger.train(group.ticket, step, group.places)
+        ledger.train(group.ticket, step, group.size)
         keeper.spans(step, [("run", kind, told.now - 0.5, told.now - 0.1) for kind in ("train", "publish")])
         keeper.finished_rollouts(step, state, everybody(group))
 
@@ -152,7 +152,7 @@ def tokened(runs: Path, name: str = "tokens", length: int = 300, **changes) -> T
     ledger.buffer(long.ticket)
     told.step()
     trained(long, 3)
-    trained(Group(ticket=again, rollouts=copies, places=GROUP), 3, "replayed")
+    trained(Group(ticket=again, rollouts=copies, size=GROUP), 3, "replayed")
     drawn(5)
     append_jsonl(told.path / "tickets.jsonl", records)
     keeper.close()

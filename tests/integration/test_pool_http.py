@@ -265,10 +265,10 @@ def test_a_killed_server_loses_no_request_and_its_heir_gets_the_weights(config, 
         await engines[1].pause()  # so that it still has its share when it dies
         work = asyncio.gather(*(pool.generate(request, deadline=200) for request in asked))
 
-        async def at_work():
+        async def compute_settings():
             return await unanswered(engines[1]) > 0
 
-        await until(at_work)
+        await until(compute_settings)
         victim.process.send_signal(signal.SIGKILL)
         answers = await work
         assert pool.running == 0

@@ -100,7 +100,7 @@ def test_four_algorithms_share_every_batch_and_the_teacher_plays_and_scores(run,
     for sample in kinds["by-teacher"]:
         assert (sample.advantages, sample.rl.any(), sample.ce_weights) == (None, False, None)
         assert (sample.ref_kl_weights == sample.loss_mask).all()
-        np.testing.assert_allclose(sample.ref_logprobs, sample.logprobs, atol=1e-4)
+        np.testing.assert_allclose(sample.teacher_logprobs, sample.logprobs, atol=1e-4)
     for sample in kinds["by-example"]:
         assert (sample.logprobs, sample.rl.any()) == (None, False)
         assert (sample.versions == -1).all()
@@ -293,8 +293,8 @@ class Mirror(Algorithm):
             broadcast(rollout, 1.0)
             rollout.samples = [s.with_streams(ref_kl_weights=s.loss_mask) for s in rollout.samples]
 
-    async def score(self, groups):
-        return await self.reference.add_ref_logprobs(groups)
+    async def finish_batch(self, groups):
+        return await self.reference.add_teacher_logprobs(groups)
 """
 
 
@@ -326,7 +326,7 @@ def test_the_policy_that_scores_is_the_one_that_sampled_not_the_base_beneath_it(
         batch = decode(next(done.directory.glob(f"batches/*{step}.*")).read_bytes())
         assert {int(v) for s in batch for v in s.versions[s.loss_mask]} == {step - 1}
         for sample in batch:
-            np.testing.assert_allclose(sample.ref_logprobs, sample.logprobs, atol=1e-3)
+            np.testing.assert_allclose(sample.teacher_logprobs, sample.logprobs, atol=1e-3)
 
 
 # --- endpoints that are no `paceline serve`

@@ -41,7 +41,7 @@ class Whole(Algorithm):
     def assign(self, group):
         pass
 
-    async def score(self, groups):
+    async def finish_batch(self, groups):
         deeper("{score")
 
 
@@ -77,7 +77,7 @@ def run(folder: Path, **keys):
 CASES = {
     "loss": ({"trainer": {"loss": {"type": "custom", "import_path": "{}:loss"}}}, "(trainer.loss) raised", "ticket "),
     "credit": ({"algo": {"type": "custom", "import_path": "{}:credit"}}, "credit function", ", ticket "),
-    "algorithm": ({"algo": {"type": "custom", "import_path": "{}:Whole"}}, "`score` of the algorithm", "ticket 0"),
+    "algorithm": ({"algo": {"type": "custom", "import_path": "{}:Whole"}}, "`finish_batch` of the algo", "ticket 0"),
     "examples": ({"env": "{}:Rowless"}, "`examples` of environment `toy` raised", ""),
     "score": ({"env": "{}:Judging"}, "5 rollouts failed in a row", "(row "),
 }

@@ -70,7 +70,7 @@ def samples(seed: int, count: int = 7, noise: float = 0.2) -> tuple[Sample, ...]
         pi[sample.loss_mask] = trainer.policy.forward.scores(alone)
         apart = [rng.normal(0, noise, len(sample)) for _ in range(3)]
         near = [np.where(sample.loss_mask, np.minimum(pi + n, -1e-3), 0) for n in apart]
-        out.append(sample.with_streams(logprobs=near[0], base_logprobs=near[1], ref_logprobs=near[2]))
+        out.append(sample.with_streams(logprobs=near[0], kl_ref_logprobs=near[1], teacher_logprobs=near[2]))
     trainer.close()
     return tuple(out)
 

@@ -43,7 +43,7 @@ def as_torch(tensors) -> dict[str, torch.Tensor]:
 
 def rewarded(seed: int) -> list:
     """Half of the samples earn something at their end."""
-    alone = {"advantages": None, "ce_weights": None, "ref_kl_weights": None, "ref_logprobs": None}
+    alone = {"advantages": None, "ce_weights": None, "ref_kl_weights": None, "teacher_logprobs": None}
     return [
         s.with_streams(rewards=np.where(np.arange(len(s)) == len(s) - 1, float(i % 2), 0.0), **alone)
         for i, s in enumerate(samples(seed))
@@ -110,7 +110,7 @@ def test_steps_are_torchs(settings, lora):
     assert canaries[0].token_ids == canaries[1].token_ids
     np.testing.assert_allclose(canaries[1].logprobs, canaries[0].logprobs, atol=canaries[0].tolerance / 10)
     for seed in range(2):
-        wanted, got = (step(trainer, seed, base_logprobs=None).metrics for trainer in both)
+        wanted, got = (step(trainer, seed, kl_ref_logprobs=None).metrics for trainer in both)
         assert got.keys() == wanted.keys()
         for name in wanted.keys() - {"train_tokens/s"}:
             assert got[name] == pytest.approx(wanted[name], rel=2e-3, abs=2e-3), name

@@ -89,6 +89,8 @@ def test_vllm_teaches(process, fresh, tmp_path):
     batch = decode(next(done.directory.glob("batches/*1.*")).read_bytes())
     assert batch
     for sample in batch:  # the teacher is the policy before its first update
-        np.testing.assert_allclose(sample.ref_logprobs[sample.loss_mask], sample.logprobs[sample.loss_mask], atol=1e-3)
+        np.testing.assert_allclose(
+            sample.teacher_logprobs[sample.loss_mask], sample.logprobs[sample.loss_mask], atol=1e-3
+        )
     assert abs(done.metrics[0]["ref_kl"]) < 1e-3
     assert abs(done.metrics[2]["ref_kl"]) > abs(done.metrics[0]["ref_kl"])

@@ -2,12 +2,12 @@
 
 Hooks, called in this order in the life of a rollout, and two for the checkpoint:
 
-    stage(environment) once, first of all: the environment as it is to be played
-    begin(context)     once, before anything is played: connect to teachers, look at the rows
-    observe(rollout)   when a rollout becomes samples: loss weights for tokens the policy did not sample
-    assign(group)      when a group is complete: credit for the tokens it did
-    score(groups)      before groups train: what needs the whole batch, or another model's log probabilities
-    state() / load()   whatever must survive a restart
+    stage(environment)    once, first of all: the environment as it is to be played
+    begin(context)        once, before anything is played: connect to teachers, look at the rows
+    observe(rollout)      when a rollout becomes samples: loss weights for tokens the policy did not sample
+    assign(group)         when a group is complete: credit (advantages) for the tokens it did
+    finish_batch(groups)  before groups train: what needs the whole batch, or another model's log probabilities
+    state() / load()      whatever must survive a restart
 """
 
 from abc import ABC, abstractmethod
@@ -55,7 +55,7 @@ class Algorithm(ABC):
     """Rows that `begin` found unusable: their draws are dropped."""
 
     def stage(self, environment: Environment) -> Environment:
-        """The environment as it is to be played. Unchanged by default."""
+        """Wrap or replace the environment, as sft does to play demonstrations. Unchanged by default."""
         return environment
 
     async def begin(self, context: AlgorithmContext) -> None:  # noqa: B027 - optional by design
@@ -68,7 +68,7 @@ class Algorithm(ABC):
     def assign(self, group: Group) -> None:
         """Put credit on the samples of a complete group."""
 
-    async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
+    async def finish_batch(self, groups: Sequence[Group]) -> Mapping[str, int]:
         """Finish the samples of this environment's groups, which are about to ship as one batch. A sample that cannot
         be finished is taken out of its rollout; answers with how many were, by reason. Groups that are replayed were
         finished the first time and do not come again. Nothing by default."""

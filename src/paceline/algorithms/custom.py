@@ -12,7 +12,7 @@ from paceline.rollout import Group, Rollout
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code, user_frames
 
-CALLED, AWAITED = ("stage", "observe", "assign", "state", "load"), ("begin", "score")
+CALLED, AWAITED = ("stage", "observe", "assign", "state", "load"), ("begin", "finish_batch")
 """Hooks of an `Algorithm`."""
 
 
@@ -103,6 +103,8 @@ def custom_algorithm(config: Config) -> Algorithm:
                     raise
                 # A hook that is missing, or arguments that do not fit: nothing of the user's has run yet.
                 raise AlgorithmError(f"{config.import_path}: {error}") from error
+        if hasattr(found, "score"):
+            raise AlgorithmError(f"{config.import_path}: `score` of an algorithm is called `finish_batch` now")
         for name in CALLED:
             if inspect.iscoroutinefunction(getattr(algorithm, name)):
                 raise AlgorithmError(f"{config.import_path}: `{name}` is called, not awaited: write it without `async`")

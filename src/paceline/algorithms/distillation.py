@@ -72,12 +72,12 @@ class ReferenceScorer:
             raise AlgorithmError(f"environment `{context.env}`: `{ref.name}` cannot score: {error}") from error
         return cls(pool, f"`{ref.name}` at {ref.where}", context.teacher)
 
-    async def add_ref_logprobs(
+    async def add_teacher_logprobs(
         self, groups: Sequence[Group], context: Context = lambda *_: ReferencePrompt()
     ) -> Counter[str]:
-        """Put `ref_logprobs` on each sample that has weights for them. One without a score is dropped: trained without
-        it would be trained towards nothing. One that has it from an earlier training keeps it. A reference that is lost
-        for good stops the run."""
+        """Put `teacher_logprobs` on each sample that has weights for them. A sample without them is dropped: it would
+        be trained towards nothing. One that has them from an earlier training keeps them. A reference that is lost for
+        good stops the run."""
         pairs = [(rollout, sample) for group in groups for rollout in group.rollouts for sample in rollout.samples]
         pending = PendingBatch(sum(_lacks_scores(sample) for _, sample in pairs))
         progress = asyncio.create_task(self._log_progress(pending), name="progress of a reference")
@@ -149,7 +149,7 @@ class ReferenceScorer:
             here = sample.loss_mask & (sample.temperatures == temperature)
             aligned = np.concatenate([np.zeros(setting.cut), scores[len(setting.head) :]])
             logprobs[here] = aligned[here]
-        return sample.with_streams(ref_logprobs=logprobs)
+        return sample.with_streams(teacher_logprobs=logprobs)
 
     def _stop_if_lost(self, pending: "PendingBatch") -> None:
         if pending.lost:
@@ -177,7 +177,7 @@ class PendingBatch:
 
 
 def _lacks_scores(sample: Sample) -> bool:
-    return sample.ref_kl_weights is not None and sample.ref_logprobs is None
+    return sample.ref_kl_weights is not None and sample.teacher_logprobs is None
 
 
 class OPD(Algorithm):
@@ -201,8 +201,8 @@ class OPD(Algorithm):
         for rollout in group.rollouts:
             rollout.samples = [with_ref_kl_weights(sample, self._weight) for sample in rollout.samples]
 
-    async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
-        return await self._teacher.add_ref_logprobs(groups)
+    async def finish_batch(self, groups: Sequence[Group]) -> Mapping[str, int]:
+        return await self._teacher.add_teacher_logprobs(groups)
 
 
 def with_ref_kl_weights(sample: Sample, weight: float = 1.0) -> Sample:
@@ -262,8 +262,8 @@ class OPSD(Algorithm):
                 else:
                     rollout.samples = [with_ref_kl_weights(sample, mean / max(1, length)) for sample in rollout.samples]
 
-    async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
-        lost = await self._teacher.add_ref_logprobs(groups, self._reference_prompt)
+    async def finish_batch(self, groups: Sequence[Group]) -> Mapping[str, int]:
+        lost = await self._teacher.add_teacher_logprobs(groups, self._reference_prompt)
         for rollout in (rollout for group in groups for rollout in group.rollouts):
             rollout.samples = [self._clamp_pull(sample) for sample in rollout.samples]
         return lost
@@ -281,11 +281,11 @@ class OPSD(Algorithm):
         return ReferencePrompt(self._context.client.renderer.prompt(told, turn.tools), len(turn.prompt_ids))
 
     def _clamp_pull(self, sample: Sample) -> Sample:
-        if sample.ref_logprobs is None or sample.logprobs is None:
+        if sample.teacher_logprobs is None or sample.logprobs is None:
             return sample
         most = np.float32(self._config.max_pull)
-        held = np.clip(sample.ref_logprobs, sample.logprobs - most, sample.logprobs + most)
-        return sample.with_streams(ref_logprobs=np.where(sample.loss_mask, held, np.float32(0)))
+        held = np.clip(sample.teacher_logprobs, sample.logprobs - most, sample.logprobs + most)
+        return sample.with_streams(teacher_logprobs=np.where(sample.loss_mask, held, np.float32(0)))
 
     def _prepend_demonstration(self, messages: Sequence[Message], demonstration: str) -> list[Message]:
         block = self._config.block.replace("{demonstration}", demonstration)

@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.algorithms.base import Algorithm, RewardCredit, centred
-from paceline.config.algorithm import GroupCreditConfig, HierarchicalConfig
-from paceline.config.algorithm import GRPOConfig as Flat
+from paceline.config.algorithm import GroupCreditConfig, GRPOConfig, HierarchicalConfig
 from paceline.rollout import Group, Rollout
 
 
@@ -51,7 +50,7 @@ class GRPO(RewardCredit):
         if self._config.baseline == "group":
             super().assign(group)
 
-    async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
+    async def finish_batch(self, groups: Sequence[Group]) -> Mapping[str, int]:
         if self._config.baseline == "batch":
             actors: dict[tuple[str, str], list[Rollout]] = {}
             for group in groups:
@@ -74,9 +73,9 @@ class GRPO(RewardCredit):
 
     def credit(self, rewards: NDArray) -> NDArray:
         advantages = centred(rewards)
-        spread = _deviation(rewards, self._config.std)
-        if spread > 1e-8:
-            advantages = advantages / spread
+        std = _deviation(rewards, self._config.std)
+        if std > 1e-8:
+            advantages = advantages / std
         return np.maximum(advantages, 0.0) if self._config.positive_only else advantages
 
 
@@ -106,7 +105,7 @@ class Hierarchical(Algorithm):
     """
 
     def __init__(self, config: HierarchicalConfig) -> None:
-        self._siblings = GRPO(Flat(std=config.std, positive_only=config.positive_only))
+        self._siblings = GRPO(GRPOConfig(std=config.std, positive_only=config.positive_only))
 
     def assign(self, group: Group) -> None:
         scopes: dict[tuple, list[Rollout]] = {}

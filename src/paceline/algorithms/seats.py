@@ -35,10 +35,10 @@ class Seats(Algorithm):
         for algorithm, (mine,) in self._shares([group]):
             algorithm.assign(mine)
 
-    async def score(self, groups: Sequence[Group]) -> Mapping[str, int]:
+    async def finish_batch(self, groups: Sequence[Group]) -> Mapping[str, int]:
         lost: Counter[str] = Counter()
         for algorithm, mine in self._shares(groups):
-            lost.update(await algorithm.score(mine) or {})
+            lost.update(await algorithm.finish_batch(mine) or {})
         return lost
 
     def state(self) -> dict:

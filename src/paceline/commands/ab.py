@@ -12,7 +12,7 @@ from paceline.clients import Pool
 from paceline.config import RunConfig
 from paceline.engine.base import Completion, Engine, GenerateRequest, Listener
 from paceline.errors import EngineError, PacelineError
-from paceline.model import load_tokenizer, quick_handover
+from paceline.model import load_tokenizer, short_switch_interval
 from paceline.observe.monitor import Monitor, RunOutcome
 from paceline.observe.record import open_run
 from paceline.observe.record.paired import Verdict, verdict
@@ -217,7 +217,7 @@ def _shared_engine(arms: Mapping[str, RunConfig]) -> Generator[Callable[[str], P
 
     try:
         engine.start()
-        with backend.at_work(), quick_handover(backend.device):
+        with backend.compute_settings(), short_switch_interval(backend.device):
             tokenizer = load_tokenizer(config.model)
             yield placement
     finally:

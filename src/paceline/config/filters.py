@@ -14,22 +14,22 @@ class ReplayConfig(Section):
     """Recent groups that train once more, while no token of theirs is older than `staleness` allows."""
 
     share: float = Field(default=0.0, ge=0, lt=1)
-    """Most of a batch's places that replayed groups may take; 0 turns replay off."""
+    """Most of a batch's slots that replayed groups may take; 0 turns replay off."""
     groups: int = Field(default=256, ge=1)
     """Recent groups that are remembered."""
     times: int = Field(default=1, ge=1)
     """How often a group may be replayed."""
 
-    def places(self, batch_size: int, group_sizes: Sequence[int]) -> int:
+    def slots(self, batch_size: int, group_sizes: Sequence[int]) -> int:
         """Places of a batch that replay may fill: whole groups, and never so many that no fresh one fits in.
 
-        >>> [ReplayConfig(share=share).places(16, [4]) for share in (0.3, 0.9, 0.2)]
+        >>> [ReplayConfig(share=share).slots(16, [4]) for share in (0.3, 0.9, 0.2)]
         [4, 12, 0]
         """
         # The share is written in decimals: 0.29 of 100 is 29, whatever the product rounds to.
-        places = min(floor(self.share * batch_size + 1e-9), batch_size - max(group_sizes))
-        places -= places % gcd(*group_sizes)
-        return places if places >= min(group_sizes) else 0
+        slots = min(floor(self.share * batch_size + 1e-9), batch_size - max(group_sizes))
+        slots -= slots % gcd(*group_sizes)
+        return slots if slots >= min(group_sizes) else 0
 
 
 class FiltersConfig(Section):

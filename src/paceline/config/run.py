@@ -148,7 +148,7 @@ class RunConfig(Section):
     """A sample over the limit is dropped, trains only its fresh tokens, or trains all the same."""
     cancel_stale: bool = False
     """Cancel an episode once it started more than `staleness` versions ago, instead of playing it to its end and
-    dropping it there. Its places are free at once, so that no row of slow episodes fills the gate. It is the long
+    dropping it there. Its slots are free at once, so that no row of slow episodes fills the gate. It is the long
     episodes that are hit, and now and then one that waited so long for its first token that it would have been young
     enough."""
     oversample: float = Field(default=0.0, ge=0, le=10)
@@ -230,8 +230,8 @@ class RunConfig(Section):
     def extra_rollouts(self) -> int:
         """Rollouts sampled beyond what a batch needs: whole groups."""
         sizes = [env.group_size for env in self.env if env.group_size]
-        places = floor(self.oversample * self.batch_size + 1e-9)  # 0.29 of 100 is 29, whatever the product rounds to
-        return places - places % gcd(*sizes) if places >= min(sizes) else 0
+        slots = floor(self.oversample * self.batch_size + 1e-9)  # 0.29 of 100 is 29, whatever the product rounds to
+        return slots - slots % gcd(*sizes) if slots >= min(sizes) else 0
 
     def _resolve_environment(self, env: EnvConfig) -> None:
         explicit = set(env.model_fields_set)
@@ -333,7 +333,7 @@ class RunConfig(Section):
                 f"replay.share = {self.replay.share} has no effect at staleness = 0, where a group that has trained is "
                 "already too old: raise staleness, or remove [replay]"
             )
-        elif self.replay.share and not self.replay.places(self.batch_size, sizes):
+        elif self.replay.share and not self.replay.slots(self.batch_size, sizes):
             yield (
                 f"replay.share = {self.replay.share} has no effect: in a batch of {self.batch_size} it leaves no room "
                 "for a replayed group beside a fresh one; raise replay.share or batch_size, or remove [replay]"

@@ -48,7 +48,7 @@ class Ledger:
         self.waiting: deque[Ticket] = deque()
         self.drawn = 0
         self.trained = 0
-        self.trained_places = 0
+        self.trained_rollouts = 0
         self.replayed = 0
         """Of those drawn: groups that had trained before."""
         self.dropped: Counter[str] = Counter()
@@ -85,12 +85,12 @@ class Ledger:
     def buffer(self, ticket: Ticket) -> None:
         self._move(ticket, State.BUFFERED)
 
-    def train(self, ticket: Ticket, step: int, places: int) -> None:
-        """Its `places` rollouts were trained in batch `step`."""
+    def train(self, ticket: Ticket, step: int, rollouts: int) -> None:
+        """Its rollouts, so many, were trained in batch `step`."""
         self._move(ticket, State.TRAINED, step=step)
         self._close(ticket)
         self.trained += 1
-        self.trained_places += places
+        self.trained_rollouts += rollouts
 
     def drop(self, ticket: Ticket, reason: str) -> None:
         self._move(ticket, State.DROPPED, reason=reason)
@@ -127,7 +127,7 @@ class Ledger:
             "since": self.since,
             "drawn": self.drawn,
             "trained": self.trained,
-            "trained_places": self.trained_places,
+            "trained_places": self.trained_rollouts,
             "replayed": self.replayed,
             "dropped": dict(self.dropped + Counter({"replay": len(self._replays)})),
             "open": [list(ticket) for ticket in sorted(self._open.keys() - self._replays)],
@@ -137,7 +137,7 @@ class Ledger:
     def load(self, state: dict, kept: Collection[Ticket] = ()) -> None:
         """Back to a checkpoint: what was open there waits again, but for those whose groups were kept."""
         self.since = state.get("since", -1)
-        self.drawn, self.trained, self.trained_places = (state[k] for k in ("drawn", "trained", "trained_places"))
+        self.drawn, self.trained, self.trained_rollouts = (state[k] for k in ("drawn", "trained", "trained_places"))
         self.replayed = state.get("replayed", 0)
         self.dropped = Counter(state["dropped"])
         self._replays = set()

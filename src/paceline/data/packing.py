@@ -27,7 +27,7 @@ class Scales:
     rl: NDArray
     ce: NDArray
     ref_kl: NDArray
-    policy: NDArray
+    unweighted: NDArray
     """For what holds an rl token whatever it is worth, such as a KL penalty: as `rl`, but with weight 1."""
 
 
@@ -50,7 +50,7 @@ def token_scales(
     own = range(len(samples)) if own is None else own
     columns = []
     for name, weights in _weights([samples[i] for i in own]).items():
-        part = COMPONENTS.index("rl" if name == "policy" else name)
+        part = COMPONENTS.index("rl" if name == "unweighted" else name)
         tokens, rollouts = totals[part]
         match normalise:
             case "token":
@@ -94,7 +94,7 @@ def _weights(samples: Sequence[Sample]) -> dict[str, list[NDArray]]:
     rl = [s.rl for s in samples]
     ce = [_stream(s, "ce_weights") for s in samples]
     ref_kl = [np.where(s.loss_mask, _stream(s, "ref_kl_weights"), np.float32(0)) for s in samples]
-    return {"rl": rl, "ce": ce, "ref_kl": ref_kl, "policy": [(w != 0).astype(np.float32) for w in rl]}
+    return {"rl": rl, "ce": ce, "ref_kl": ref_kl, "unweighted": [(w != 0).astype(np.float32) for w in rl]}
 
 
 def _stream(sample: Sample, name: str) -> NDArray:
@@ -126,15 +126,15 @@ class MicroBatch:
     advantages: NDArray
     rewards: NDArray
     """NaN where the sample carries none."""
-    ref_logprobs: NDArray
-    base_logprobs: NDArray
+    teacher_logprobs: NDArray
+    kl_ref_logprobs: NDArray
     """NaN where no KL reference was asked for."""
     prox_logprobs: NDArray
     """The policy's at the batch's start; NaN where they were not asked for."""
     rl_scale: NDArray
     ce_scale: NDArray
     ref_kl_scale: NDArray
-    policy_scale: NDArray
+    unweighted_scale: NDArray
     kv_kept: NDArray
     """True where keys and values of older weights were sampled on."""
 
@@ -261,7 +261,7 @@ def collate(
         return np.concatenate([np.full(len(s), value) if p is None else p for s, p in zip(chosen, parts, strict=True)])
 
     whole = ("token_ids", "loss_mask", "versions", "temperatures")
-    absent = {"advantages": zero, "ref_logprobs": zero, "logprobs": nan, "rewards": nan, "base_logprobs": nan}
+    absent = {"advantages": zero, "teacher_logprobs": zero, "logprobs": nan, "rewards": nan, "kl_ref_logprobs": nan}
     return MicroBatch(
         lengths=np.array([len(s) for s in chosen]),
         members=tuple(members),

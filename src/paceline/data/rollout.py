@@ -9,12 +9,13 @@ import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.sample import Sample, Ticket
+from paceline.util.lazy_import import renamed_attributes
 
 Message = dict
 
@@ -178,9 +179,12 @@ class Group:
 
     ticket: Ticket
     rollouts: list[Rollout]
-    places: int
-    """Episodes it was started with, and the places it takes in a batch however many survive."""
+    size: int
+    """Episodes it was started with, and the slots it takes in a batch however many survive."""
     failed: Sequence[Rollout] = ()
+
+    if not TYPE_CHECKING:
+        __getattr__ = renamed_attributes({"places": "size"})
 
     @property
     def members(self) -> int:

@@ -8,11 +8,13 @@ views; the trainer copies once, when it packs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from paceline.util.lazy_import import renamed_attributes
 
 Ended = Literal["terminated", "truncated"]
 
@@ -27,10 +29,13 @@ STREAM_DTYPES: Mapping[str, type] = {
     "rl_weights": np.float32,
     "ce_weights": np.float32,
     "ref_kl_weights": np.float32,
-    "ref_logprobs": np.float32,
-    "base_logprobs": np.float32,
+    "teacher_logprobs": np.float32,
+    "kl_ref_logprobs": np.float32,
     "kv_kept": np.bool_,
 }
+RENAMED_STREAMS = {"ref_logprobs": "teacher_logprobs", "base_logprobs": "kl_ref_logprobs"}
+"""Streams by their names in files of earlier versions."""
+_no_attribute = renamed_attributes(RENAMED_STREAMS)
 WEIGHT_STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
 FIRST_IS_ZERO = {"loss_mask", *WEIGHT_STREAMS}
 SAMPLING_STREAMS = {"loss_mask", "logprobs", "versions", "temperatures"}
@@ -54,8 +59,8 @@ class Sample:
     `loss_mask` marks the tokens the policy sampled. `logprobs` are as sampled, at the sampling temperature, 0.0 off the
     mask; absent, the sampler was frozen and the ratio is 1. `versions` are -1 off the mask. Absent weight streams mean
     rl weight 1.0 on the loss mask. The first token has nothing before it to be predicted from, so it never trains.
-    `kv_kept` marks tokens that were sampled on keys and values which older weights than the token's own had computed;
-    absent, there are none.
+    `teacher_logprobs` are for `ref_kl`, `kl_ref_logprobs` for the penalty of `[trainer.kl]`. `kv_kept` marks tokens
+    that were sampled on keys and values which older weights than the token's own had computed; absent, there are none.
     """
 
     token_ids: NDArray
@@ -68,8 +73,8 @@ class Sample:
     rl_weights: NDArray | None = None
     ce_weights: NDArray | None = None
     ref_kl_weights: NDArray | None = None
-    ref_logprobs: NDArray | None = None
-    base_logprobs: NDArray | None = None
+    teacher_logprobs: NDArray | None = None
+    kl_ref_logprobs: NDArray | None = None
     kv_kept: NDArray | None = None
 
     ended: Ended = "terminated"
@@ -94,7 +99,7 @@ class Sample:
         """Set streams, each as a contiguous array of its type, and check them."""
         for name, stream in streams.items():
             if stream is not None:
-                stream = np.ascontiguousarray(stream, dtype=STREAM_DTYPES[name])
+                stream = np.ascontiguousarray(stream, dtype=STREAM_DTYPES.get(name) or _no_attribute(self, name))
             object.__setattr__(self, name, stream)
         length = len(self.token_ids)
         if length == 0:
@@ -125,6 +130,9 @@ class Sample:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    if not TYPE_CHECKING:
+        __getattr__ = _no_attribute
 
     @property
     def where(self) -> str:
@@ -246,12 +254,13 @@ def wire(sample: Sample) -> WiredSample:
 
 def unwire(wired: WiredSample) -> Sample:
     """The sample again; whatever cannot be one raises `ValueError` or `TypeError`."""
-    unknown = wired.streams.keys() - STREAM_DTYPES.keys()
+    arrays = {RENAMED_STREAMS.get(name, name): array for name, array in wired.streams.items()}
+    unknown = arrays.keys() - STREAM_DTYPES.keys()
     if unknown:
         raise WireError(f"unknown streams {sorted(unknown)}")
-    for name, array in wired.streams.items():
+    for name, array in arrays.items():
         # Strings are compared, not dtypes: numpy evaluates parts of a dtype string, and this one came from outside.
         if array.dtype != (expected := np.dtype(STREAM_DTYPES[name]).str):
             raise WireError(f"stream `{name}` has dtype {array.dtype}, not {expected}")
-    streams: dict[str, Any] = {name: array.view() for name, array in wired.streams.items()}
+    streams: dict[str, Any] = {name: array.view() for name, array in arrays.items()}
     return Sample(**streams, **{name: getattr(wired, name) for name in SCALAR_FIELDS})

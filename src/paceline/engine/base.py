@@ -32,9 +32,9 @@ class GenerateRequest:
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the completion; the one that does is kept."""
     noise: int = 0
-    """Key of this request's noise stream: the same key draws the same noise, whatever else the engine does."""
+    """Seed of this request alone: the same seed samples the same tokens, whatever else the engine does."""
     order: int = 0
-    """Lower goes first when requests queue: the ticket's number in a run."""
+    """Priority when requests queue, lower first: the ticket's number in a run."""
     turn: int = 0
     """Its number among the requests of one call. Calls that queue take turns, so that a call of many does not hold up
     one of few that comes later."""

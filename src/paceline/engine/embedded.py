@@ -21,7 +21,7 @@ from paceline.model import LMHead, set_cpu_threads
 from paceline.model.adapters import Adapters, install
 from paceline.model.background_compile import BackgroundCompile
 from paceline.model.head import CanaryScorer, sequence_logprobs
-from paceline.model.native import Product
+from paceline.model.native import NativeLinear
 from paceline.model.native import install as install_native
 from paceline.model.support import AttentionShape, attention_shape
 from paceline.weights.delta import DeltaError, WeightDelta
@@ -110,10 +110,10 @@ class TorchWeights(WeightApplier):
     """The base and the adapters beside it, changed in place, and proved to be what was sent."""
 
     def __init__(
-        self, model: PreTrainedModel, head: LMHead, adapters: Adapters | None, native: list[Product], version: int
+        self, model: PreTrainedModel, head: LMHead, adapters: Adapters | None, native: list[NativeLinear], version: int
     ) -> None:
         super().__init__(adapters, head.vocabulary, model.dtype, version)
-        self._model, self._head, self._adapters, self._native = model, head, adapters, native
+        self._model, self._head, self._adapters, self._native_linears = model, head, adapters, native
         self._canary = CanaryScorer(model, head)
         self._parameters = dict(model.named_parameters())
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._parameters.values())
@@ -149,14 +149,14 @@ class TorchWeights(WeightApplier):
         event.record(torch.cuda.current_stream(self._model.device))
         return event
 
-    def read(
+    def stage(
         self, update: WeightUpdate, check: bool = True, sender_event: "torch.cuda.Event | None" = None
     ) -> StagedUpdate:
         with torch.no_grad(), nullcontext() if sender_event is None else torch.cuda.device(self._model.device):
             if sender_event is None:
-                return super().read(update, check)
+                return super().stage(update, check)
             sender_event.wait()  # bounded: orders two CUDA streams, the host goes on
-            staged = super().read(update, check)
+            staged = super().stage(update, check)
             sender_event.record(
                 torch.cuda.current_stream(self._model.device)
             )  # what was left to the GPU comes before use
@@ -190,14 +190,15 @@ class TorchWeights(WeightApplier):
             staged.ready_event.wait()  # bounded: orders two CUDA streams, the host goes on
         return super().apply(staged)
 
-    def _copy_base(self, tensors: Mapping[str, Tensor]) -> None:
+    def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
         mine: list[Tensor] = [self._parameters[name] for name in tensors]
         torch._foreach_copy_(mine, list(tensors.values()), non_blocking=True)
         self._refresh()
 
     def _refresh(self) -> None:
-        for product in self._native:
-            product.refresh()
+        """Bring up to date what was made from the weights: float16 copies for CPU kernels."""
+        for linear in self._native_linears:
+            linear.refresh()
 
     def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None:
         assert update.delta is not None
@@ -240,7 +241,7 @@ class TorchWeights(WeightApplier):
 
     def logprobs(self, token_ids: tuple[int, ...], model: str) -> list[float]:
         if self._adapters is not None:
-            slots = torch.full((len(token_ids),), self.catalog.slots[model], device=self._model.device)
+            slots = torch.full((len(token_ids),), self.catalog.adapter_slots[model], device=self._model.device)
             self._adapters.route(slots)
             with torch.compiler.set_stance("force_eager"):
                 return sequence_logprobs(self._model, self._head, token_ids)

@@ -94,7 +94,7 @@ class DecodingEngine:
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
         if request.grammar is not None:
-            await asyncio.to_thread(self._guide, request.grammar)  # compiled off the loop, and found again below
+            await asyncio.to_thread(self._make_matcher, request.grammar)  # compiled off the loop, and found again below
         return await asyncio.wrap_future(self.submit(request, listener))
 
     def submit(self, request: GenerateRequest, listener: Listener | None = None) -> "Future[Completion]":
@@ -103,7 +103,7 @@ class DecodingEngine:
         limit = min(len(request.prompt_ids) + request.max_tokens, self.max_context)
         sequence = DecodeSequence(request, Future(), list(request.prompt_ids), limit, listener)
         if request.grammar is not None:
-            sequence.guide = self._guide(request.grammar)
+            sequence.matcher = self._make_matcher(request.grammar)
         return self._enqueue(sequence)
 
     async def score(
@@ -125,8 +125,8 @@ class DecodingEngine:
         try:
             async with self._update_lock:  # bounded: by those before it, and applied in the order in which they came
                 # Read before decoding has to pause, and beside it: the pause is then the copy alone.
-                staged = await asyncio.to_thread(self._weights.read, update, self._config.verify_weights, event)
-                return await self._run_between_steps(lambda: self._swap(staged))
+                staged = await asyncio.to_thread(self._weights.stage, update, self._config.verify_weights, event)
+                return await self._run_between_steps(lambda: self._apply_update(staged))
         except DeltaBaseMismatch:
             if update.delta is None or not update.tensors:
                 raise
@@ -182,7 +182,7 @@ class DecodingEngine:
         check_request(request, self._catalog, self.max_context - room, self._vocabulary)
         self._weights.check_trusted(request.model)
 
-    def _guide(self, grammar: Grammar) -> GrammarMatcher:
+    def _make_matcher(self, grammar: Grammar) -> GrammarMatcher:
         if self._grammars is None:
             raise RequestError("constrained output needs xgrammar: pip install 'paceline[grammar]'")
         return self._grammars(grammar)
@@ -328,7 +328,7 @@ class DecodingEngine:
             return self._fail(sequence, "the grammar allows no token that the model could say here", RequestError)
         self.tokens += 1
         finish = sequence.append(sampled, chunk.version)
-        if sequence.guide is not None and sequence.guide.advance(sampled.token):
+        if sequence.matcher is not None and sequence.matcher.advance(sampled.token):
             finish = finish or "stop"
         if sequence.listener is not None:
             self._streamer.add(sequence)
@@ -346,11 +346,13 @@ class DecodingEngine:
 
     # -- between two steps --------------------------------------------------------------------------------------------
 
-    def _swap(self, staged: StagedUpdate) -> float:
+    def _apply_update(self, staged: StagedUpdate) -> float:
         """Apply a weight update. Steps in flight land with the old version; running requests go on with the new."""
         self._land(0)
         start = time.perf_counter()
-        self._weights.swap(staged, self._scheduler, self._config.on_swap == "recompute", self._fail, self._guide)
+        self._weights.apply_and_verify(
+            staged, self._scheduler, self._config.on_swap == "recompute", self._fail, self._make_matcher
+        )
         self._runner.sync()
         pause = time.perf_counter() - start
         self.swaps += 1

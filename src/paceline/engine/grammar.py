@@ -45,7 +45,7 @@ MOST_WHITESPACE = 12
 
 
 class GrammarMatcherFactory:
-    """Makes a guide for each request; grammars are compiled once and kept.
+    """Makes a matcher for each request; grammars are compiled once and kept.
 
     Tokens count as the bytes they stand for, so characters may be cut anywhere between them. Special tokens are no
     text: none is ever allowed, except the end of the turn where the grammar is complete.

@@ -92,11 +92,12 @@ class SamplingMetadata:
 
     def for_step(self, chunks: Sequence[Chunk], vocabulary: int, make_array: ArrayFactory) -> "SamplingMetadata":
         """The same rows at the tokens that these chunks sample."""
-        guides = [chunk.sequence.guide for chunk in chunks]
+        matchers = [chunk.sequence.matcher for chunk in chunks]
         allowed = None
-        if any(guides):
+        if any(matchers):
             rows = [
-                np.ones(vocabulary, np.bool_) if guide is None else guide.allowed_mask(vocabulary) for guide in guides
+                np.ones(vocabulary, np.bool_) if matcher is None else matcher.allowed_mask(vocabulary)
+                for matcher in matchers
             ]
             allowed = make_array(np.stack(rows), "bool")
         return replace(self, indices=make_array([chunk.index for chunk in chunks], "int64"), allowed_mask=allowed)
@@ -108,6 +109,7 @@ class SamplerOutput(NamedTuple):
     tokens: Array
     logprobs: Array
     log_z: Array | None = None
+    """Log of the probability mass that was left to sample from; None where nothing was cut off."""
     top: tuple[Array, Array] | None = None
 
     def assign_to(self, chunks: Sequence[Chunk]) -> None:
@@ -115,7 +117,7 @@ class SamplerOutput(NamedTuple):
         log_z = [None] * len(chunks) if self.log_z is None else self.log_z.tolist()
         for chunk, token, logprob, z in zip(chunks, self.tokens.tolist(), self.logprobs.tolist(), log_z, strict=True):
             request = chunk.sequence.request
-            bounded = request.top_p < 1 or request.top_k or chunk.sequence.guide is not None
+            bounded = request.top_p < 1 or request.top_k or chunk.sequence.matcher is not None
             chunk.sampled_token = SampledToken(token, logprob, z if bounded else None)
         if self.top is not None:
             ids, values = (array.tolist() for array in self.top)

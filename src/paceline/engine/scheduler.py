@@ -37,7 +37,7 @@ class Scheduler:
         self._turn = 0
         """The highest turn that was admitted: a call that comes now begins there."""
         self._leaving: set[DecodeSequence] = set()
-        self._leaders: dict[tuple[WeightsKey, tuple[int, ...]], DecodeSequence] = {}
+        self._prefix_owners: dict[tuple[WeightsKey, tuple[int, ...]], DecodeSequence] = {}
         """Sequences that compute a prompt which others may soon share."""
         self._step_prompts: set[tuple[WeightsKey | None, tuple[int, ...]]] = set()
         """Prompts that the step being put together computes."""
@@ -94,7 +94,7 @@ class Scheduler:
 
     def _is_prompt_computing(self, sequence: DecodeSequence) -> bool:
         """Another sequence is computing the same prompt just now: better wait a step and share it. What is computed in
-        this very step must not be copied before it, even where the leader is not the one that computes it."""
+        this very step must not be copied before it, even where the owner is not the one that computes it."""
         assert sequence.weights_key is not None
         prompt = (sequence.weights_key, sequence.request.prompt_ids)
         if sequence.scores is not None:
@@ -102,8 +102,8 @@ class Scheduler:
         own = (sequence.weights_key, tuple(sequence.tokens))
         if not self._cache.shares_within_step and {prompt, own} & self._step_prompts:
             return True
-        leader = self._leaders.get(prompt)
-        return leader is not None and leader.num_computed < len(sequence.request.prompt_ids) - 1
+        owner = self._prefix_owners.get(prompt)
+        return owner is not None and owner.num_computed < len(sequence.request.prompt_ids) - 1
 
     def _start_running(self, sequence: DecodeSequence) -> None:
         self._turn = max(self._turn, sequence.turn)
@@ -116,12 +116,12 @@ class Scheduler:
             sequence.num_cached, sequence.num_computed
         )  # what it once computed itself was never shared
         assert sequence.weights_key is not None
-        self._leaders.setdefault((sequence.weights_key, sequence.request.prompt_ids), sequence)
+        self._prefix_owners.setdefault((sequence.weights_key, sequence.request.prompt_ids), sequence)
 
     def _schedule_next(self, sequence: DecodeSequence, budget: int, chunks: list[Chunk]) -> int:
         """Add the sequence's next chunk. Answers what it cost of the prefill budget; decoding is free."""
         length = len(sequence.tokens) + sequence.pending_tokens
-        if sequence.pending_tokens and (length >= sequence.limit or sequence.guide is not None):
+        if sequence.pending_tokens and (length >= sequence.limit or sequence.matcher is not None):
             return 0  # nothing more to sample, or not before the host has seen the last token
         pending = length - sequence.num_computed
         if pending == 1 and sequence.scores is None:
@@ -148,7 +148,9 @@ class Scheduler:
         request, catalog = sequence.request, self._catalog
         start, model, prompt = sequence.num_computed, request.model, len(request.prompt_ids)
         index = len(sequence.tokens) + sequence.pending_tokens - prompt
-        chunks.append(Chunk(sequence, start, length, samples, catalog.versions[model], catalog.slots[model], index))
+        chunks.append(
+            Chunk(sequence, start, length, samples, catalog.versions[model], catalog.adapter_slots[model], index)
+        )
         sequence.num_computed += length
         sequence.pending_steps += 1
         sequence.pending_tokens += samples
@@ -178,8 +180,8 @@ class Scheduler:
     def _start_leaving(self, sequence: DecodeSequence) -> None:
         if sequence.weights_key is not None:
             prompt = (sequence.weights_key, sequence.request.prompt_ids)
-            if self._leaders.get(prompt) is sequence:
-                del self._leaders[prompt]
+            if self._prefix_owners.get(prompt) is sequence:
+                del self._prefix_owners[prompt]
         self._leaving.add(sequence)
         if not sequence.pending_steps:
             self._finish_leaving(sequence)
@@ -199,7 +201,7 @@ class Scheduler:
 
     # -- around weight updates ----------------------------------------------------------------------------------------
 
-    def swap(self, model: str | None, recompute: bool) -> None:
+    def on_weight_update(self, model: str | None, recompute: bool) -> None:
         """Prepare for new weights of one model, or of the base and so of all (None). Older prefixes are never shared
         again; running sequences keep their mixed caches or recompute them."""
         touched = _sequences_of(model, self.running.values())
@@ -209,7 +211,7 @@ class Scheduler:
         self.preempt(s for s in touched if recompute or not s.num_sampled)
         for sequence in (*touched, *self._leaving):
             sequence.weights_key = None
-        self._leaders.clear()
+        self._prefix_owners.clear()
         self._cache.reset_prefixes()
 
     def preempt(self, sequences: Iterable[DecodeSequence]) -> None:

@@ -42,8 +42,8 @@ INT64_MAX = (1 << 63) - 1
 class Catalog:
     """The policy, the base, and adapters by name."""
 
-    slots: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
-    """Adapter slot of each model; 0 for none."""
+    adapter_slots: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
+    """0 for a model without an adapter."""
     versions: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
     fingerprints: dict[str, dict[int, str]] = field(default_factory=lambda: {POLICY: {}, BASE: {}})
     """Version and fingerprint of what each model holds, as far as they were proved: of an adapter, its own tensors.
@@ -56,7 +56,7 @@ class Catalog:
 
     def weights_key(self, model: str) -> WeightsKey:
         """Identifies the weights that keys and values are computed with."""
-        return (self.slots[model], self.versions[model], self.versions[BASE])
+        return (self.adapter_slots[model], self.versions[model], self.versions[BASE])
 
     @property
     def adapters(self) -> dict[str, int]:
@@ -120,10 +120,12 @@ class DecodeSequence:
     listener: Listener | None = None
     scores: list[float] | None = None
     """Collects the prompt's log probabilities when the sequence is scored, not continued."""
-    guide: "GrammarMatcher | None" = None
+    matcher: "GrammarMatcher | None" = None
     arrival: int = 0
     turn: int = 0
+    """Requests of equal `order` go first by this, then by `arrival`: calls that queue take turns."""
     slot: int = -1
+    """Its row in the cache; -1 while it waits."""
     num_computed: int = 0
     pending_tokens: int = 0
     pending_steps: int = 0

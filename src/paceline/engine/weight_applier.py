@@ -37,7 +37,7 @@ class StagedUpdate:
     update: WeightUpdate
     tensors: Mapping[str, Array]
     """As they will be copied; none where a delta stands for them."""
-    sent_fingerprint: str | None = None
+    staged_fingerprint: str | None = None
     """Their fingerprint, unless it is not checked or a delta will lead to it."""
     check: bool = True
     ready_event: Any = None
@@ -79,7 +79,7 @@ class WeightApplier(ABC):
         """The same tensors, where they can be copied from while decoding waits."""
 
     @abstractmethod
-    def _copy_base(self, tensors: Mapping[str, Array]) -> None:
+    def _copy_weights(self, tensors: Mapping[str, Array]) -> None:
         """Put these in place of the base's own."""
 
     @abstractmethod
@@ -103,7 +103,7 @@ class WeightApplier(ABC):
         verified = self.catalog.fingerprints[POLICY].get(version)
         return ServedPolicy(version, verified or fingerprint(self._served_tensors(POLICY).items()))
 
-    def read(self, update: WeightUpdate, check: bool = True, sender_event: Any = None) -> StagedUpdate:
+    def stage(self, update: WeightUpdate, check: bool = True, sender_event: Any = None) -> StagedUpdate:
         """All that can be done while decoding goes on, on any thread: read it, and check that it fits and is whole."""
         if check and (canary := update.canary) is not None:
             ids, most = canary.token_ids, self._vocabulary
@@ -112,13 +112,13 @@ class WeightApplier(ABC):
         if update.delta is not None:
             return self._read_delta(update, check)
         tensors = self._fit_base(update.tensors) if update.adapter is None else self._fit_adapter(update.tensors)
-        sent_fingerprint = fingerprint(tensors.items()) if check else None
-        if check and update.expected not in (None, sent_fingerprint):
+        staged_fingerprint = fingerprint(tensors.items()) if check else None
+        if check and update.expected not in (None, staged_fingerprint):
             raise Mismatch(
                 f"the weights of version {update.version} are damaged: their fingerprint is "
-                f"{sent_fingerprint}, not the {update.expected} they were sent with"
+                f"{staged_fingerprint}, not the {update.expected} they were sent with"
             )
-        return StagedUpdate(update, tensors, sent_fingerprint, check)
+        return StagedUpdate(update, tensors, staged_fingerprint, check)
 
     def _fit_base(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """The base's new tensors, ready to be copied; refuses what does not fit."""
@@ -149,9 +149,9 @@ class WeightApplier(ABC):
     def apply(self, staged: StagedUpdate) -> str | None:
         """Copy the update in place; answers with its fingerprint, if it is to be checked. Refusals change nothing; what
         breaks off in the middle leaves weights without a fingerprint, and raises `PartialUpdateError`."""
-        update, sent_fingerprint = staged.update, staged.sent_fingerprint
+        update, staged_fingerprint = staged.update, staged.staged_fingerprint
         if update.delta is not None:
-            sent_fingerprint = self._apply_delta(update, staged.check)
+            staged_fingerprint = self._apply_delta(update, staged.check)
         elif update.adapter is not None:
             self._apply_adapter(staged, update.adapter)
         else:
@@ -160,9 +160,9 @@ class WeightApplier(ABC):
                     f"an update broke off here, and this one leaves {sorted(left)[:3]} as they are: send all"
                 )
             with self._guard_write(update):
-                self._copy_base(staged.tensors)
+                self._copy_weights(staged.tensors)
         self.catalog.set_version(_updated_models(update), update.version)
-        return sent_fingerprint
+        return staged_fingerprint
 
     @contextmanager
     def _guard_write(self, update: WeightUpdate) -> Generator[None]:
@@ -190,7 +190,7 @@ class WeightApplier(ABC):
 
     def _apply_adapter(self, staged: StagedUpdate, adapter: Adapter) -> None:
         assert self._slots is not None
-        name, slots = adapter.name, self.catalog.slots
+        name, slots = adapter.name, self.catalog.adapter_slots
         if name == BASE:
             raise EngineError(f"`{BASE}` is the name of the plain base: give the adapter another")
         slot = slots.get(name, 0) or (self._free[-1] if self._free else 0)
@@ -208,22 +208,22 @@ class WeightApplier(ABC):
 
     # -- before anything is sampled from them -------------------------------------------------------------------------
 
-    def verify(self, update: WeightUpdate, sent_fingerprint: str) -> None:
+    def verify(self, update: WeightUpdate, staged_fingerprint: str) -> None:
         """Check that the weights held are those sent, and compute what the trainer computes. Whatever is sampled from
         now on carries their fingerprint."""
-        name, weights = POLICY if update.adapter is None else update.adapter.name, self.catalog.fingerprints
+        name, known = POLICY if update.adapter is None else update.adapter.name, self.catalog.fingerprints
         mine = self.parameters
         held = self._served_tensors(name) if update.adapter is not None else {key: mine[key] for key in update.names}
-        if fingerprint(held.items()) != sent_fingerprint:
+        if fingerprint(held.items()) != staged_fingerprint:
             raise Mismatch(f"the engine does not hold the weights of version {update.version} it was sent")
         if update.canary is not None:
             self.check_canary(update.canary, name)
         if update.adapter is None and update.names != mine.keys():
-            sent_fingerprint = fingerprint(mine.items())
-        known = {update.version: sent_fingerprint}
-        weights |= dict.fromkeys(_updated_models(update), known)
-        if update.adapter is None and self.catalog.slots[POLICY]:
-            weights[POLICY] = {update.version: fingerprint(self._served_tensors(POLICY).items())}
+            staged_fingerprint = fingerprint(mine.items())
+        verified = {update.version: staged_fingerprint}
+        known |= dict.fromkeys(_updated_models(update), verified)
+        if update.adapter is None and self.catalog.adapter_slots[POLICY]:
+            known[POLICY] = {update.version: fingerprint(self._served_tensors(POLICY).items())}
 
     def check_canary(self, canary: Canary, model: str) -> None:
         """The trainer's log probabilities of a short prompt must be found again."""
@@ -236,7 +236,7 @@ class WeightApplier(ABC):
             )
 
     def _served_tensors(self, model: str) -> dict[str, Array]:
-        slot = self.catalog.slots[model]
+        slot = self.catalog.adapter_slots[model]
         if slot and self._slots is not None:
             return self._slots.tensors(slot)
         return dict(self.parameters)
@@ -249,8 +249,8 @@ class WeightApplier(ABC):
             if (error := self._quarantine.get(name)) is not None:
                 raise type(error)(str(error))
 
-    def swap(
-        self, staged: StagedUpdate, scheduler: Scheduler, recompute: bool, fail: FailRequest, guide: MakeMatcher
+    def apply_and_verify(
+        self, staged: StagedUpdate, scheduler: Scheduler, recompute: bool, fail: FailRequest, make_matcher: MakeMatcher
     ) -> None:
         """Apply an update and verify it. Nothing drains: what runs goes on with the new weights."""
         update = staged.update
@@ -261,48 +261,48 @@ class WeightApplier(ABC):
             """Sample nothing more from these weights: running, waiting and later requests fail with the reason."""
             kind = PartialUpdateError if isinstance(error, PartialUpdateError) else Mismatch
             self._quarantine[name] = kind(str(error))
-            scheduler.swap(name, recompute=True)
+            scheduler.on_weight_update(name, recompute=True)
             for sequence in scheduler.abort_model(name):
                 fail(sequence, str(error), kind)
 
         try:
-            sent_fingerprint = self.apply(staged)
+            staged_fingerprint = self.apply(staged)
         except PartialUpdateError as error:
             quarantine(error)
             raise
-        self._carry_over(name, before, update.version, sent_fingerprint, scheduler, fail, guide)
-        scheduler.swap(name, recompute)
+        self._carry_over(name, before, update.version, staged_fingerprint, scheduler, fail, make_matcher)
+        scheduler.on_weight_update(name, recompute)
         try:
-            if sent_fingerprint is not None:
-                self.verify(update, sent_fingerprint)
+            if staged_fingerprint is not None:
+                self.verify(update, staged_fingerprint)
         except Exception as error:  # whatever it was, these weights are not proved
             quarantine(error)
             raise
         self._quarantine.pop(name, None)
 
     def _carry_over(
-        self, name: str | None, before: dict[str, dict[int, str]], version: int, sent_fingerprint: str | None,
-        scheduler: Scheduler, fail: FailRequest, guide: MakeMatcher,
+        self, name: str | None, before: dict[str, dict[int, str]], version: int, staged_fingerprint: str | None,
+        scheduler: Scheduler, fail: FailRequest, make_matcher: MakeMatcher,
     ) -> None:  # fmt: skip
         """Sequences that go on under new weights keep the fingerprints of the old. After a roll-back a version comes
         again with other weights: a completion that already holds tokens of that number begins anew, for one that mixed
         both could not say which is which."""
         carried: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
         for sequence in scheduler.sampled_sequences(name):
-            was = before[sequence.request.model]
-            if self.catalog.fingerprints[sequence.request.model] is was:
+            old, last = before[sequence.request.model], sequence.versions[-1]
+            if self.catalog.fingerprints[sequence.request.model] is old:
                 continue  # an adapter beside a new base
-            past = (sequence.fingerprints or {}) | {v: of for v, of in was.items() if v == sequence.versions[-1]}
-            if version not in sequence.versions or past.get(version) == sent_fingerprint:
-                sequence.fingerprints = carried.setdefault(tuple(past.items()), past)
+            sampled_from = (sequence.fingerprints or {}) | ({last: old[last]} if last in old else {})
+            if version not in sequence.versions or sampled_from.get(version) == staged_fingerprint:
+                sequence.fingerprints = carried.setdefault(tuple(sampled_from.items()), sampled_from)
             elif sequence.num_streamed:
                 scheduler.abort([sequence])
-                why = f"version {version} came again with other weights under a stream: ask again"
+                why = f"version {version} has other weights now than when this request began to stream: retry it"
                 fail(sequence, why, EngineError)
             else:
                 sequence.restart()
                 if sequence.request.grammar is not None:
-                    sequence.guide = guide(sequence.request.grammar)
+                    sequence.matcher = make_matcher(sequence.request.grammar)
 
 
 def _updated_models(update: WeightUpdate) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ Code that needs torch is imported when it is first used: a run on MLX has none.
 
 from typing import TYPE_CHECKING
 
-from paceline.model.cpu import quick_handover, set_cpu_threads, small_products
+from paceline.model.cpu import avoid_onednn_on_arm, set_cpu_threads, short_switch_interval
 from paceline.model.source import ModelError, resolve
 from paceline.model.tokenizer import end_tokens, load_tokenizer
 from paceline.util.lazy_import import lazy_getattr
@@ -28,16 +28,16 @@ __all__ = [
     "UnsupportedModel",
     "WeightUpdate",
     "attach_lora",
+    "avoid_onednn_on_arm",
     "clone_for_engine",
     "clone_model",
     "end_tokens",
     "fingerprint",
     "load_model",
     "load_tokenizer",
-    "quick_handover",
     "resolve",
     "set_cpu_threads",
-    "small_products",
+    "short_switch_interval",
     "token_logprobs",
     "trainable_parameters",
 ]

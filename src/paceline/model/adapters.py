@@ -63,9 +63,9 @@ class SlotLinear(nn.Linear):
         low = nn.functional.linear(input, self.lora_a)
         # Zeroed before the product: another slot's overflow times zero would be NaN.
         low = (low.masked_fill(self.routes.off[:tokens], 0.0) * self.routes.mask[:tokens]).to(input.dtype)
-        return self.base_product(input) + nn.functional.linear(low, self.lora_b)
+        return self.base_forward(input) + nn.functional.linear(low, self.lora_b)
 
-    def base_product(self, input: Tensor) -> Tensor:
+    def base_forward(self, input: Tensor) -> Tensor:
         return nn.functional.linear(input, self.weight, self.bias)
 
 

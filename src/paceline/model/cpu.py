@@ -59,8 +59,8 @@ def set_cpu_threads(count: int) -> None:
 
 
 @contextmanager
-def small_products(dtype: "torch.dtype") -> Generator[None]:
-    """Route float32 products around oneDNN on 64-bit ARM while the context lasts.
+def avoid_onednn_on_arm(dtype: "torch.dtype") -> Generator[None]:
+    """Route float32 matrix products around oneDNN on 64-bit ARM while the context lasts.
 
     There oneDNN plans every product anew, which costs about 0.7 ms however small it is; BLAS does a decode step's
     64 x 128 x 128 in 0.09 ms, and large products at the same speed. Elsewhere torch already chooses well.
@@ -79,7 +79,7 @@ def small_products(dtype: "torch.dtype") -> Generator[None]:
 
 
 @contextmanager
-def quick_handover(device: str = "cpu") -> Generator[None]:
+def short_switch_interval(device: str = "cpu") -> Generator[None]:
     """Let threads pass Python's lock on quickly while the context lasts.
 
     Engine, trainer and event loop are threads that release the lock around every tensor operation. By default a busy

@@ -135,7 +135,7 @@ SMALL_WEIGHT = 1 << 16
 """Numbers in a weight below which calling the kernel costs more than it saves."""
 
 
-def install(model: PreTrainedModel, products: Products = "exact") -> "list[Product]":
+def install(model: PreTrainedModel, products: Products = "exact") -> "list[NativeLinear]":
     """Use the kernels wherever they compute what the layer computes; nothing happens where they do not exist. Returns
     the products, which must be refreshed when the weights change."""
     usable = model.device.type == "cpu" and model.dtype == torch.float32
@@ -147,13 +147,13 @@ def install(model: PreTrainedModel, products: Products = "exact") -> "list[Produ
     library = kernels()
     if library is None or not usable:
         return []
-    made: list[Product] = []
+    made: list[NativeLinear] = []
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight.numel() >= SMALL_WEIGHT:
-            kind = HalfProduct if products == "half" else Product
+            kind = HalfLinear if products == "half" else NativeLinear
             made.append(kind(library, module.weight, module.bias))
-            # A plain layer is its product; one with adapters beside it asks for the product of its base.
-            setattr(module, "base_product" if isinstance(module, SlotLinear) else "forward", made[-1])
+            # A layer with adapters beside it asks for its base alone.
+            setattr(module, "base_forward" if isinstance(module, SlotLinear) else "forward", made[-1])
     for module in model.modules():
         for candidate in (*norm_candidates(library, module), *gate_candidates(library, module)):
             if candidate.agrees(module):
@@ -162,7 +162,7 @@ def install(model: PreTrainedModel, products: Products = "exact") -> "list[Produ
     return made
 
 
-class Product:
+class NativeLinear:
     """x @ weight.T + bias in float32."""
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
@@ -184,7 +184,7 @@ class Product:
         return out
 
 
-class HalfProduct(Product):
+class HalfLinear(NativeLinear):
     """The same with both sides in float16 and the sums in float32, from a float16 copy of the weight."""
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:

@@ -2,7 +2,8 @@
 
 Three questions, each asked only if the one before went well. Does the config or the module tree name something the
 attention function does not do? Does every layer attend through it, once, and alike? And for model types not yet
-verified: does a rehearsal give what transformers' own attention gives? `attention_shape` is what a KV cache must know.
+verified: do a few tokens get the probabilities that transformers' own attention gives (`check_numerics`)?
+`attention_shape` is what a KV cache must know.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -92,12 +93,12 @@ VERIFIED = frozenset((
     "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
 ))
 # fmt: on
-"""Model types that `scripts/check_families.py` has compared with transformers; they need no rehearsal."""
+"""Model types that `scripts/check_families.py` has compared with transformers; they need no check of their numbers."""
 
 
 def check_family(config: PreTrainedConfig) -> None:
     """Run `check_supported` on the model that a config describes, without its weights: the module tree is built on
-    the meta device, where tensors have shapes and no memory. Only the rehearsal waits for the weights."""
+    the meta device, where tensors have shapes and no memory. Only `check_numerics` waits for the weights."""
     with torch.device("meta"):
         model = build(lambda: AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION))
     check_supported(model.eval())
@@ -134,7 +135,7 @@ def check_supported(model: PreTrainedModel) -> None:
             if asked == "sliding_attention" and window is None:
                 raise UnsupportedModel(f"{kind}: layer {layer} keeps its sliding window from the attention function")
         if model.config.model_type not in VERIFIED and model.device.type != "meta":
-            rehearse(model)
+            check_numerics(model)
     except torch.OutOfMemoryError:
         raise
     except UnsupportedModel as error:  # the attention function knows the layer's class, not the model's
@@ -211,16 +212,16 @@ class ShuffledPlan:
         return sdpa(q[None], k[None], v[None], scale, seen)[0]
 
 
-REHEARSAL = (9, 14)
+CHECKED_LENGTHS = (9, 14)
 HALF_TOLERANCE = 0.1
 """Mean total variation distance allowed where float16 or bfloat16 rounds differently; wrong attention is far beyond."""
 TOLERANCE = 1e-3
 
 
 @torch.no_grad()
-def rehearse(model: PreTrainedModel) -> None:
+def check_numerics(model: PreTrainedModel) -> None:
     """Compare our attention and head with transformers' own on a few shuffled tokens; raise where they differ."""
-    lengths, total = REHEARSAL, sum(REHEARSAL)
+    lengths, total = CHECKED_LENGTHS, sum(CHECKED_LENGTHS)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(total, generator=generator).to(model.device)
     ids = torch.randint(LMHead(model).vocabulary, (total,), generator=generator).to(model.device)

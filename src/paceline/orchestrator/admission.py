@@ -19,7 +19,7 @@ from paceline.data import Sample
 from paceline.errors import PacelineError
 from paceline.orchestrator.buffered import ReadyGroup
 from paceline.orchestrator.failures import Breaker, RunStopped
-from paceline.orchestrator.gate import mask_stale_tokens
+from paceline.orchestrator.gate import limit_staleness
 from paceline.orchestrator.replay import ReplayedGroup
 from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Group, Rollout
@@ -278,13 +278,13 @@ class GroupAdmission:
             self._no_signal.record_signal(group)
         return verdict
 
-    def drop_stale_samples(self, group: Group, version: int) -> bool:
+    def limit_group_staleness(self, group: Group, version: int) -> bool:
         """Drop or mask what is too old by now; False if nothing is left."""
         limit, how = self._config.staleness, self._config.on_stale
         for rollout in group.rollouts:
             kept = []
             for sample in rollout.samples:
-                if (young := mask_stale_tokens(sample, version, limit, how)) is not None:
+                if (young := limit_staleness(sample, version, limit, how)) is not None:
                     kept.append(young)
                 else:
                     self.tally.stale_samples += 1
@@ -309,7 +309,7 @@ class GroupAdmission:
         finished = ReadyGroup.of(group, self._config.staleness)
         if version <= finished.fresh_until:
             return finished
-        return ReadyGroup.of(group, self._config.staleness) if self.drop_stale_samples(group, version) else "stale"
+        return ReadyGroup.of(group, self._config.staleness) if self.limit_group_staleness(group, version) else "stale"
 
     def _count_failures(self, group: Group) -> None:
         self.tally.failed_rollouts += len(group.failed)
@@ -328,7 +328,7 @@ class GroupAdmission:
             mend = "make the task easier, raise group_size, or let the reward tell rollouts apart"
             mend = "look at what filters.group asks for" if reason == GROUP_FILTER else mend
             if reason == TOO_SMALL and group.failed:
-                dropped = f"the last one has {group.members} of {group.places} episodes left: "
+                dropped = f"the last one has {group.members} of {group.size} episodes left: "
                 mend = f"{dropped}{group.failed[0].error}. An environment drops an episode by returning None"
             self._warn(f"the last {self._drops_in_a_row} groups were all dropped ({reason}), so nothing trains: {mend}")
 

@@ -74,7 +74,7 @@ class _Rollout(msgspec.Struct, array_like=True):
 
 class _Group(msgspec.Struct, array_like=True):
     ticket: tuple[int, str, int, int, int]
-    places: int
+    size: int
     rollouts: list[_Rollout]
     failed: list[_Rollout]
 
@@ -164,7 +164,7 @@ def read_groups(checkpoint: Path) -> DispatcherState:
 
 def _written(group: Group) -> bytes | None:
     try:
-        wired = _Group(tuple(group.ticket), group.places, _wired(group.rollouts), _wired(group.failed))
+        wired = _Group(tuple(group.ticket), group.size, _wired(group.rollouts), _wired(group.failed))
         return _encoder.encode(wired)
     except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError):
         return None
@@ -175,7 +175,7 @@ def _read(raw: msgspec.Raw) -> Group | None:
         wired = _group_decoder.decode(raw)
         ticket = Ticket(*wired.ticket)
         rollouts, failed = ([_rollout(r, ticket) for r in some] for some in (wired.rollouts, wired.failed))
-        return Group(ticket=ticket, rollouts=rollouts, places=wired.places, failed=failed)
+        return Group(ticket=ticket, rollouts=rollouts, size=wired.size, failed=failed)
     except (msgspec.ValidationError, TypeError, ValueError):
         return None
 
@@ -267,16 +267,16 @@ class Buffer(dict[Ticket, ReadyGroup]):
         return [self[ticket].group for ticket in sorted(self)]
 
 
-def places(groups: Iterable[Group]) -> int:
+def total_size(groups: Iterable[Group]) -> int:
     """Places that the groups take in a batch."""
-    return sum(group.places for group in groups)
+    return sum(group.size for group in groups)
 
 
 def groups_that_fit(groups: Iterable[Group], room: int) -> list[Group]:
-    """Those that still fit into so many places, in their order."""
+    """Those that still fit into so many slots, in their order."""
     chosen = []
     for group in groups:
-        if group.places <= room:
+        if group.size <= room:
             chosen.append(group)
-            room -= group.places
+            room -= group.size
     return chosen

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from paceline.config import RunConfig
 from paceline.data import Ledger, State, Ticket
 from paceline.orchestrator.admission import GroupAdmission, Tally
-from paceline.orchestrator.buffered import Buffer, DispatcherState, ReadyGroup, places
+from paceline.orchestrator.buffered import Buffer, DispatcherState, ReadyGroup, total_size
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.failures import RunStopped
 from paceline.orchestrator.gate import Gate
@@ -28,7 +28,7 @@ from paceline.util.user_code import hook_error
 STALE, OVERSAMPLED = "stale", "oversampled"
 """Why groups are dropped that nothing is wrong with: they came too late. Their environment may draw in their place, or
 the slow ones would get less than their weight."""
-SKIPPED = "shunned"
+SKIPPED = "skipped_draw"
 BAD_ROW = "bad_row"
 CLEAN_UP_SECONDS = ABANDON_SECONDS + 5.0
 """Time for cancelled episodes to clean up: by then, those that do not end are abandoned."""
@@ -73,7 +73,7 @@ class Dispatcher:
         """The versions that drawing and shipping have taken note of."""
         self._in_flight: dict[Ticket, GroupInFlight] = {}
         self._cancelling: set[asyncio.Task[Group]] = set()
-        """Called off, and not gone yet."""
+        """Cancelled tasks that have not ended yet."""
         self._out_of_order: dict[Ticket, Group] = {}
         """Landed before others that must be judged first."""
         self._buffer = Buffer()
@@ -117,7 +117,7 @@ class Dispatcher:
         return min(fits, key=lambda c: c.share, default=None)
 
     def _on_new_version(self) -> None:
-        """New weights: settle who goes and what their batch replays, before fresh groups take the places."""
+        """New weights: cancel stale groups and choose what the batch replays, before fresh groups take the slots."""
         self._refill_version = self._gate.version
         if self._config.cancel_stale:
             # Groups too old for the next batch; those sampled by a frozen model never go stale.
@@ -127,7 +127,7 @@ class Dispatcher:
                     self._cancel(ticket, STALE)
             self._admit_in_order()
         self._replays = self._replay.choose(self._gate.version, self._gate.replay_capacity)
-        self._gate.replay(places(self._replays))
+        self._gate.replay(total_size(self._replays))
 
     def _cancel(self, ticket: Ticket, reason: str) -> None:
         """Cancel a group in flight. Its books are closed at once, however long its episodes take to go."""
@@ -178,18 +178,18 @@ class Dispatcher:
             self._admit(self._out_of_order.pop(first))
 
     def _admit(self, group: Group) -> None:
-        """Judged, it waits for a batch or gives its places back."""
+        """Judged, it waits for a batch or gives its slots back."""
         try:
             verdict = self.admission.admit(group, self._gate.version)
         except BaseException:
             self.dropped_groups.append((group, "failed"))  # the run ends with it
             raise
         if isinstance(verdict, ReadyGroup):
-            self._gate.accept(group.places)
+            self._gate.accept(group.size)
             self._ledger.buffer(group.ticket)
             self._buffer[group.ticket] = verdict
         else:
-            self._gate.reject(group.places)
+            self._gate.reject(group.size)
             self._drop(group.ticket, verdict)
             self.dropped_groups.append((group, verdict))
             if self.admission.solved_reason:
@@ -204,11 +204,11 @@ class Dispatcher:
                     raise self._failure
                 self._drop_stale()
                 self.refill()
-                batch = self._buffer.oldest(self._config.batch_size - places(self._replays))
-                full = places([*batch, *self._replays]) + self._smallest > self._config.batch_size
+                batch = self._buffer.oldest(self._config.batch_size - total_size(self._replays))
+                full = total_size([*batch, *self._replays]) + self._smallest > self._config.batch_size
                 if not (full or self._in_flight) and self._replays:
                     # Replay fills batches up; it does not stand in for the fresh groups that a batch lacks.
-                    self._gate.release(places(self._replays))
+                    self._gate.release(total_size(self._replays))
                     self._replays = []
                     continue
                 if full or not self._in_flight:
@@ -227,12 +227,12 @@ class Dispatcher:
             return
         self._checked_version = self._gate.version
         for group in self._buffer.possibly_stale(self._gate.version):
-            if not self.admission.drop_stale_samples(group, self._gate.version):
+            if not self.admission.limit_group_staleness(group, self._gate.version):
                 self._drop_buffered(group, STALE)
 
     def _drop_buffered(self, group: Group, reason: str) -> None:
         self._buffer.remove([group])
-        self._gate.release(group.places)
+        self._gate.release(group.size)
         self._drop(group.ticket, reason)
         self.dropped_groups.append((group, reason))
 
@@ -245,7 +245,7 @@ class Dispatcher:
             self._ledger.replay(again.ticket, first=group.ticket.number)
             batch = [*batch, again]
         self._replays = []
-        self._gate.ship(places(batch))
+        self._gate.ship(total_size(batch))
         return batch
 
     def _drop_leftovers(self) -> None:
@@ -310,15 +310,15 @@ class Dispatcher:
         version = self._gate.version
         self._replay.load(held.remembered)
         self._replays = self._replay.still_fresh(held.chosen, version, self._gate.replay_capacity)
-        self._gate.replay(places(self._replays))
+        self._gate.replay(total_size(self._replays))
         self._refill_version, self._checked_version = version, -1
         self._buffer, self._out_of_order = Buffer(), {}
         for group in held.buffered:
             env = self._envs.get(group.ticket.env)
-            fits = env is not None and group.places == env.group_size <= self._gate.capacity
+            fits = env is not None and group.size == env.group_size <= self._gate.capacity
             if fits and (group.ticket.env, group.ticket.draw) not in self.skipped_draws:
-                self._gate.start(group.places)
-                self._gate.accept(group.places)
+                self._gate.start(group.size)
+                self._gate.accept(group.size)
                 self._buffer[group.ticket] = ReadyGroup.of(group, self._config.staleness)
         again = {group.ticket for group in held.buffered if group.ticket not in self._buffer}
         self.admission.tally = Tally.of([g for g in held.resolved if g.ticket not in again], held.counts)

@@ -71,13 +71,13 @@ class RolloutRunner:
             )
         except EpisodeLost as lost:
             failed = [Rollout(ticket=ticket, member=0, error=str(lost), cause=lost.__cause__)]
-            return Group(ticket=ticket, rollouts=[], places=env.group_size, failed=failed)
+            return Group(ticket=ticket, rollouts=[], size=env.group_size, failed=failed)
         members = range(env.group_size)
         episodes = await gather_or_cancel([self.run_episode(env, row, ticket, m, ticket.number) for m in members])
         return self.collect(env, ticket, episodes, env.group_size)
 
     @staticmethod
-    def collect(env: TrainEnv, ticket: Ticket, episodes: Sequence[Sequence[Rollout]], places: int) -> Group:
+    def collect(env: TrainEnv, ticket: Ticket, episodes: Sequence[Sequence[Rollout]], size: int) -> Group:
         """The group of these episodes, with the samples of all rollouts that did not fail."""
         rollouts = [rollout for episode in episodes for rollout in episode]
         alive = [rollout for rollout in rollouts if rollout.error is None]
@@ -85,7 +85,7 @@ class RolloutRunner:
             rollout.samples = assemble(rollout)
             env.algorithm.observe(rollout)
         failed = [rollout for rollout in rollouts if rollout.error is not None]
-        return Group(ticket=ticket, rollouts=alive, places=places, failed=failed)
+        return Group(ticket=ticket, rollouts=alive, size=size, failed=failed)
 
     async def prepare(self, env: TrainEnv, row: Row) -> Row:
         """The prepared row that all episodes on a held-out row share; raises `EpisodeLost`."""

@@ -52,14 +52,14 @@ async def _play_rows(
     env: TrainEnv, runner: RolloutRunner, config: EvalConfig, progress: Callable[[str], None]
 ) -> list[Rollout]:
     rows = env.eval_rows[: config.examples]
-    places = asyncio.Semaphore(config.concurrency)
+    semaphore = asyncio.Semaphore(config.concurrency)
     done = 0
 
     async def tries(index: int) -> list[Rollout]:
         """All episodes on one row, which is prepared once for all of them."""
         ticket = Ticket(index, env.name, 0, index, index)
         try:
-            async with places:  # bounded: each episode before it has a timeout
+            async with semaphore:  # bounded: each episode before it has a timeout
                 row = await runner.prepare(env, rows[index])
         except EpisodeLost as lost:
             error, cause = str(lost), lost.__cause__
@@ -70,7 +70,7 @@ async def _play_rows(
 
     async def one(row: Row, ticket: Ticket, member: int) -> list[Rollout]:
         nonlocal done
-        async with places:  # bounded: each episode before it has a timeout
+        async with semaphore:  # bounded: each episode before it has a timeout
             played = await runner.run_episode(env, row, ticket, member, -1)
         done += 1
         progress(f"evaluating {env.name} {done}/{len(rows) * config.samples}")

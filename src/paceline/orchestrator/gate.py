@@ -16,8 +16,9 @@ def staleness(sample: Sample, version: int) -> int:
     return 0 if oldest is None else version - oldest
 
 
-def mask_stale_tokens(sample: Sample, version: int, limit: int, on_stale: OnStale) -> Sample | None:
-    """The sample with its stale tokens masked as `on_stale` says; None drops it."""
+def limit_staleness(sample: Sample, version: int, limit: int, on_stale: OnStale) -> Sample | None:
+    """The sample if it is young enough, or what `on_stale` makes of it: as it is, without weight on its stale tokens,
+    or dropped (None)."""
     if on_stale == "keep" or staleness(sample, version) <= limit:
         return sample
     if on_stale == "drop":
@@ -33,28 +34,28 @@ def mask_stale_tokens(sample: Sample, version: int, limit: int, on_stale: OnStal
 
 @dataclass(slots=True)
 class Gate:
-    """Limits how many rollouts start, so that there is a place for each within `staleness` versions of its start.
+    """Limits how many rollouts start, so that each has a slot in a batch within `staleness` versions of its start.
 
         capacity = min(max_inflight - running, (S + version + 1) * B - S * reserve + extra - (accepted + running))
 
     with S = `staleness` and B = `batch`, the rollouts of a batch. Batch k is trained at version k, so a rollout that
     started at version v may join batch v + S at the latest; at most (S + v + 1) * B are let in before version v + 1
-    exists, which is as many places as those batches have. With S = 0 the gate closes when one batch is full and opens
+    exists, which is as many slots as those batches have. With S = 0 the gate closes when one batch is full and opens
     at the next publish: the synchronous loop. `total` batches are all a run needs; the gate lets in no more.
 
     A batch fills from the groups that finish first, so a slow rollout can still miss its last batch. That is checked
-    where a group finishes and again before a batch ships (`mask_stale_tokens`): this is what keeps the limit.
+    where a group finishes and again before a batch ships (`limit_staleness`): this is what keeps the limit.
 
-    Where groups are replayed, `reserve` places of every batch to come are reserved for them. What the batch being
-    filled really replays is known, and counts as accepted; the rest of its places are for fresh rollouts. So replay
-    shrinks fresh sampling by the places it fills.
+    Where groups are replayed, `reserve` slots of every batch to come are reserved for them. What the batch being
+    filled really replays is known, and counts as accepted; the rest of its slots are for fresh rollouts. So replay
+    shrinks fresh sampling by the slots it fills.
 
     `extra` (`oversample`) rollouts are let in beyond that as long as a batch is still to be filled.
 
     >>> gate = Gate(batch=8, staleness=0, max_inflight=100)
     >>> gate.start(8); gate.capacity
     0
-    >>> gate.reject(4); gate.capacity  # a dropped group gives its places back
+    >>> gate.reject(4); gate.capacity  # a dropped group gives its slots back
     4
     """
 
@@ -73,16 +74,16 @@ class Gate:
     @property
     def capacity(self) -> int:
         """Rollouts that may start now."""
-        return max(0, min(self.max_inflight - self.running, self._free_places))
+        return max(0, min(self.max_inflight - self.running, self._free_slots))
 
     @property
     def replay_capacity(self) -> int:
-        """Places of the batch being filled that may go to groups which have trained before."""
-        return max(0, min(self.reserve, self._free_places))
+        """Slots of the batch being filled that may go to groups which have trained before."""
+        return max(0, min(self.reserve, self._free_slots))
 
     @property
-    def _free_places(self) -> int:
-        """Places not yet taken, from the batch being filled to the last one that this version may serve."""
+    def _free_slots(self) -> int:
+        """Slots for rollouts not yet taken, from the batch being filled to the last one that this version may serve."""
         batches = self.staleness + self.version + 1
         if self.total is not None:
             batches = min(batches, self.total)
@@ -90,35 +91,35 @@ class Gate:
         extra = self.extra if self.shipped < batches else 0
         return batches * self.batch - reserved + extra - (self.accepted + self.running)
 
-    def start(self, places: int) -> None:
+    def start(self, count: int) -> None:
         """A group enters, whole."""
-        if places > self.capacity:
-            raise RuntimeError(f"the gate has room for {self.capacity} rollouts, not for {places}")
-        self.running += places
+        if count > self.capacity:
+            raise RuntimeError(f"the gate has room for {self.capacity} rollouts, not for {count}")
+        self.running += count
 
-    def accept(self, places: int) -> None:
+    def accept(self, count: int) -> None:
         """A running group reached the buffer."""
-        self.running -= places
-        self.accepted += places
+        self.running -= count
+        self.accepted += count
 
-    def reject(self, places: int) -> None:
-        """A running group was dropped; its places are free again."""
-        self.running -= places
+    def reject(self, count: int) -> None:
+        """A running group was dropped; its slots are free again."""
+        self.running -= count
 
-    def replay(self, places: int) -> None:
-        """Groups that have trained before take places of the batch being filled."""
-        if places > self.replay_capacity:
-            raise RuntimeError(f"the gate has room to replay {self.replay_capacity} rollouts, not {places}")
-        self.accepted += places
+    def replay(self, count: int) -> None:
+        """Groups that have trained before take slots of the batch being filled."""
+        if count > self.replay_capacity:
+            raise RuntimeError(f"the gate has room to replay {self.replay_capacity} rollouts, not {count}")
+        self.accepted += count
 
-    def release(self, places: int) -> None:
-        """A buffered group was dropped before it shipped; its places are free again."""
-        self.accepted -= places
+    def release(self, count: int) -> None:
+        """A buffered group was dropped before it shipped; its slots are free again."""
+        self.accepted -= count
 
-    def ship(self, places: int) -> None:
+    def ship(self, count: int) -> None:
         """A batch is handed to the trainer. One that groups could not fill exactly counts as a whole one, or capacity
         would grow with each of them."""
-        self.accepted += self.batch - places
+        self.accepted += self.batch - count
         self.shipped += 1
 
     def publish(self, version: int) -> None:

@@ -106,11 +106,11 @@ class LeagueCheckpoints:
         progress: Callable[[str], None],
         played: Callable[[Sequence[Rollout]], None],
     ) -> dict[str, float]:
-        places, name, done = asyncio.Semaphore(concurrency), member.env.name, 0
+        semaphore, name, done = asyncio.Semaphore(concurrency), member.env.name, 0
 
         async def one(index: int, row: Row) -> str | None:
             nonlocal done
-            async with places:
+            async with semaphore:
                 rollouts = await runner.run_episode(member.env, row, Ticket(index, name, 0, index, index), 0, -1)
             done += 1
             played(rollouts)

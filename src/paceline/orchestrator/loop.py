@@ -1,4 +1,4 @@
-"""Runs the training loop: sample, score, train, publish.
+"""Runs the training loop: take a batch of groups, train, publish the weights.
 
 `staleness = 0` and `staleness = S` are the same loop: the gate bounds how far sampling runs ahead of training, and the
 dispatcher goes on sampling whenever this loop awaits.
@@ -90,7 +90,7 @@ class Orchestrator:
         self._ticket_records: list[dict] = []
         self._ledger = Ledger(journal=self._ticket_records.append)
         assert config.max_inflight is not None
-        reserve = config.replay.places(config.batch_size, [env.group_size for env in parts.envs.values()])
+        reserve = config.replay.slots(config.batch_size, [env.group_size for env in parts.envs.values()])
         self._gate = Gate(config.batch_size, config.staleness, config.max_inflight, total=config.steps, reserve=reserve)
         self._runner = RolloutRunner(parts.client, parts.clock, config.seed)
         self._dispatcher = Dispatcher(config, parts.envs, self._runner, self._gate, self._ledger, parts.monitor.note)
@@ -100,7 +100,7 @@ class Orchestrator:
         self._pauses = Pauses(config, parts.envs, advisor, parts.monitor.note)
         self._stopwatch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
         self._clock_offset = time.time() - parts.clock.now()
-        self._scored_tickets: set[Ticket] = set()
+        self._finished_tickets: set[Ticket] = set()
         """Groups of the batch under way whose samples are finished."""
         self._saved_at: int | None = None
         self._restored = False
@@ -127,7 +127,7 @@ class Orchestrator:
                 if batch is None:
                     break
                 with self._stopwatch.phase("score"):
-                    samples = await self._score(batch)
+                    samples = await self._finish_samples(batch)
                 with self._stopwatch.phase("train"):
                     report = await self._parts.trainer.step(samples)
                 if report.roll_back:
@@ -181,19 +181,21 @@ class Orchestrator:
     async def _train_early(self, groups: Sequence[Group]) -> None:
         """Begin to train on part of a batch while the rest of it is sampled."""
         with self._stopwatch.phase("score"):
-            samples = await self._score(groups)
-        self._scored_tickets |= {group.ticket for group in groups}
+            samples = await self._finish_samples(groups)
+        self._finished_tickets |= {group.ticket for group in groups}
         with self._stopwatch.phase("train"):
             await self._parts.trainer.feed(samples)
 
-    async def _score(self, batch: Sequence[Group]) -> list[Sample]:
+    async def _finish_samples(self, batch: Sequence[Group]) -> list[Sample]:
         """Samples of the batch, finished by each environment's algorithm: all environments at once. What is replayed
         was finished when it first trained."""
         shares: dict[str, list[Group]] = {}
         for group in batch:
-            if not isinstance(group, ReplayedGroup) and group.ticket not in self._scored_tickets:
+            if not isinstance(group, ReplayedGroup) and group.ticket not in self._finished_tickets:
                 shares.setdefault(group.ticket.env, []).append(group)
-        lost = await gather_or_cancel([self._parts.envs[env].algorithm.score(groups) for env, groups in shares.items()])
+        lost = await gather_or_cancel(
+            [self._parts.envs[env].algorithm.finish_batch(groups) for env, groups in shares.items()]
+        )
         for reasons in lost:
             self._dispatcher.tally.lost_samples.update(reasons or {})
         return [sample for group in batch for sample in group.samples()]
@@ -224,9 +226,9 @@ class Orchestrator:
         """The batch is trained and published: enter it in the books, report, evaluate, save."""
         restore_interpreter()
         self.step += 1
-        self._scored_tickets.clear()
+        self._finished_tickets.clear()
         for group in batch:
-            self._ledger.train(group.ticket, self.step, group.places)
+            self._ledger.train(group.ticket, self.step, group.size)
         for env in self._parts.envs.values():
             oldest = self._ledger.oldest(env.name)
             env.environment.forget(env.cursor.draws if oldest is None else oldest)
@@ -319,7 +321,7 @@ class Orchestrator:
             "rows": {env.name: env.row_digest for env in envs},
             "algorithms": {env.name: env.algorithm.state() for env in envs},
             "environments": {env.name: env.environment.state() for env in envs},
-            "shunned": sorted(self._dispatcher.skipped_draws),
+            "skipped_draws": sorted(self._dispatcher.skipped_draws),
             "leagues": [member.env.name for member in self._league_checkpoints.members],
         }
 
@@ -356,7 +358,9 @@ class Orchestrator:
         except TrainerError as error:
             raise CheckpointError(f"{error}; {self._parts.checkpoints.list_resumable()}") from error
         self.step = self._saved_at = state["step"]
-        self._dispatcher.skipped_draws |= {(env, draw) for env, draw in state.get("shunned", ())}
+        self._dispatcher.skipped_draws |= {
+            (env, draw) for env, draw in state.get("skipped_draws", state.get("shunned", ()))
+        }
         # Whole batches, as the gate counts them: the batch size may have changed since.
         self._gate.publish(self._parts.trainer.version)
         self._gate.accepted = self._gate.version * self._config.batch_size

@@ -15,7 +15,7 @@ from dataclasses import replace
 from paceline.config import ReplayConfig
 from paceline.data import Ticket
 from paceline.orchestrator.buffered import groups_that_fit
-from paceline.orchestrator.gate import mask_stale_tokens
+from paceline.orchestrator.gate import limit_staleness
 from paceline.rollout import Group
 
 
@@ -53,7 +53,7 @@ class Replay:
         rollouts = [
             replace(r, ticket=ticket, samples=[replace(s, ticket=ticket) for s in r.samples]) for r in group.rollouts
         ]
-        return ReplayedGroup(ticket=ticket, rollouts=rollouts, places=group.places)
+        return ReplayedGroup(ticket=ticket, rollouts=rollouts, size=group.size)
 
     def state(self) -> list[tuple[Group, int]]:
         """The memory, newest first, with how often each group may still be replayed."""
@@ -71,4 +71,4 @@ class Replay:
 
     def _is_fresh(self, group: Group, version: int) -> bool:
         """Whole or not at all: `on_stale` is for what came late, not a licence to choose what is too old."""
-        return all(mask_stale_tokens(s, version, self._staleness, "drop") is not None for s in group.samples())
+        return all(limit_staleness(s, version, self._staleness, "drop") is not None for s in group.samples())

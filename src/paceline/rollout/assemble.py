@@ -115,19 +115,19 @@ def _sample(thread: Thread, rollout: Rollout) -> Sample:
             versions[start:end] = turn.versions
     for stream in (tokens, logprobs, temperatures):
         stream.flags.writeable = False
-    stale_kv = None
+    kv_kept = None
     for turn, (start, end) in turn_spans if mixed else ():
         # The weights changed under it, and its cache stayed as it was.
         if not turn.recomputed and start < end and not all_equal(turn.versions):
-            stale_kv = np.zeros(length, np.bool_) if stale_kv is None else stale_kv
-            stale_kv[start:end] = versions[start:end] != versions[start]
+            kv_kept = np.zeros(length, np.bool_) if kv_kept is None else kv_kept
+            kv_kept[start:end] = versions[start:end] != versions[start]
     return Sample(
         token_ids=tokens,
         loss_mask=mask,
         logprobs=logprobs,
         versions=versions,
         temperatures=temperatures,
-        kv_kept=stale_kv,
+        kv_kept=kv_kept,
         ended="truncated" if thread.turns[-1].finish == "length" else "terminated",
         env=rollout.env,
         ticket=rollout.ticket,

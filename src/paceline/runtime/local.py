@@ -18,12 +18,12 @@ from paceline.config import RunConfig
 from paceline.config.hardware import DTYPES, uses_mlx
 from paceline.config.inference import NAMES, SamplingConfig
 from paceline.config.model import Dtype, ModelConfig, ModelRef
-from paceline.config.trainer import TrainerConfig as Section
+from paceline.config.trainer import TrainerConfig
 from paceline.engine.base import Engine, Grammar
 from paceline.engine.sequence import GrammarMatcher
 from paceline.envs import Environment
 from paceline.errors import PacelineError
-from paceline.model import end_tokens, load_tokenizer, quick_handover
+from paceline.model import end_tokens, load_tokenizer, short_switch_interval
 from paceline.model.dtypes import resolve_dtype
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator import TrainEnv, build_train_envs
@@ -86,7 +86,7 @@ class MlxBackend:
         model = attach_lora(clone_model(self.model), config.model.lora, config.seed)
         return MlxTrainer(model, config.trainer, total_steps=config.steps, dumps=dumps)
 
-    def at_work(self) -> AbstractContextManager[object]:
+    def compute_settings(self) -> AbstractContextManager[object]:
         return nullcontext()
 
 
@@ -99,7 +99,7 @@ def load_backend(config: RunConfig) -> ModelBackend:
     return TorchBackend(config)
 
 
-def trainer_of(model: Any, c: Section) -> Trainer:
+def trainer_of(model: Any, c: TrainerConfig) -> Trainer:
     """A trainer of a loaded model, by the library that model is of."""
     if type(model).__module__.startswith("paceline.model.mlx"):
         from paceline.trainer.mlx.trainer import MlxTrainer
@@ -242,7 +242,7 @@ def local(
         driver = replace(driver, config=config)
         pool = driver.pool([engine], lambda: backend.engine(config))
         placing = with_trainer(backend, driver, dumps, pool, ready, engine.close)
-        with placing as parts, backend.at_work(), quick_handover(backend.device):
+        with placing as parts, backend.compute_settings(), short_switch_interval(backend.device):
             yield parts
     finally:
         engine.close()  # once more, where no trainer could be made beside it

@@ -42,7 +42,7 @@ from paceline.model import end_tokens, load_tokenizer
 from paceline.orchestrator import Breaker, Clock, TrainEnv
 from paceline.orchestrator.admission import has_no_signal
 from paceline.orchestrator.episodes import RolloutRunner
-from paceline.orchestrator.gate import mask_stale_tokens
+from paceline.orchestrator.gate import limit_staleness
 from paceline.rollout import Group, Renderer, Rollout, SamplingClient
 from paceline.runtime.local import trainer_of
 from paceline.selfplay import Arena, ArenaEnvironment, ArenaError, EpisodeRequest
@@ -233,7 +233,7 @@ class SelfPlayTrainer:
         self._trainer.close()
 
     def _fresh(self, records: Sequence[Sample]) -> list[Sample]:
-        aged = [mask_stale_tokens(sample, self.version, self.config.staleness_limit, "drop") for sample in records]
+        aged = [limit_staleness(sample, self.version, self.config.staleness_limit, "drop") for sample in records]
         self.stale += aged.count(None)
         return [sample for sample in aged if sample is not None]
 
@@ -289,8 +289,8 @@ class Stage:
             tries.setdefault(request.key, []).append(request)
         if not tries:
             raise ArenaError(f"{type(self._arena).__name__} has nothing to play: its get_batch() gave no request")
-        places = asyncio.Semaphore(concurrency)
-        groups = await gather_or_cancel([self._group(requests, places) for requests in tries.values()])
+        semaphore = asyncio.Semaphore(concurrency)
+        groups = await gather_or_cancel([self._group(requests, semaphore) for requests in tries.values()])
         for group in groups:
             for rollout in (*group.failed, *group.rollouts):
                 if rollout.error is None:
@@ -299,16 +299,16 @@ class Stage:
                     self._breaker.record_failure(rollout.error)
             self._env.algorithm.assign(group)
         telling = [group for group in groups if not has_no_signal(group)]
-        await self._env.algorithm.score(telling)
+        await self._env.algorithm.finish_batch(telling)
         records = [sample for group in telling for sample in group.samples()]
         return TrainingBatch(records, groups)
 
-    async def _group(self, requests: Sequence[EpisodeRequest], places: asyncio.Semaphore) -> Group:
+    async def _group(self, requests: Sequence[EpisodeRequest], semaphore: asyncio.Semaphore) -> Group:
         number = next(self._tickets)
         ticket = Ticket(number, self._env.name, 0, number, 0)
 
         async def one(member: int, request: EpisodeRequest) -> list[Rollout]:
-            async with places:  # bounded: each episode before it has a timeout
+            async with semaphore:  # bounded: each episode before it has a timeout
                 row = {"split": "train", "request": request}
                 return await self._runner.run_episode(self._env, row, ticket, member, number)
 

@@ -30,7 +30,7 @@ from paceline.engine.base import Grammar
 from paceline.engine.engine import DecodingEngine
 from paceline.engine.sequence import GrammarMatcher
 from paceline.errors import EngineError, PacelineError
-from paceline.model import end_tokens, load_tokenizer, quick_handover
+from paceline.model import end_tokens, load_tokenizer, short_switch_interval
 from paceline.model.tokenizer import find_tokenizer
 from paceline.planner.hardware import split_threads, usable_cores
 from paceline.runtime.local import device_of, load_backend, with_sections
@@ -132,7 +132,7 @@ def embedded_engine(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]
         changes |= {"adapters": 1, "adapter_rank": lora.rank}
     engine = backend.engine(with_sections(config, engine=changes), _grammars(tokenizer, ends), alone=True)
     try:
-        with backend.at_work(), quick_handover(backend.device):
+        with backend.compute_settings(), short_switch_interval(backend.device):
             engine.start()
             yield engine, ends
     finally:
@@ -144,7 +144,7 @@ def embedded_scorer(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
     """A scorer in this process: no cache, no decode loop."""
     if uses_mlx(config.backend):
         raise PacelineError('--scores-only computes as the trainer of torch does: set backend = "torch"')
-    from paceline.model import load_model, small_products
+    from paceline.model import avoid_onednn_on_arm, load_model
     from paceline.runtime.scorer import Scorer
     from paceline.runtime.torch_backend import pick_device
 
@@ -156,7 +156,7 @@ def embedded_scorer(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
         model, budget if isinstance(budget, int) else SCORED_AT_ONCE, fp32_head=config.model.fp32_head, threads=threads
     )
     try:
-        with small_products(model.dtype), quick_handover(model.device.type):
+        with avoid_onednn_on_arm(model.dtype), short_switch_interval(model.device.type):
             scorer.start()
             yield scorer, ends
     finally:

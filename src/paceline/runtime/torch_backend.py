@@ -25,7 +25,7 @@ from paceline.engine import EmbeddedEngine
 from paceline.engine.base import Grammar
 from paceline.engine.sequence import GrammarMatcher
 from paceline.errors import PacelineError
-from paceline.model import attach_lora, clone_for_engine, load_model, small_products
+from paceline.model import attach_lora, avoid_onednn_on_arm, clone_for_engine, load_model
 from paceline.model.background_compile import BackgroundCompile, has_cached_code
 from paceline.model.dtypes import dtype_name
 from paceline.model.source import resolve
@@ -150,9 +150,9 @@ class TorchBackend:
         model = self.model if config.model.lora is None else clone_for_engine(self.model, config.model)
         return torch_trainer(config, attach_lora(model, config.model, config.seed), dumps)
 
-    def at_work(self) -> AbstractContextManager[object]:
-        """Held while engine and trainer run."""
-        return small_products(self.model.dtype)
+    def compute_settings(self) -> AbstractContextManager[object]:
+        """Settings of the library that hold while engine and trainer run."""
+        return avoid_onednn_on_arm(self.model.dtype)
 
 
 def _prepare_kernels() -> None:

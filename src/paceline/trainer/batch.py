@@ -106,8 +106,8 @@ def cost_of(model: "PreTrainedConfig") -> Cost:
     return Cost(2.0 * shape.active_parameters, 2.0 * shape.layers * shape.heads * shape.head_dim)
 
 
-STREAMS = ("versions", "advantages", "ref_logprobs", "base_logprobs", "prox_logprobs", "kv_kept")
-SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "policy_scale")
+STREAMS = ("versions", "advantages", "teacher_logprobs", "kl_ref_logprobs", "prox_logprobs", "kv_kept")
+SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "unweighted_scale")
 
 
 def trained_positions(micro_batch: MicroBatch) -> NDArray:

@@ -161,10 +161,10 @@ class Critic:
 
     def _targets(self, micro_batch: MicroBatch, targets: Sequence[ValueTargets]) -> tuple[NDArray, list[NDArray]]:
         """Places of a micro-batch that train, and of each its value at the batch's start, its return and its scale."""
-        positions = micro_batch.policy_scale.nonzero()[0]
+        positions = micro_batch.unweighted_scale.nonzero()[0]
         own = [targets[i] for i in micro_batch.members]
         old, returns = _concatenate(x.values for x in own), _concatenate(x.returns for x in own)
-        scales = micro_batch.policy_scale
+        scales = micro_batch.unweighted_scale
         return positions, [stream[positions].astype(np.float32) for stream in (old, returns, scales)]
 
     def _explained_variance(self, targets: Sequence[ValueTargets]) -> dict[str, float]:

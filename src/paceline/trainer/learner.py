@@ -39,12 +39,12 @@ from paceline.trainer.backend import NamedLosses, Optimizer, PolicyBackend, sche
 from paceline.trainer.batch import DUMMY_PACK, Batch, collate_bins, scales_of, score_samples
 from paceline.trainer.checkpoint import strip_prefix
 from paceline.trainer.critic import Critic
-from paceline.trainer.loss import NAMES, TERMS, Loss, LossStats, TokenLosses, metrics
+from paceline.trainer.loss import STAT_NAMES, TERMS, Loss, LossStats, TokenLosses, metrics
 from paceline.trainer.reference import KLReference, subtract_kl
 from paceline.trainer.terms import TrainedTokens, stack
 from paceline.weights.update import Array
 
-SCALE_OF = {"rl": "policy_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
+SCALE_OF = {"rl": "unweighted_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
 """The scale that marks a component's tokens."""
 ONE = np.ones((len(COMPONENTS), 2))
 
@@ -93,12 +93,12 @@ class StreamedBatch:
 
     def finish(self, totals: NDArray) -> NDArray:
         """Leave the batch's gradient with the optimizer, by the counts of all ranks; answers with the share that each
-        of `loss.NAMES` has yet to be multiplied by."""
-        shares = np.ones(len(NAMES))
+        of `loss.STAT_NAMES` has yet to be multiplied by."""
+        shares = np.ones(len(STAT_NAMES))
         for name, (tokens, rollouts) in zip(COMPONENTS, totals, strict=True):
             share = 1 / max(1.0, float(tokens if self._config.normalise == "token" else rollouts))
             self._optimizer.add_gradients(self._gradients.pop(name, {}), share)
-            shares[[NAMES.index(f"loss_{term}") for term in TERMS[name]]] = share
+            shares[[STAT_NAMES.index(f"loss_{term}") for term in TERMS[name]]] = share
         return shares
 
 
@@ -113,7 +113,7 @@ class StepOutcome:
     """One optimizer step."""
 
     sums: NDArray
-    """Of all its tokens, in the order of `loss.NAMES`."""
+    """Of all its tokens, in the order of `loss.STAT_NAMES`."""
     grad_norm: float
     micro_batches: int
     trouble: str = ""
@@ -293,8 +293,8 @@ class Learner:
 
     def _check(self, sample: Sample) -> None:
         pulled = sample.ref_kl_weights is not None and sample.ref_kl_weights[sample.loss_mask].any()
-        if pulled and sample.ref_logprobs is None:
-            raise TrainerError(f"{sample.where}: tokens train with ref_kl but carry no `ref_logprobs`")
+        if pulled and sample.teacher_logprobs is None:
+            raise TrainerError(f"{sample.where}: tokens train with ref_kl but carry no `teacher_logprobs`")
         if sample.advantages is not None or not sample.rl.any():
             return
         if sample.rewards is None:
@@ -322,12 +322,12 @@ class Learner:
             later = batch.cuts[0 if shaping else 1 :]
             started = {i for cut in later for i in all_members(cut) if samples[i].rl.any()}
         prox = scores(started)
-        lacking = {i for i, s in enumerate(samples) if s.base_logprobs is None and s.rl.any()}
+        lacking = {i for i, s in enumerate(samples) if s.kl_ref_logprobs is None and s.rl.any()}
         if self._reference is not None and lacking:
             with self._reference.in_place():
-                base = scores(lacking)
-            for i, stream in base.items():
-                samples[i] = samples[i].with_streams(base_logprobs=stream)
+                ref = scores(lacking)
+            for i, stream in ref.items():
+                samples[i] = samples[i].with_streams(kl_ref_logprobs=stream)
         if shaping and kl is not None:
             unscored = {i for i, s in enumerate(samples) if s.logprobs is None and i not in started}
             given = {i: stream for i in batch.own if (stream := samples[i].logprobs) is not None}
@@ -398,10 +398,11 @@ class Learner:
         return self._outcome(sums)
 
     def _outcome(self, sums: Sequence[LossStats], shares: NDArray | float = 1.0) -> StepOutcome:
-        """Of micro-batches that ran, their sums by shares still to be taken. A GPU is not waited for before its norm is
-        on its way. A micro-batch in which nothing trains may have no sums."""
+        """The sums of micro-batches that ran, times `shares` (those of a streamed batch were divided by a guess of its
+        normalisers), and the clipped norm of their gradient. The norm is computed first, so that a GPU is waited for
+        once. A micro-batch in which nothing trains may have no sums."""
         norm, computed = self.policy.clip(), [one for one in sums if one.values]
-        totals = self.policy.sum(LossStats.total(computed) if computed else np.zeros(len(NAMES)))
+        totals = self.policy.sum(LossStats.total(computed) if computed else np.zeros(len(STAT_NAMES)))
         return StepOutcome(totals * shares, float(norm), len(sums))
 
     def _take_step(self, outcome: StepOutcome, trains: bool) -> StepOutcome:

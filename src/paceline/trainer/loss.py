@@ -1,13 +1,13 @@
 """The loss: one sum over terms, each token already scaled by its normaliser.
 
     sum_t  rl_scale_t * rl_t  +  ce_scale_t * ce_t  +  ref_kl_scale_t * ref_kl_t
-         + policy_scale_t * (kl_coef * kl_t - entropy_coef * H_t)
+         + unweighted_scale_t * (kl_coef * kl_t - entropy_coef * H_t)
 
     rl      the policy loss (`trainer.loss`)        ref_kl  reverse KL to a teacher: on-policy distillation
     ce      cross entropy on given tokens           kl      KL penalty towards a reference (`trainer.kl`)
 
-`policy_scale` is the rl normaliser on rl tokens, without the weights that an algorithm gave them. The second line is
-off by default. Which token carries which scale is the algorithm's choice, made long before; nothing here knows its
+`unweighted_scale` is the rl normaliser on rl tokens, without the weights that an algorithm gave them. The second line
+is off by default. Which token carries which scale is the algorithm's choice, made long before; nothing here knows its
 name.
 """
 
@@ -57,37 +57,42 @@ class Loss:
         """The same, term by term."""
         losses = self.per_token(tokens)
         parts = {name: values.sum() for name, values in losses.scaled().items()}
-        assert all(f"loss_{name}" in NAMES for name in parts), "a term that no sum reports"
+        assert all(f"loss_{name}" in STAT_NAMES for name in parts), "a term that no sum reports"
         with no_grad(tokens.logprobs):
             sums = LossStats.from_tokens(tokens, losses, parts, version, first)
         return parts, sums
 
     def per_token(self, tokens: TrainedTokens) -> "TokenLosses":
         """The losses of each token alone, before anything is added up."""
-        sampled = Ratio.from_logprobs(tokens.logprobs, tokens.sampling_logprobs)
-        ratio = sampled if self._config.proximal is None else Ratio.from_logprobs(tokens.logprobs, tokens.old_logprobs)
+        ratio = sampler_ratio = Ratio.from_logprobs(
+            tokens.logprobs, tokens.or_policy_where_nan(tokens.rollout_logprobs)
+        )
+        if self._config.proximal is not None:
+            ratio = Ratio.from_logprobs(tokens.logprobs, tokens.or_policy_where_nan(tokens.prox_logprobs))
         rl, rl_clipped = self._rl(ratio, tokens)
         if self._config.proximal is not None:
             rl = rl * importance(self._config.proximal, tokens)
-        ref_kl, ref_clipped = ref_kl_term(sampled, tokens)
+        ref_kl, ref_clipped = ref_kl_term(sampler_ratio, tokens)
         terms = {"rl": rl, "ce": -tokens.logprobs, "ref_kl": ref_kl}
         scales = {"rl": tokens.rl_scale, "ce": tokens.ce_scale, "ref_kl": tokens.ref_kl_scale}
         if self._kl is not None and self._config.kl is not None:
-            terms["kl"] = self._config.kl.coef * self._kl(tokens.logprobs, tokens.reference_logprobs)
+            terms["kl"] = self._config.kl.coef * self._kl(
+                tokens.logprobs, tokens.or_policy_where_nan(tokens.kl_ref_logprobs)
+            )
         if self._config.entropy_coef:
             terms["entropy"] = -self._config.entropy_coef * tokens.entropy
-        skipped = self._skip_mask(sampled, tokens)
+        skipped = self._skip_mask(sampler_ratio, tokens)
         unskipped = ~skipped[tokens.segments]
-        scales |= {name: tokens.policy_scale for name in terms if name not in scales}
+        scales |= {name: tokens.unweighted_scale for name in terms if name not in scales}
         return TokenLosses(terms, scales, {"rl": rl_clipped, "ref_kl": ref_clipped}, ratio, skipped, unskipped)
 
-    def _skip_mask(self, sampled: Ratio, tokens: TrainedTokens) -> Array:
+    def _skip_mask(self, ratio: Ratio, tokens: TrainedTokens) -> Array:
         """Sequences so many of whose tokens are far from the sampler that nothing in them can be trusted. Decided per
         sequence, so that it does not depend on how a batch is split; skipped tokens still count in the normaliser."""
         threshold, (low, high) = self._config.clip_skip_threshold, SKIP_RANGE
         with no_grad(tokens.logprobs):
-            far = (sampled.value < low) | (sampled.value > high)
-            outside, counts = tokens.per_sequence(where(far, ones_like(sampled.value), 0.0))
+            far = (ratio.value < low) | (ratio.value > high)
+            outside, counts = tokens.per_sequence(where(far, ones_like(ratio.value), 0.0))
             return outside / counts > (inf if threshold is None else threshold)
 
 
@@ -115,15 +120,16 @@ class TokenLosses:
 
 TERMS = {"rl": ("rl", "kl", "entropy"), "ce": ("ce",), "ref_kl": ("ref_kl",)}
 """Terms of the loss that a component's normaliser divides: KL and entropy go by the rl tokens."""
-NAMES = (
+STAT_NAMES = (
     *(f"loss_{part}" for part in ("rl", "ce", "ref_kl", "kl", "entropy")),
-    *("rl", "ce", "ref_kl", "based", "fresh", "kept", "stale", "skipped"),
-    *("ratio", "ppo_kl", "clipped", "entropy", "mismatch", "kv_kept", "drift", "nll", "pull", "ref_kl_clipped", "kl"),
+    *("num_rl", "num_ce", "num_ref_kl", "num_with_kl_ref", "num_fresh", "num_kv_kept", "num_stale", "num_skipped"),
+    *("ratio", "ppo_kl", "clipped", "entropy"),  # over the rl tokens
+    *("mismatch", "kv_kept", "drift"),  # over fresh, kv_kept and stale tokens: r - log r - 1, r = prox / rollout
+    *("nll", "teacher_kl", "ref_kl_clipped", "kl"),  # over ce, ref_kl, ref_kl and with_kl_ref tokens
 )
-"""First the scaled terms. Then counts: of tokens by component, of rl tokens with a reference's log probability (based),
-of the current version with its own KV cache (fresh) or an older one's (kept), of older versions (stale), and of skipped
-sequences. Then sums over them: ratio, ppo_kl, clipped and entropy over rl, mismatch over fresh, kv_kept over kept,
-drift over stale, nll over ce, pull and ref_kl_clipped over ref_kl, kl over based."""
+"""First the scaled terms. Then counts: of tokens by component; of rl tokens with a KL reference's log probability, of
+the current version with its own KV cache (fresh) or an older version's (kv_kept), and of older versions (stale); and of
+skipped sequences. Then sums over these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,67 +142,71 @@ class LossStats:
     def from_tokens(
         cls, tokens: TrainedTokens, losses: TokenLosses, parts: Mapping[str, Array], version: int, first: bool
     ) -> "LossStats":
-        rl, ce, ref = (scale != 0 for scale in (tokens.rl_scale, tokens.ce_scale, tokens.ref_kl_scale))
-        based = rl & ~isnan(tokens.base_logprobs)
-        started = rl & (~isnan(tokens.prox_logprobs) | first)
-        present = started & (tokens.versions == version)
-        kept = zeros_like(rl) if tokens.kv_kept is None else present & tokens.kv_kept
-        fresh = present & ~kept
-        stale = started & (tokens.versions < version) & (tokens.versions >= 0) & ~isnan(tokens.rollout_logprobs)
-        apart = Ratio.from_logprobs(tokens.old_logprobs, tokens.sampling_logprobs).divergence()
+        rl, ce, distilled = (scale != 0 for scale in (tokens.rl_scale, tokens.ce_scale, tokens.ref_kl_scale))
+        prox, rollout = (tokens.or_policy_where_nan(x) for x in (tokens.prox_logprobs, tokens.rollout_logprobs))
+        divergence = Ratio.from_logprobs(prox, rollout).divergence()
+        with_prox = rl & (~isnan(tokens.prox_logprobs) | first)
+        current = with_prox & (tokens.versions == version)
+        kv_kept = zeros_like(rl) if tokens.kv_kept is None else current & tokens.kv_kept
+        fresh = current & ~kv_kept
+        stale = with_prox & (tokens.versions < version) & (tokens.versions >= 0) & ~isnan(tokens.rollout_logprobs)
+        with_kl_ref = rl & ~isnan(tokens.kl_ref_logprobs)
         means = {
             "ratio": (rl, losses.ratio.value),
             "ppo_kl": (rl, losses.ratio.divergence()),
             "clipped": (rl, losses.clipped["rl"]),
             "entropy": (rl, tokens.entropy),
-            "mismatch": (fresh, apart),
-            "kv_kept": (kept, apart),
-            "drift": (stale, apart),
+            "mismatch": (fresh, divergence),
+            "kv_kept": (kv_kept, divergence),
+            "drift": (stale, divergence),
             "nll": (ce, -tokens.logprobs),
-            "pull": (ref, tokens.logprobs - tokens.ref_logprobs),
-            "ref_kl_clipped": (ref, losses.clipped["ref_kl"]),
-            "kl": (based, k3(tokens.logprobs, tokens.reference_logprobs)),
+            "teacher_kl": (distilled, tokens.logprobs - tokens.teacher_logprobs),
+            "ref_kl_clipped": (distilled, losses.clipped["ref_kl"]),
+            "kl": (with_kl_ref, k3(tokens.logprobs, tokens.or_policy_where_nan(tokens.kl_ref_logprobs))),
         }
-        masks = {"rl": rl, "ce": ce, "ref_kl": ref, "based": based, "fresh": fresh, "kept": kept, "stale": stale}
-        values = {f"loss_{name}": total(part) for name, part in parts.items()} | {"skipped": total(losses.skipped)}
-        values |= {name: total(mask) for name, mask in masks.items()}
+        masks = {"rl": rl, "ce": ce, "ref_kl": distilled, "with_kl_ref": with_kl_ref}
+        masks |= {"fresh": fresh, "kv_kept": kv_kept, "stale": stale, "skipped": losses.skipped}
+        values = {f"loss_{name}": total(part) for name, part in parts.items()}
+        values |= {f"num_{name}": total(mask) for name, mask in masks.items()}
         values |= {n: total(where(mask, x, 0.0)) for n, (mask, x) in means.items()}
         return cls(values)
 
     @staticmethod
     def total(sums: Sequence["LossStats"]) -> Array:
-        """All of them in one vector, in the order of `NAMES`."""
+        """All of them in one vector, in the order of `STAT_NAMES`."""
         zero = zeros_like(next(iter(sums[0].values.values())))
-        return stack([stack([s.values.get(name, zero) for name in NAMES]) for s in sums]).sum(0)
+        return stack([stack([s.values.get(name, zero) for name in STAT_NAMES]) for s in sums]).sum(0)
 
 
 def _drift(s: Mapping[str, float]) -> float:
     """How far the weights have moved since older tokens were sampled: the mean of r - log r - 1 over rl tokens of older
     versions, r = the batch's start / the sampler, less the same mean over the step's fresh tokens. Fresh tokens differ
     by numerics alone; older ones differ by that too, so it is subtracted. Without fresh tokens nothing is."""
-    numerics = s["mismatch"] / s["fresh"] if s["fresh"] else 0.0
-    return max(0.0, s["drift"] / s["stale"] - numerics) if s["stale"] else 0.0
+    numerics = s["mismatch"] / s["num_fresh"] if s["num_fresh"] else 0.0
+    return max(0.0, s["drift"] / s["num_stale"] - numerics) if s["num_stale"] else 0.0
 
 
 MEANS = {
     "rl": {"ratio": "ratio", "ppo_kl": "ppo_kl", "clip_fraction": "clipped", "entropy": "entropy"},
     "fresh": {"mismatch_kl": "mismatch", "mismatch/numerics": "mismatch"},
-    "kept": {"mismatch/kv_kept": "kv_kept"},
-    "based": {"kl": "kl"},
+    "kv_kept": {"mismatch/kv_kept": "kv_kept"},
+    "with_kl_ref": {"kl": "kl"},
     "ce": {"nll": "nll"},
-    "ref_kl": {"ref_kl": "pull", "ref_kl/clip_fraction": "ref_kl_clipped"},
+    "ref_kl": {"ref_kl": "teacher_kl", "ref_kl/clip_fraction": "ref_kl_clipped"},
 }
 """By the count that they are divided by: public names of means, and the sums they are made of."""
 
 
 def metrics(totals: NDArray, steps: int) -> dict[str, float]:
     """Means under their public names over the optimizer steps of a batch; components without tokens are left out."""
-    s = dict(zip(NAMES, totals.tolist(), strict=True))
+    s = dict(zip(STAT_NAMES, totals.tolist(), strict=True))
     loss = {part: s[f"loss_{part}"] / steps for part in ("rl", "ce", "ref_kl", "kl", "entropy")}
     out = {"loss": sum(loss.values())}
-    out |= {f"loss/{part}": loss[part] for part in ("rl", "ce", "ref_kl") if s[part]}
-    out |= {public: s[name] / s[count] for count, means in MEANS.items() if s[count] for public, name in means.items()}
-    if s["rl"]:
+    out |= {f"loss/{part}": loss[part] for part in ("rl", "ce", "ref_kl") if s[f"num_{part}"]}
+    for tokens, means in MEANS.items():
+        if count := s[f"num_{tokens}"]:
+            out |= {public: s[name] / count for public, name in means.items()}
+    if s["num_rl"]:
         out |= {f"loss/{part}": loss[part] for part in ("kl", "entropy") if loss[part]}
-        out |= {"skipped_samples": s["skipped"], "mismatch/staleness": _drift(s)}
+        out |= {"skipped_samples": s["num_skipped"], "mismatch/staleness": _drift(s)}
     return out

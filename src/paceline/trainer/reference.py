@@ -73,7 +73,7 @@ class KLReference:
 def subtract_kl(sample: Sample, policy: NDArray, c: config.KLConfig) -> Sample:
     """K1 shaping: from the advantages, coef times the mean over the sampled tokens of log pi - log ref, clipped to
     +-kl_max. The policy here is what it was when the batch began, so nothing flows back through it."""
-    mask, base = sample.loss_mask, sample.base_logprobs
+    mask, base = sample.loss_mask, sample.kl_ref_logprobs
     if sample.advantages is None or base is None or not mask.any():
         return sample
     k1 = float(np.mean(policy[mask].astype(np.float64) - base[mask]))

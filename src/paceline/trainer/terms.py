@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO, REF_KL_TRUST
+from paceline.data.sample import RENAMED_STREAMS
 from paceline.errors import TrainerError
 from paceline.util.importing import import_object
+from paceline.util.lazy_import import renamed_attributes
 from paceline.util.user_code import user_code
 from paceline.weights.update import Array
 
@@ -99,19 +101,21 @@ class TrainedTokens:
     logprobs: Array
     """log pi, the policy in training. It and `entropy` alone may have a gradient."""
     rollout_logprobs: Array
-    """log mu, recorded by the engine; NaN where another model sampled the token, which makes the ratio 1."""
+    """log mu, recorded by the engine (`Sample.logprobs`); NaN where a frozen model sampled: the ratio is 1 there."""
     prox_logprobs: Array
-    """The policy at the batch's start; NaN where it still is the policy in training."""
+    """The policy at the batch's start; NaN where no pass computed them: in the first optimizer step it is the policy in
+    training."""
     advantages: Array
-    ref_logprobs: Array
-    """A teacher's."""
-    base_logprobs: Array
+    teacher_logprobs: Array
+    """The teacher's, of `ref_kl`."""
+    kl_ref_logprobs: Array
     """The KL reference's; NaN where there is none."""
     rl_scale: Array
-    """By what each component's loss of a token is multiplied: its weight over the batch's normaliser. 0 trains not."""
+    """By what each component's loss of a token is multiplied: its weight over the batch's normaliser. A token with 0 is
+    not in the loss."""
     ce_scale: Array
     ref_kl_scale: Array
-    policy_scale: Array
+    unweighted_scale: Array
     """The same for what belongs to no component, KL and entropy: of the rl tokens, without their weights."""
     entropy: Array
     versions: Array
@@ -127,21 +131,6 @@ class TrainedTokens:
         """Where the rl component trains."""
         return self.rl_scale != 0
 
-    @property
-    def sampling_logprobs(self) -> Array:
-        """log mu; the policy's own where another model sampled."""
-        return self._or_policy(self.rollout_logprobs)
-
-    @property
-    def old_logprobs(self) -> Array:
-        """The policy at the batch's start. In the first optimizer step that is the policy itself: no second pass."""
-        return self._or_policy(self.prox_logprobs)
-
-    @property
-    def reference_logprobs(self) -> Array:
-        """The KL reference's; the policy's own where there is none."""
-        return self._or_policy(self.base_logprobs)
-
     def per_sequence(self, values: Array) -> tuple[Array, Array]:
         """Sum over each sequence's rl tokens, and how many these are (1 at least)."""
         sums, counts = (
@@ -149,8 +138,9 @@ class TrainedTokens:
         )
         return sums, clip(counts, 1.0, None)
 
-    def _or_policy(self, stream: Array) -> Array:
-        return where(isnan(stream), stop(self.logprobs), stream)
+    def or_policy_where_nan(self, logprobs: Array) -> Array:
+        """Log probabilities with the policy's own, without gradient, in place of NaN."""
+        return where(isnan(logprobs), stop(self.logprobs), logprobs)
 
 
 Term = tuple[Array, Array]
@@ -218,15 +208,19 @@ class Streams:
 
     logprobs: Array
     """log pi: the only one with a gradient."""
-    behaviour_logprobs: Array
+    rollout_logprobs: Array
     """The sampler's; the policy's own where the sampler was frozen."""
     log_ratio: Array
-    """log pi - log old, clamped, with its gradient. old is the sampler, or under `proximal` the batch's start."""
+    """log pi - log old, clamped, with its gradient. old is the sampler, or under `proximal` the policy at the batch's
+    start."""
     advantages: Array
-    ref_logprobs: Array
-    base_logprobs: Array
+    teacher_logprobs: Array
+    kl_ref_logprobs: Array
     """The KL reference's; the policy's own where there is none."""
     versions: Array
+
+    if not TYPE_CHECKING:
+        __getattr__ = renamed_attributes({"behaviour_logprobs": "rollout_logprobs"} | RENAMED_STREAMS)
 
 
 def custom(fn: Callable[..., Array], c: config.CustomLossConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
@@ -234,11 +228,11 @@ def custom(fn: Callable[..., Array], c: config.CustomLossConfig, ratio: Ratio, t
     loss = zeros_like(tokens.logprobs)
     columns = (
         tokens.logprobs,
-        tokens.sampling_logprobs,
+        tokens.or_policy_where_nan(tokens.rollout_logprobs),
         ratio.log,
         tokens.advantages,
-        tokens.ref_logprobs,
-        tokens.reference_logprobs,
+        tokens.teacher_logprobs,
+        tokens.or_policy_where_nan(tokens.kl_ref_logprobs),
     )
     for number, name in enumerate(tokens.names):
         at = flatnonzero(tokens.rl & (tokens.segments == number))
@@ -275,49 +269,50 @@ def _clipped_loss(r: Array, advantages: Array, low: float, high: float) -> Term:
 
 
 def ref_kl_term(ratio: Ratio, tokens: TrainedTokens) -> Term:
-    """Reverse KL to a teacher as a policy gradient: -sg[log ref - log pi] * pi / mu, in dppo's trust region."""
-    pull = stop(tokens.ref_logprobs - tokens.logprobs)
-    dropped = where(pull > 0, ratio.difference > REF_KL_TRUST, ratio.difference < -REF_KL_TRUST)
-    return -pull * ratio.value * ~dropped, dropped
+    """Reverse KL to a teacher as a policy gradient: -sg[log teacher - log pi] * pi / mu, in dppo's trust region."""
+    advantage = stop(tokens.teacher_logprobs - tokens.logprobs)
+    dropped = where(advantage > 0, ratio.difference > REF_KL_TRUST, ratio.difference < -REF_KL_TRUST)
+    return -advantage * ratio.value * ~dropped, dropped
 
 
 def importance(c: config.ProximalConfig, tokens: TrainedTokens) -> Array:
-    """sg[min(rho, cap)] with rho = start / mu: the decoupled objective (arXiv 2110.00641, for language models
-    2505.24298) steps from the batch's start, and this weight says who really sampled.
+    """sg[min(rho, cap)] with rho = prox / mu: the decoupled objective (arXiv 2110.00641, for language models
+    2505.24298) clips around the policy at the batch's start, and this weight corrects for the policy that sampled.
 
-    At sequence level rho is the product over the sequence's rl tokens, or their geometric mean. A frozen sampler has no
-    rho; the policy, which stands in for it elsewhere, has left the start behind.
+    At sequence level rho is the product over the sequence's rl tokens, or their geometric mean. It is 1 where a frozen
+    model sampled, whose log probabilities are unknown.
     """
-    log = stop(where(isnan(tokens.rollout_logprobs), 0.0, tokens.old_logprobs - tokens.sampling_logprobs))
+    mu = tokens.rollout_logprobs
+    log = stop(where(isnan(mu), 0.0, tokens.or_policy_where_nan(tokens.prox_logprobs) - mu))
     if c.level == "sequence":
         sums, counts = tokens.per_sequence(log)
         log = (sums / counts if c.geometric else sums)[tokens.segments]
     return clip(exp(clip(log, -MAX_LOG_RATIO, MAX_LOG_RATIO)), None, c.cap)
 
 
-def k1(logprobs: Array, base: Array) -> Array:
+def k1(logprobs: Array, ref: Array) -> Array:
     """d = log pi - log ref. Its own derivative, that of log pi, averages to zero whatever the reference says; the
     gradient of its mean is d * grad log pi, so that is the gradient it gets."""
-    d = stop(_log_difference(logprobs, base))
+    d = stop(_log_difference(logprobs, ref))
     return d * (1 + logprobs - stop(logprobs))
 
 
-def k2(logprobs: Array, base: Array) -> Array:
+def k2(logprobs: Array, ref: Array) -> Array:
     """d^2 / 2: biased as a value, and differentiating it plainly gives the same d * grad log pi (arXiv 2510.01555)."""
-    return square(_log_difference(logprobs, base)) / 2
+    return square(_log_difference(logprobs, ref)) / 2
 
 
-def k3(logprobs: Array, base: Array) -> Array:
+def k3(logprobs: Array, ref: Array) -> Array:
     """e^-d + d - 1: unbiased and never negative, the penalty of GRPO (arXiv 2402.03300)."""
-    d = _log_difference(logprobs, base)
+    d = _log_difference(logprobs, ref)
     return exp(-d) + d - 1
 
 
 KL_TERMS: dict[str, Callable[[Array, Array], Array]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def _log_difference(logprobs: Array, base: Array) -> Array:
-    return clip(logprobs - base, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+def _log_difference(logprobs: Array, ref: Array) -> Array:
+    return clip(logprobs - ref, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 # -- reasons: the comparisons above with one token's numbers ----------------------------------------------------------
@@ -338,7 +333,7 @@ def find_clipped(
         d = float(difference[at])
         if component == "rl":
             sequence = float(np.exp(np.log(ratio[rl].astype(np.float64)).mean()))
-            return _rl_rule(c, float(ratio[at]), sequence, d, advantages[at] > 0)
+            return _rl_clip_reason(c, float(ratio[at]), sequence, d, advantages[at] > 0)
         return (
             f"dropped: its probability already {_direction(d)} by more than {REF_KL_TRUST:g} since it was sampled, the "
             "way the teacher pulls"
@@ -347,7 +342,7 @@ def find_clipped(
     return [(int(at), name, rule(name, at)) for name, mask in clipped.items() for at in np.flatnonzero(mask)]
 
 
-def _rl_rule(c: config.LossConfig, r: float, s: float, d: float, up: bool) -> str:
+def _rl_clip_reason(c: config.LossConfig, r: float, s: float, d: float, up: bool) -> str:
     match c:
         case config.DPPOConfig():
             name = "high" if up else "low"

@@ -55,3 +55,16 @@ def renamed_getattr(module: str, names: Mapping[str, str]) -> Callable[[str], No
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return missing
+
+
+def renamed_attributes(names: Mapping[str, str]) -> Callable[[object, str], NoReturn]:
+    """A class's `__getattr__` that knows what its attributes are called now. Hide it from type checkers, which would
+    take every name for known."""
+
+    def missing(self: object, name: str) -> NoReturn:
+        new, kind = names.get(name), type(self).__name__
+        raise AttributeError(
+            f"`{name}` of {kind} is called `{new}` now" if new else f"{kind} has no `{name}`", name=name
+        )
+
+    return missing

@@ -27,7 +27,7 @@ TENTHS = st.integers(-30, 30).map(lambda n: n / 10)
 
 def group(rewards, lengths: tuple[int, ...] = (2, 1)) -> Group:
     rollouts = [rollout(reward, lengths, member) for member, reward in enumerate(rewards)]
-    return Group(ticket=TICKET, rollouts=rollouts, places=len(rollouts))
+    return Group(ticket=TICKET, rollouts=rollouts, size=len(rollouts))
 
 
 def credited(settings: config.AlgorithmConfig, rewards: list[float]) -> list[float]:
@@ -123,7 +123,11 @@ class Late(Constant):
         pass
 
 class Early(Constant):
-    def score(self, groups):
+    def finish_batch(self, groups):
+        return {}
+
+class Earlier(Constant):
+    async def score(self, groups):
         return {}
 
 class Unfinished(Algorithm):
@@ -201,7 +205,7 @@ def test_an_algorithm_class_by_path(custom):
     algorithm.assign(judged)
     assert all(np.all(s.advantages == np.where(s.loss_mask, 2.5, 0)) for s in judged.samples())
     before = judged.samples()
-    assert not asyncio.run(algorithm.score([judged]))
+    assert not asyncio.run(algorithm.finish_batch([judged]))
     assert judged.samples() == before
     algorithm.load(algorithm.state())
 
@@ -214,7 +218,8 @@ def test_an_algorithm_class_by_path(custom):
         ("Unfinished", {}, ".* abstract .*assign"),
         ("Constant", {"size": 1}, ".* unexpected keyword argument 'size'"),
         ("Late", {"value": 1}, "`assign` is called, not awaited: write it without `async`"),
-        ("Early", {"value": 1}, "`score` is awaited: write `async def score`"),
+        ("Early", {"value": 1}, "`finish_batch` is awaited: write `async def finish_batch`"),
+        ("Earlier", {"value": 1}, "`score` of an algorithm is called `finish_batch` now"),
     ],
 )
 def test_what_is_no_algorithm_is_refused(custom, name, kwargs, sentence):
@@ -268,7 +273,7 @@ COSTS = st.lists(st.tuples(EIGHTHS, st.integers(1, 4), st.integers(4, 12)), min_
 @given(COSTS, st.sampled_from(["tokens", "turns"]))
 def test_a_length_bonus_pays_those_that_pass_for_thrift(members, unit):
     """r (1 + clamp(1 - cost / mean passing cost, 0, 1)) for those that pass, r for the rest; then minus the mean."""
-    judged = Group(ticket=TICKET, rollouts=[turned(r, n, t, m) for m, (r, t, n) in enumerate(members)], places=1)
+    judged = Group(ticket=TICKET, rollouts=[turned(r, n, t, m) for m, (r, t, n) in enumerate(members)], size=1)
     build_algorithm(config.GRPOConfig(length_bonus=unit)).assign(judged)
     costs = [n if unit == "tokens" else t for _, t, n in members]
     passing = [cost for cost, (r, _, _) in zip(costs, members, strict=True) if r >= 0.5]
@@ -290,7 +295,7 @@ def test_a_batch_baseline_is_the_mean_of_the_batch_and_waits_for_it(batch, std):
         algorithm.assign(judged)
         # Equal rewards say nothing about a group here, so none may be dropped before the batch is known.
         assert not has_no_signal(judged)
-    assert not asyncio.run(algorithm.score(groups))
+    assert not asyncio.run(algorithm.finish_batch(groups))
     rewards = [reward for some in batch for reward in some]
     deviation = {"none": lambda r: 1.0, "population": statistics.pstdev, "sample": statistics.stdev}[std]
     apart = len(set(rewards)) > 1
@@ -304,7 +309,7 @@ def test_a_batch_baseline_is_each_actors_own():
     groups = [group([1.0, 5.0]), group([3.0, 7.0])]
     for judged in groups:
         judged.rollouts[1].actor = "other"
-    asyncio.run(algorithm.score(groups))
+    asyncio.run(algorithm.finish_batch(groups))
     assert [float(r.samples[0].advantages[-1]) for g in groups for r in g.rollouts] == [-1, -1, 1, 1]
 
 
@@ -312,9 +317,9 @@ def test_a_batch_baseline_is_each_actors_own():
 @given(REWARDS, REWARDS)
 def test_what_is_replayed_keeps_its_credit_and_is_no_baseline(then, now):
     algorithm, old, new = build_algorithm(config.GRPOConfig(baseline="batch")), group(then), group(now)
-    asyncio.run(algorithm.score([old]))
+    asyncio.run(algorithm.finish_batch([old]))
     before = [sample.advantages.tolist() for sample in old.samples()]
-    asyncio.run(algorithm.score([new, old]))
+    asyncio.run(algorithm.finish_batch([new, old]))
     assert [sample.advantages.tolist() for sample in old.samples()] == before
     found = [float(member.samples[0].advantages[-1]) for member in new.rollouts]
     assert found == pytest.approx([r - statistics.fmean(now) for r in now], abs=1e-5)

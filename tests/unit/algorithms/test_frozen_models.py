@@ -43,13 +43,13 @@ def test_every_sample_gets_its_own_scores_at_its_own_temperature(renderer, repli
 
     async def ask():
         reference = await ReferenceScorer.connect(REF, context(renderer, engine))
-        return await reference.add_ref_logprobs([group])
+        return await reference.add_teacher_logprobs([group])
 
     group = asked(*replies, renderer=renderer, temperature=temperature)
     assert not asyncio.run(ask())
     for sample in group.samples():
         expected = np.where(sample.loss_mask, truth(sample.token_ids.tolist(), temperature), 0)
-        np.testing.assert_allclose(sample.ref_logprobs, expected, rtol=1e-6)
+        np.testing.assert_allclose(sample.teacher_logprobs, expected, rtol=1e-6)
     assert engine.most <= REF.concurrency
 
 
@@ -59,25 +59,25 @@ def test_a_failed_score_drops_its_sample_and_nothing_else(renderer, replies):
     engine = Oracle(fears=renderer.encode("z"))
 
     async def ask():
-        return await (await ReferenceScorer.connect(REF, context(renderer, engine))).add_ref_logprobs([group])
+        return await (await ReferenceScorer.connect(REF, context(renderer, engine))).add_teacher_logprobs([group])
 
     group = asked(*replies, renderer=renderer)
     lost = asyncio.run(ask())
     assert lost == ({"teacher_failed": replies.count("z")} if "z" in replies else {})
     assert [len(rollout.samples) for rollout in group.rollouts] == [int(text != "z") for text in replies]
-    assert all(sample.ref_logprobs is not None for sample in group.samples())
+    assert all(sample.teacher_logprobs is not None for sample in group.samples())
 
 
 def test_a_teacher_that_scores_nothing_any_more_stops_the_run_with_its_cause(renderer):
     async def ask():
         reference = await ReferenceScorer.connect(REF, context(renderer, Oracle(fears=renderer.encode("z"))))
         for _ in range(MAX_EMPTY_BATCHES - 1):
-            await reference.add_ref_logprobs([asked("z", renderer=renderer)])
-        await reference.add_ref_logprobs(
+            await reference.add_teacher_logprobs([asked("z", renderer=renderer)])
+        await reference.add_teacher_logprobs(
             [asked("a", "z", renderer=renderer)]
         )  # one that works, and the count begins anew
         for _ in range(MAX_EMPTY_BATCHES):
-            await reference.add_ref_logprobs([asked("z", renderer=renderer)])
+            await reference.add_teacher_logprobs([asked("z", renderer=renderer)])
 
     with pytest.raises(AlgorithmError, match="`big` at http://there/v1 scored nothing in 3 batches: I fear this"):
         asyncio.run(ask())
@@ -88,15 +88,15 @@ def test_who_trains_once_more_is_not_asked_about_again(renderer):
 
     async def ask():
         reference = await ReferenceScorer.connect(REF, context(renderer, engine))
-        await reference.add_ref_logprobs([group])
+        await reference.add_teacher_logprobs([group])
         engine.asked.clear()
         engine.fears = set(range(200))
-        return await reference.add_ref_logprobs([group])
+        return await reference.add_teacher_logprobs([group])
 
     group = asked("ab", "cd", renderer=renderer)
     assert not asyncio.run(ask())
     assert engine.asked == []
-    assert all(sample.ref_logprobs is not None for sample in group.samples())
+    assert all(sample.teacher_logprobs is not None for sample in group.samples())
 
 
 class Gone(Oracle):
@@ -120,7 +120,7 @@ def test_a_reference_that_is_gone_is_waited_for_once_and_not_by_each_in_turn(ren
     engine = Gone(answers + 1)  # one more at the start, to see that it can score
 
     async def ask():
-        return await (await ReferenceScorer.connect(REF, context(renderer, engine))).add_ref_logprobs([group])
+        return await (await ReferenceScorer.connect(REF, context(renderer, engine))).add_teacher_logprobs([group])
 
     group = asked(*["ab"] * 40, renderer=renderer)
     assert asyncio.run(ask()) == {"teacher_failed": 40 - answers}
@@ -136,13 +136,13 @@ def test_what_stands_before_the_sampled_tokens_may_be_another_prompt(renderer):
 
     async def ask():
         reference = await ReferenceScorer.connect("policy", context(renderer, engine))
-        await reference.add_ref_logprobs([group], lambda rollout, sample: ReferencePrompt(head, cut))
+        await reference.add_teacher_logprobs([group], lambda rollout, sample: ReferencePrompt(head, cut))
 
     asyncio.run(ask())
     sequence = [*head, *sample.token_ids[cut:].tolist()]
     assert engine.asked == [(sequence, 1.0)]
     np.testing.assert_allclose(
-        group.samples()[0].ref_logprobs, [*[0.0] * cut, *truth(sequence, 1.0)[len(head) :]], rtol=1e-6
+        group.samples()[0].teacher_logprobs, [*[0.0] * cut, *truth(sequence, 1.0)[len(head) :]], rtol=1e-6
     )
 
 

@@ -25,7 +25,7 @@ def test_two_turns_are_scored_as_one_sequence_and_rewards_play_no_part(renderer)
         await algorithm.begin(context(renderer, engine))
         algorithm.assign(group)
         assert not has_no_signal(group)
-        return await algorithm.score([group])
+        return await algorithm.finish_batch([group])
 
     assert not asyncio.run(run())
     one, two = group.samples()
@@ -34,7 +34,7 @@ def test_two_turns_are_scored_as_one_sequence_and_rewards_play_no_part(renderer)
         assert (sample.advantages, sample.rl.any(), sample.ce_weights) == (None, False, None)
         np.testing.assert_array_equal(sample.ref_kl_weights, sample.loss_mask)
         expected = np.where(sample.loss_mask, truth(sample.token_ids.tolist(), 1.0), 0)
-        np.testing.assert_allclose(sample.ref_logprobs, expected, rtol=1e-6)
+        np.testing.assert_allclose(sample.teacher_logprobs, expected, rtol=1e-6)
 
 
 def test_a_teacher_at_one_temperature_only_is_refused_at_another(renderer, monkeypatch):  # noqa: F811

@@ -26,7 +26,7 @@ def taught(group, renderer, config=None, rows=ROWS, engine=None):  # noqa: F811
         algorithm = build_algorithm(config or OPSDConfig(block=SHORT))
         await algorithm.begin(context(renderer, engine or Oracle(), rows))
         algorithm.assign(group)
-        return await algorithm.score([group])
+        return await algorithm.finish_batch([group])
 
     return asyncio.run(run())
 
@@ -46,7 +46,7 @@ def test_the_sampled_ids_stand_behind_the_demonstration_as_they_were_sampled(ren
     sequence = head + before.token_ids.tolist()[len(first) :]
     assert engine.asked == [(sequence, 1.0)]
     expected = [*[0.0] * len(first), *truth(sequence, 1.0)[len(head) :]]
-    np.testing.assert_allclose(sample.ref_logprobs, np.where(sample.loss_mask, expected, 0), rtol=1e-6)
+    np.testing.assert_allclose(sample.teacher_logprobs, np.where(sample.loss_mask, expected, 0), rtol=1e-6)
 
 
 @laws
@@ -66,10 +66,10 @@ def test_no_rollout_pulls_harder_for_being_longer(renderer, replies, cap):  # no
     for sample, (_, cut) in zip(group.samples(), replies, strict=True):
         assert not sample.rl.any()
         if cut:
-            assert (sample.ref_kl_weights, sample.ref_logprobs) == (None, None)
+            assert (sample.ref_kl_weights, sample.teacher_logprobs) == (None, None)
             continue
         assert sample.ref_kl_weights.sum() == pytest.approx(mean, rel=1e-5)
-        pull = np.abs(sample.ref_logprobs - sample.logprobs)[sample.loss_mask]
+        pull = np.abs(sample.teacher_logprobs - sample.logprobs)[sample.loss_mask]
         assert pull.max() <= cap + 1e-5
         assert (sample.ref_kl_weights[sample.loss_mask] * pull).sum() <= mean * cap * (1 + 1e-5)
     assert has_no_signal(group) == all(cut for _, cut in replies)
@@ -87,13 +87,13 @@ def test_there_is_one_system_block_however_the_conversation_writes_its_own(rende
 def test_cut_replies_train_where_the_user_says_so(renderer):  # noqa: F811
     group = grouped(spoken(renderer, USER, replies=["abc"], finish="length"))
     taught(group, renderer, OPSDConfig(block=SHORT, terminated_only=False))
-    assert group.samples()[0].ref_logprobs is not None
+    assert group.samples()[0].teacher_logprobs is not None
 
 
 def test_a_frozen_teacher_may_be_shown_the_demonstration_instead(renderer):  # noqa: F811
     group, engine = grouped(spoken(renderer, USER, replies=["abc"])), Oracle()
     assert not taught(group, renderer, OPSDConfig(block=SHORT, teacher=REF), engine=engine)
-    assert group.samples()[0].ref_logprobs is not None
+    assert group.samples()[0].teacher_logprobs is not None
 
 
 @pytest.mark.parametrize(("demonstration", "text"), [

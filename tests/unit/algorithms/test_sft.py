@@ -20,7 +20,7 @@ from paceline.data import Ticket
 from paceline.envs import POLICY, Environment, Outcome
 from paceline.orchestrator import build_train_envs
 from paceline.orchestrator.admission import has_no_signal
-from paceline.orchestrator.gate import mask_stale_tokens, staleness
+from paceline.orchestrator.gate import limit_staleness, staleness
 from paceline.rollout import Renderer, Rollout, SessionMap, assemble
 from rule_scorer import Oracle, context, grouped, spoken
 
@@ -52,7 +52,7 @@ def test_every_token_trains_by_itself_and_age_is_no_matter(quick, turns, version
         np.testing.assert_array_equal(sample.ce_weights, old.loss_mask)
         np.testing.assert_array_equal(sample.token_ids, old.token_ids)
         assert staleness(sample, version) == 0
-        assert mask_stale_tokens(sample, version, 0, "drop") is sample
+        assert limit_staleness(sample, version, 0, "drop") is sample
 
 
 def test_the_teacher_speaks_in_training_and_no_other_model_is_asked(quick):

@@ -179,6 +179,14 @@ def test_odd_floats_keep_their_bits_on_the_wire(odd):
     assert bits(decode(encode([one]))[0]) == bits(one)
 
 
+def test_a_batch_of_an_earlier_version_is_read():
+    sample = Sample.as_sampled([1, 2, 3]).with_streams(teacher_logprobs=np.ones(3), kl_ref_logprobs=np.zeros(3))
+    written = encode([sample]).replace(b"\xb0teacher_logprobs", b"\xacref_logprobs")
+    (again,) = decode(written.replace(b"\xafkl_ref_logprobs", b"\xadbase_logprobs"))
+    assert again.teacher_logprobs.tolist() == [1, 1, 1]
+    assert again.kl_ref_logprobs.tolist() == [0, 0, 0]
+
+
 def test_every_truncation_of_a_batch_is_a_wire_error():
     data = encode([sample(3), sample(1, present=set())])
     for end in range(len(data)):
@@ -269,7 +277,7 @@ def test_packing_needs_at_most_the_classic_bound(lengths, budget):
     assert len(first_fit_decreasing(lengths, budget)) <= math.floor(11 / 9 * optimum(lengths, budget) + 6 / 9)
 
 
-ABSENT = {"advantages": 0, "ref_logprobs": 0, "logprobs": np.nan, "rewards": np.nan, "base_logprobs": np.nan}
+ABSENT = {"advantages": 0, "teacher_logprobs": 0, "logprobs": np.nan, "rewards": np.nan, "kl_ref_logprobs": np.nan}
 
 
 @laws
@@ -464,7 +472,7 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data(), places=st.integers(1, 8))
     def train(self, data, places):
         ticket = self.pick(data, State.BUFFERED)
-        self.ledger.train(ticket, step=5, places=places)
+        self.ledger.train(ticket, step=5, rollouts=places)
         self.places += places
         self.moved(ticket, State.TRAINED, step=5)
 
@@ -513,7 +521,7 @@ class Books(RuleBasedStateMachine):
         assert list(ledger.waiting) == sorted(t for t, s in self.state.items() if s is State.WAITING)
         for state in (State.WAITING, State.IN_FLIGHT, State.BUFFERED):
             assert ledger.count(state) == states.count(state)
-        assert (ledger.trained, ledger.trained_places) == (states.count(State.TRAINED), self.places)
+        assert (ledger.trained, ledger.trained_rollouts) == (states.count(State.TRAINED), self.places)
         assert ledger.dropped == self.reasons
         still_open = sum(ledger.count(s) for s in (State.WAITING, State.IN_FLIGHT, State.BUFFERED))
         assert ledger.drawn == len(states) == ledger.trained + ledger.dropped.total() + still_open

@@ -205,13 +205,13 @@ def byte_level(pad: str = "<pad>") -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token=pad)
 
 
-def walk(guide, tokenizer, text: str, size: int) -> bool:
-    """Whether the guide lets this text pass token by token."""
+def walk(matcher, tokenizer, text: str, size: int) -> bool:
+    """Whether the matcher lets this text pass token by token."""
     for token in tokenizer.encode(text, add_special_tokens=False):
-        if not guide.allowed_mask(size)[token]:
+        if not matcher.allowed_mask(size)[token]:
             return False
-        assert not guide.advance(token)
-    return bool(guide.allowed_mask(size)[tokenizer.eos_token_id])
+        assert not matcher.advance(token)
+    return bool(matcher.allowed_mask(size)[tokenizer.eos_token_id])
 
 
 @pytest.mark.parametrize("text", ["Straße", "日本🎉", "é", "a\u0301"])
@@ -223,22 +223,22 @@ def test_characters_of_several_bytes_pass_and_are_never_cut(text):
     assert walk(make(regex("." * len(text))), tokenizer, text, size)
     assert walk(make(schema({"const": text})), tokenizer, json.dumps(text, ensure_ascii=False), size)
     assert not walk(make(regex(re.escape(text) + "x")), tokenizer, text, size)
-    guide = make(regex("." * len(text)))
+    matcher = make(regex("." * len(text)))
     first = tokenizer.encode(text, add_special_tokens=False)[0]
-    guide.advance(first)
+    matcher.advance(first)
     if len(text[0].encode()) > 1:
-        assert not guide.allowed_mask(size)[tokenizer.convert_tokens_to_ids("a")]
+        assert not matcher.allowed_mask(size)[tokenizer.convert_tokens_to_ids("a")]
 
 
 def test_special_tokens_are_no_text_and_strange_ids_are_never_allowed():
     tokenizer = byte_level(pad="aa")
     size = len(tokenizer) + 5
-    guide = GrammarMatcherFactory(tokenizer, [tokenizer.eos_token_id])(regex("a*"))
-    allowed = guide.allowed_mask(size).nonzero()[0].tolist()
+    matcher = GrammarMatcherFactory(tokenizer, [tokenizer.eos_token_id])(regex("a*"))
+    allowed = matcher.allowed_mask(size).nonzero()[0].tolist()
     assert allowed == sorted([tokenizer.convert_tokens_to_ids("a"), tokenizer.eos_token_id])  # not the pad token `aa`
-    assert guide.allowed_mask(10).shape == (10,)
-    assert guide.advance(tokenizer.eos_token_id)
-    assert not guide.allowed_mask(size).any()
+    assert matcher.allowed_mask(10).shape == (10,)
+    assert matcher.advance(tokenizer.eos_token_id)
+    assert not matcher.allowed_mask(size).any()
 
 
 @settings(max_examples=30, deadline=None)

@@ -57,7 +57,7 @@ class EngineByHand(RuleBasedStateMachine):
         else:
             cache = SlotCache(NUMBER, slots, 8, CONTEXT, torch.int64, "cpu", **given)
         self.catalog = engine._catalog
-        self.catalog.slots["a"], self.catalog.versions["a"], self.catalog.fingerprints["a"] = 1, 0, {}
+        self.catalog.adapter_slots["a"], self.catalog.versions["a"], self.catalog.fingerprints["a"] = 1, 0, {}
         self.cache = engine._cache = cache
         self.scheduler = engine._scheduler = Scheduler(cache, prefill, deterministic, self.catalog)
         self.runner = engine._runner = SymbolicRunner(cache, depth, self.catalog)
@@ -119,7 +119,7 @@ class EngineByHand(RuleBasedStateMachine):
             versions["base"] = versions[""] = versions[""] + 1
         else:
             versions[model] += 1
-        self.scheduler.swap(model, self.on_swap == "recompute")
+        self.scheduler.on_weight_update(model, self.on_swap == "recompute")
 
     @precondition(lambda self: self.engine.steps > 20)
     @rule()
@@ -192,7 +192,7 @@ class EngineByHand(RuleBasedStateMachine):
         self.every_page_is_free_or_kept_or_held()
         assert not self.alive
         assert self.cache.usage == 0
-        assert not self.scheduler._leaders
+        assert not self.scheduler._prefix_owners
 
 
 TestEngineByHand = EngineByHand.TestCase

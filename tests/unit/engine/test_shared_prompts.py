@@ -47,7 +47,7 @@ def test_a_chunk_stands_on_its_own_tokens(seed):
         if dice.random() < 0.15:
             catalog.versions[""] += 1
             catalog.versions["base"] += 1
-            scheduler.swap(None, recompute=True)
+            scheduler.on_weight_update(None, recompute=True)
         for chunk in scheduler.schedule():
             sequence, slot = chunk.sequence, chunk.sequence.slot
             assert cache.held.get(slot, [])[: chunk.start] == sequence.tokens[: chunk.start]

@@ -81,7 +81,7 @@ def under_swaps(config: dict, seed: int) -> list[tuple[GenerateRequest, Completi
             step()
             version = engine._catalog.versions[""]
             if version < 3 and engine.steps >= moments[version]:
-                engine._swap(engine._weights.read(WeightUpdate(version + 1, weights(version + 1))))
+                engine._apply_update(engine._weights.stage(WeightUpdate(version + 1, weights(version + 1))))
 
         engine._step = stepping
         answers = await asyncio.gather(*await together(engine, wanted))
@@ -396,7 +396,7 @@ def test_an_adapter_update_leaves_the_others_alone(config, on_swap):
         def stepping():
             step()
             if update and engine.steps == 9:
-                engine._swap(engine._weights.read(adapter_update("named", 3, version=2)))
+                engine._apply_update(engine._weights.stage(adapter_update("named", 3, version=2)))
 
         engine._step = stepping
         return await asyncio.gather(*await together(engine, crowd))

@@ -27,12 +27,12 @@ from paceline.config.model import ModelConfig
 from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.model import PackedPlan, UnsupportedModel, clone_model, load_model
 from paceline.model.support import (
-    REHEARSAL,
+    CHECKED_LENGTHS,
     VERIFIED,
     AttentionShape,
     attention_shape,
+    check_numerics,
     check_supported,
-    rehearse,
     without_dropout,
 )
 
@@ -202,7 +202,7 @@ def test_nothing_runs_and_is_silently_wrong(model_type, caplog):
         assert KNOWN[model_type] in found.detail
 
 
-class TestRehearsal:
+class TestCheckNumerics:
     """What no list names, a few shuffled tokens give away."""
 
     def model(self, **settings):
@@ -210,12 +210,12 @@ class TestRehearsal:
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_it_lets_the_families_pass(self, family):
-        rehearse(tiny(family))
-        rehearse(tiny(family, dtype=torch.bfloat16))
+        check_numerics(tiny(family))
+        check_numerics(tiny(family, dtype=torch.bfloat16))
 
     def test_it_leaves_the_model_as_it_was(self):
         model = self.model()
-        rehearse(model)
+        check_numerics(model)
         assert model.config._attn_implementation == "paceline"
         packed_logprobs(model, sequences())
 
@@ -224,7 +224,7 @@ class TestRehearsal:
         forward = model.forward
         model.forward = lambda **inputs: _scaled(forward(**inputs))
         with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM.*something else"):
-            rehearse(model)
+            check_numerics(model)
 
     def test_tokens_mixed_outside_of_attention(self):
         model = self.model()
@@ -232,7 +232,7 @@ class TestRehearsal:
         forward = mlp.forward
         mlp.forward = lambda x: forward(x) + 0.5 * x.roll(1, dims=-2)
         with pytest.raises(UnsupportedModel, match="something else"):
-            rehearse(model)
+            check_numerics(model)
 
     def test_positions_counted_by_the_model_itself(self):
         model = self.model()
@@ -240,10 +240,10 @@ class TestRehearsal:
         forward = rotary.forward
         rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None])
         with pytest.raises(UnsupportedModel, match="something else"):
-            rehearse(model)
+            check_numerics(model)
         # A pack alone would not have noticed: rope is relative, and a sequence's own order is kept.
         assert largest_gap(packed_logprobs(model, sequences()), eager_logprobs(model, sequences())) < 1e-4
-        assert len(REHEARSAL) > 1
+        assert len(CHECKED_LENGTHS) > 1
 
 
 def _scaled(output):

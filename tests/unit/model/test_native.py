@@ -32,7 +32,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_a_product_is_torchs(shape, biased):
     m, n, k = shape
     x, weight, bias = numbers(m, k), numbers(n, k, seed=1), numbers(n, seed=2) if biased else None
-    mine = native.Product(kernels(), weight, bias)(x)
+    mine = native.NativeLinear(kernels(), weight, bias)(x)
     torch.testing.assert_close(mine, F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
 
 
@@ -44,7 +44,7 @@ def test_a_half_product_is_closer_than_bfloat16(shape, biased):
     m, n, k = shape
     x, weight = numbers(m, k) * torch.logspace(-20, 20, m)[:, None], numbers(n, k, seed=1).bfloat16().float()
     bias = torch.zeros(n) if biased else None
-    mine, exact = native.HalfProduct(kernels(), weight, bias)(x).double(), x.double() @ weight.double().T
+    mine, exact = native.HalfLinear(kernels(), weight, bias)(x).double(), x.double() @ weight.double().T
     rounded = x.bfloat16().double() @ weight.double().T
 
     def error(result: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ def test_a_half_product_is_closer_than_bfloat16(shape, biased):
 @half
 def test_a_half_product_adds_its_bias_and_hides_nothing():
     weight, bias = numbers(6, 24, seed=1), numbers(6, seed=2)
-    product = native.HalfProduct(kernels(), weight, bias)
+    product = native.HalfLinear(kernels(), weight, bias)
     assert torch.equal(product(torch.zeros(3, 24)), bias.expand(3, 6))
     for bad in (torch.nan, torch.inf):
         x = numbers(5, 24)
@@ -67,7 +67,7 @@ def test_a_half_product_adds_its_bias_and_hides_nothing():
 
 
 @built
-@pytest.mark.parametrize("kind", [native.Product, pytest.param(native.HalfProduct, marks=half)])
+@pytest.mark.parametrize("kind", [native.NativeLinear, pytest.param(native.HalfLinear, marks=half)])
 def test_a_rows_bits_do_not_depend_on_its_neighbours(kind):
     x, product = numbers(29, 77), kind(kernels(), numbers(50, 77, seed=1), None)
     whole = product(x)

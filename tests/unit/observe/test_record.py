@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from paceline.data import Sample, Ticket, encode
 from paceline.errors import PacelineError
 from paceline.observe.monitor import Monitors, RunPlan, RunRecorder
-from paceline.observe.record import Query, RolloutNotFound, RolloutRecorder, open_run
+from paceline.observe.record import Query, RolloutNotFound, RolloutRecorder, body, open_run
 from paceline.observe.record import rollout_recorder as keeper
 from paceline.observe.record.layout import ROW, RecordWriter
 from paceline.rollout import Rollout, Turn, assemble
@@ -145,7 +145,7 @@ def changed(draw, sample: Sample) -> Sample:
     """With streams that come in later, and sometimes cut, masked or made from scratch."""
     dice, length = np.random.default_rng(draw(st.integers(0, 99))), len(sample)
     streams = {}
-    for name in draw(st.sets(st.sampled_from(["advantages", "rewards", "ref_logprobs", "base_logprobs"]))):
+    for name in draw(st.sets(st.sampled_from(["advantages", "rewards", "teacher_logprobs", "kl_ref_logprobs"]))):
         streams[name] = dice.normal(size=length) if draw(st.booleans()) else np.where(sample.loss_mask, 0.5, 0)
     for name in draw(st.sets(st.sampled_from(["rl_weights", "ce_weights", "ref_kl_weights"]))):
         streams[name] = np.where(np.arange(length) > 0, dice.integers(0, 2, length), 0)
@@ -172,6 +172,29 @@ def test_what_is_written_is_what_is_read(tmp_path_factory, played, state):
         assert told.row.tokens == rollout.completion_length
         assert (told.row.step, told.row.env, told.row.ticket) == (3, rollout.env, rollout.ticket.number)
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_streams_of_an_earlier_version_are_read_under_their_names_of_today(tmp_path, monkeypatch, turns):
+    rollout = spoken(4, turns)
+    scores = [np.where(s.loss_mask, -0.5, 0).astype(np.float32) for s in rollout.samples]
+    rollout.samples = [
+        s.with_streams(teacher_logprobs=x, kl_ref_logprobs=2 * x) for s, x in zip(rollout.samples, scores, strict=True)
+    ]
+
+    def earlier(rollout: Rollout) -> tuple:
+        data, messages = body.encode(rollout)
+        data = data.replace(b"\xb0teacher_logprobs", b"\xacref_logprobs")
+        return data.replace(b"\xafkl_ref_logprobs", b"\xadbase_logprobs"), messages
+
+    monkeypatch.setattr(keeper, "encode", earlier)
+    with kept(tmp_path / "run") as writer:
+        writer.finished_rollouts(3, "trained", [rollout])
+    told = open_run(tmp_path / "run").rollouts.get(0)
+    assert b"base_logprobs" in (tmp_path / "run" / "record" / "rollouts.data").read_bytes()
+    for sample, x in zip(told.samples, scores, strict=True):
+        assert sample.teacher_logprobs.tolist() == x.tolist()
+        assert sample.kl_ref_logprobs.tolist() == (2 * x).tolist()
 
 
 class Mute:

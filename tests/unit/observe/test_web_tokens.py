@@ -136,7 +136,7 @@ played = st.lists(st.tuples(st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]), st.integ
 def test_the_advantage_that_is_explained_is_the_one_the_algorithm_gives(algo, members):
     ticket = Ticket(0, "env", 0, 0, 0)
     rollouts = [rollout(ticket, m, [turn([11] * length)], reward) for m, (reward, length) in enumerate(members)]
-    build_algorithm(algo).assign(Group(ticket=ticket, rollouts=rollouts, places=len(rollouts)))
+    build_algorithm(algo).assign(Group(ticket=ticket, rollouts=rollouts, size=len(rollouts)))
     peers = [SimpleNamespace(index=m, reward=r, tokens=length, turns=1) for m, (r, length) in enumerate(members)]
     for peer, made in zip(peers, rollouts, strict=True):
         recorded = float(made.samples[0].advantages[-1])
@@ -191,12 +191,12 @@ def _tokens(pi, mu, advantages, ref, scale=None, sequences=1) -> TrainedTokens:
         rollout_logprobs=column(mu),
         prox_logprobs=nan,
         advantages=column(advantages),
-        ref_logprobs=column(ref),
-        base_logprobs=column(ref),
+        teacher_logprobs=column(ref),
+        kl_ref_logprobs=column(ref),
         rl_scale=ones if scale is None else scale,
         ce_scale=ones * 0,
         ref_kl_scale=ones,
-        policy_scale=ones,
+        unweighted_scale=ones,
         entropy=ones,
         versions=torch.zeros(count, dtype=torch.int32),
         segments=torch.zeros(count, dtype=torch.long),
@@ -217,7 +217,7 @@ def test_every_term_of_a_policy_that_has_not_moved_is_the_trainers_own(loss):
         assert rl_line(loss, token).value == pytest.approx(float(judged.terms["rl"][at]), abs=1e-9)
         assert ref_kl_line(token).value == pytest.approx(float(judged.terms["ref_kl"][at]), abs=1e-9)
         for kind, term in KL_TERMS.items():
-            real = float(term(tokens.logprobs[at], tokens.base_logprobs[at]))
+            real = float(term(tokens.logprobs[at], tokens.kl_ref_logprobs[at]))
             line = kl_line(config.KLConfig(kind=kind, coef=0.5), token)
             assert line.value == pytest.approx(0.5 * real, abs=1e-9)
 

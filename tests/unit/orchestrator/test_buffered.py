@@ -22,7 +22,7 @@ def same(one: Group, other: Group) -> bool:
         [(r.turns, r.reward, dict(r.metrics), r.member, r.kind, r.error, r.ticket) for r in [*g.rollouts, *g.failed]]
         for g in (one, other)
     ]
-    return bare[0] == bare[1] and (one.ticket, one.places) == (other.ticket, other.places)
+    return bare[0] == bare[1] and (one.ticket, one.size) == (other.ticket, other.size)
 
 
 @given(st.lists(st.floats(allow_nan=False), max_size=4))

@@ -393,10 +393,10 @@ def test_where_every_group_is_filtered_the_run_goes_on_and_says_so(tmp_path, key
     assert run.reasons == {"zero_advantage": 30}
 
 
-def test_draws_that_are_shunned_are_dropped_and_not_played(tmp_path):
+def test_skipped_draws_are_dropped_and_not_played(tmp_path):
     skipped_draws = frozenset({("task", 1), ("task", 2)})
     run = lead(tmp_path, {"task": Timed(lambda draw: 1, rows=10)}, epochs=1, skipped_draws=skipped_draws)
-    assert run.reasons == {"shunned": 2}
+    assert run.reasons == {"skipped_draw": 2}
     assert [r["draw"] for r in run.tickets("trained")] == [0, 3, 4, 5, 6, 7, 8, 9]
     assert len(run.engine.noise) == 8 * GROUP
 

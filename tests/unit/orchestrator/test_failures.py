@@ -866,14 +866,14 @@ def taught(teacher, policy=FailurePolicy(), samples: int = 4):  # noqa: B008
         ref_kl_weights=[0.0, 1.0, 1.0],
     )
     rollouts = [Rollout(ticket=TICKET, member=n, samples=[sample]) for n in range(samples)]
-    batch = Group(ticket=TICKET, rollouts=rollouts, places=samples)
+    batch = Group(ticket=TICKET, rollouts=rollouts, size=samples)
 
     async def run():
         reference = ReferenceScorer(Pool([teacher]), "`teacher` at http://far:2/v1", policy)
-        return await reference.add_ref_logprobs([batch]), asyncio.get_running_loop().time()
+        return await reference.add_teacher_logprobs([batch]), asyncio.get_running_loop().time()
 
     lost, seconds = run_virtual(run())
-    assert all(sample.ref_logprobs is not None for sample in batch.samples())
+    assert all(sample.teacher_logprobs is not None for sample in batch.samples())
     return len(batch.samples()), lost, seconds
 
 

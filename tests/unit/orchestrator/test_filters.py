@@ -106,14 +106,14 @@ def judged(config: algorithm.AlgorithmConfig, members, length: LengthConfig, max
         if cut:
             made.samples[-1] = replace(made.samples[-1], ended="truncated")
         rollouts.append(made)
-    group = Group(ticket=rollouts[0].ticket, rollouts=rollouts, places=len(rollouts))
+    group = Group(ticket=rollouts[0].ticket, rollouts=rollouts, size=len(rollouts))
     filters = Filters(RunConfig(length=length, sampling=SamplingConfig(max_tokens=max_tokens)))
     filters.before_credit(group)
     found = build_algorithm(config)
     found.assign(group)
     filters.after_credit(group)
     if isinstance(config, algorithm.GRPOConfig):
-        asyncio.run(found.score([group]))
+        asyncio.run(found.finish_batch([group]))
     return group
 
 

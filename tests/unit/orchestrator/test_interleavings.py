@@ -301,7 +301,7 @@ class Life(RuleBasedStateMachine):
         assert gate.accepted + gate.running <= (gate.staleness + gate.version + 1) * batch + self.config.extra_rollouts
         assert gate.running == GROUP * ledger.count(State.IN_FLIGHT)
         in_hand = ledger.count(State.BUFFERED) - len(buffer)
-        ahead = sum(group.places for group in [*buffer.groups(), *self.conductor._dispatcher._replays])
+        ahead = sum(group.size for group in [*buffer.groups(), *self.conductor._dispatcher._replays])
         assert gate.accepted == (gate.version + (in_hand > 0)) * batch + ahead
         if not self.config.staleness and in_hand:
             assert gate.capacity == 0

@@ -21,7 +21,7 @@ from paceline.orchestrator import (
     RunStopped,
 )
 from paceline.orchestrator.evaluation import pass_at_k
-from paceline.orchestrator.gate import mask_stale_tokens, staleness
+from paceline.orchestrator.gate import limit_staleness, staleness
 from scripted_run import CoinFlips, conduct, states
 
 
@@ -205,13 +205,13 @@ def _aged(versions: list[int]) -> Sample:
 def test_staleness_counts_from_the_oldest_trained_token():
     sample = _aged([-1, 3, 5, -1, 4])
     assert staleness(sample, 6) == 3
-    assert mask_stale_tokens(sample, 6, 3, "drop") is sample
-    assert mask_stale_tokens(sample, 6, 2, "drop") is None
-    assert mask_stale_tokens(sample, 6, 2, "keep") is sample
-    masked = mask_stale_tokens(sample, 6, 2, "mask")
+    assert limit_staleness(sample, 6, 3, "drop") is sample
+    assert limit_staleness(sample, 6, 2, "drop") is None
+    assert limit_staleness(sample, 6, 2, "keep") is sample
+    masked = limit_staleness(sample, 6, 2, "mask")
     assert masked.rl.tolist() == [0, 0, 1, 0, 1]
     assert staleness(masked, 6) == 2
-    assert mask_stale_tokens(sample, 9, 2, "mask") is None
+    assert limit_staleness(sample, 9, 2, "mask") is None
     assert staleness(sample.with_streams(logprobs=None), 100) == 0
 
 
@@ -299,7 +299,7 @@ def test_batches_that_groups_cannot_fill_do_not_open_the_gate(tmp_path):
     trainer, _, conductor = conduct(tmp_path, CoinFlips(), also={"six": CoinFlips()}, **config)
     for version, batch in trainer.trained:
         assert max(version - s.versions[t] for s in batch for t in range(len(s)) if s.rl[t]) <= 1
-    left = sum(group.places for group in conductor._dispatcher._buffer.groups())
+    left = sum(group.size for group in conductor._dispatcher._buffer.groups())
     assert conductor._gate.accepted - left == 12 * 12  # each batch counted whole, and what no batch had room for
 
 

@@ -231,7 +231,7 @@ def test_groups_of_several_sizes_leave_room_for_one_another(tmp_path):
             assert places <= 12
             assert places > 12 - 4 or version >= 10  # in the end, what may still be drawn need not fill a batch
             assert {s.ticket.number for s in samples} - replays(log).keys()
-        left = sum(group.places for group in conductor._dispatcher._buffer.groups())
+        left = sum(group.size for group in conductor._dispatcher._buffer.groups())
         assert conductor._gate.accepted - left == 12 * 12
 
 
@@ -301,7 +301,7 @@ def test_a_replay_is_a_ticket_of_its_own_and_no_checkpoint_plays_it_anew():
     ledger.train(second, 2, 8)
     with pytest.raises(LedgerError, match="cannot go from"):
         ledger.train(second, 3, 8)
-    assert (ledger.drawn, ledger.trained, ledger.replayed, ledger.trained_places) == (2, 2, 1, 16)
+    assert (ledger.drawn, ledger.trained, ledger.replayed, ledger.trained_rollouts) == (2, 2, 1, 16)
     assert ledger.state()["dropped"] == {}
 
 
@@ -316,7 +316,7 @@ def remembered(number: int, version: int, places: int = 2) -> Group:
         advantages=[0.0, 1.0],
         ticket=ticket,
     )
-    return Group(ticket=ticket, rollouts=[Rollout(ticket=ticket, member=0, samples=[sample])], places=places)
+    return Group(ticket=ticket, rollouts=[Rollout(ticket=ticket, member=0, samples=[sample])], size=places)
 
 
 def test_the_memory_offers_the_newest_groups_that_are_young_enough():
@@ -332,7 +332,7 @@ def test_the_memory_offers_the_newest_groups_that_are_young_enough():
     group = memory.choose(6, 2)[0]
     for number, left in ((9, [4, 3, 1]), (10, [3, 1])):
         again = memory.reissue(group, number)
-        assert (again.ticket.number, again.places) == (number, 2)
+        assert (again.ticket.number, again.size) == (number, 2)
         again.rollouts[0].samples.clear()
         memory.remember([again])  # what it is remembered by is its first ticket
         assert offered(6, 100) == left

@@ -72,7 +72,7 @@ def test_a_bad_batch_is_undone_and_its_draws_never_train(tmp_path, monkeypatch, 
     }
     for ticket in failed[0]:
         assert ends[ticket.draw]["state"] == "dropped"
-        assert ends[ticket.draw]["reason"] == "shunned"
+        assert ends[ticket.draw]["reason"] == "skipped_draw"
     assert sorted(ends) == list(range(max(ends) + 1)) or staleness  # at staleness 0 nothing is left in between
 
 

@@ -12,13 +12,17 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import paceline
 from paceline.commands import command_parsers
 from paceline.config.keys import tables
+from paceline.data import Sample, Ticket
+from paceline.data.rollout import Group
 from paceline.runtime import selfplay
 from paceline.server.app import ROUTES
+from paceline.trainer.terms import Streams
 
 LISTED = Path(__file__).with_name("public_surface.txt")
 INHERITED = (BaseException, enum.Enum)
@@ -89,3 +93,25 @@ def test_what_was_renamed_fails_with_its_new_name():
 
 if __name__ == "__main__":
     print(*surface(), sep="\n")
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "why"),
+    [
+        (Sample.as_sampled([1, 2]), "ref_logprobs", "`ref_logprobs` of Sample is called `teacher_logprobs` now"),
+        (Sample.as_sampled([1, 2]), "colour", "Sample has no `colour`"),
+        (Group(ticket=Ticket(0, "env", 0, 0, 0), rollouts=[], size=1), "places", "of Group is called `size` now"),
+        (Streams(*np.zeros((7, 2))), "behaviour_logprobs", "of Streams is called `rollout_logprobs` now"),
+    ],
+)
+def test_attributes_that_were_renamed_fail_with_their_new_name(holder, name, why):
+    with pytest.raises(AttributeError, match=why):
+        getattr(holder, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("base_logprobs", "called `kl_ref_logprobs` now"), ("env", "Sample has no `env`")]
+)
+def test_streams_that_do_not_exist_are_refused(name, why):
+    with pytest.raises(AttributeError, match=why):
+        Sample.as_sampled([1, 2]).with_streams(**{name: np.zeros(2)})

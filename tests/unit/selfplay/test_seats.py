@@ -50,7 +50,7 @@ def credited(algorithm: Algorithm, seated: list[tuple]) -> Group:
     rollouts = [rollout(reward, member, actor, kind, parent) for actor, member, kind, parent, reward in seated]
     for one in rollouts:
         algorithm.observe(one)
-    group = Group(ticket=Ticket(4, "maze", 0, 4, 1), rollouts=rollouts, places=3)
+    group = Group(ticket=Ticket(4, "maze", 0, 4, 1), rollouts=rollouts, size=3)
     algorithm.assign(group)
     return group
 
@@ -139,9 +139,9 @@ class Signed(Algorithm):
         for one in group.rollouts:
             broadcast(one, self.mark)
 
-    async def score(self, groups):
+    async def finish_batch(self, groups):
         for one in (one for group in groups for one in group.rollouts):
-            one.samples = [s.with_streams(ref_logprobs=np.full(len(s), self.mark)) for s in one.samples]
+            one.samples = [s.with_streams(teacher_logprobs=np.full(len(s), self.mark)) for s in one.samples]
         return {"seen": len(groups), f"by {self.mark}": sum(len(group.rollouts) for group in groups)}
 
     def at(self, sample) -> np.ndarray:
@@ -157,7 +157,7 @@ def test_every_hook_reaches_the_algorithm_of_the_seat_and_order_is_kept(seated):
     for one in group.rollouts:
         one.samples = [s.with_streams(rl_weights=s.loss_mask) for s in one.samples]
     waiting = group.samples()
-    lost = asyncio.run(algorithm.score([group]))
+    lost = asyncio.run(algorithm.finish_batch([group]))
     shipped = group.samples()
     actors = Counter(2 if one.actor == "o" else 1 for one in group.rollouts)
     assert lost == {"seen": len(actors), **{f"by {mark}": count for mark, count in actors.items()}}
@@ -165,7 +165,7 @@ def test_every_hook_reaches_the_algorithm_of_the_seat_and_order_is_kept(seated):
     for sample, same, actor in zip(shipped, waiting, owners, strict=True):
         mark = 2 if actor == "o" else 1
         assert sample.token_ids is same.token_ids
-        assert {sample.ce_weights[1], sample.advantages[-1], sample.ref_logprobs[0]} == {mark}
+        assert {sample.ce_weights[1], sample.advantages[-1], sample.teacher_logprobs[0]} == {mark}
     for sample, back in zip(shipped, decode(encode(shipped)), strict=True):
         assert {name: s.tolist() for name, s in sample.streams().items()} == {
             name: s.tolist() for name, s in back.streams().items()

@@ -61,7 +61,7 @@ def rollout(reward: float, member: int = 0, actor: str = "x", kind: str = "", pa
 
 
 def group(rollouts: list[Rollout], env: str = "maze") -> Group:
-    return Group(ticket=Ticket(4, env, 0, 4, 1), rollouts=rollouts, places=len(rollouts))
+    return Group(ticket=Ticket(4, env, 0, 4, 1), rollouts=rollouts, size=len(rollouts))
 
 
 def advantage(of: Rollout) -> float:

@@ -146,7 +146,7 @@ def test_a_reference_that_starts_late_starts_where_the_policy_is(tmp_path):
 
 def test_scores_that_come_with_the_samples_are_used():
     batch = near_policy(make_batch(0, count=3, **PLAIN))
-    given = [s.with_streams(base_logprobs=s.logprobs) for s in batch]  # an endpoint's, say
+    given = [s.with_streams(kl_ref_logprobs=s.logprobs) for s in batch]  # an endpoint's, say
     trainer = made(kl=config.KLConfig(kind="k1", coef=0.5))
     metrics = asyncio.run(trainer.step(given)).metrics
     pi = plain_logprobs(tiny_model(), batch)
@@ -165,13 +165,13 @@ def test_shaping_subtracts_the_clipped_mean_log_ratio_from_the_advantages(policy
         batch = [s.with_streams(logprobs=None, versions=np.full(len(s), -1)) for s in batch]
     offsets = [0.3, -0.2, 0.05, 9.0, -9.0]
     batch = [
-        s.with_streams(base_logprobs=np.where(s.loss_mask, pi + o + rng.normal(0, 0.1, len(s)), 0))
+        s.with_streams(kl_ref_logprobs=np.where(s.loss_mask, pi + o + rng.normal(0, 0.1, len(s)), 0))
         for s, pi, o in zip(batch, now, offsets, strict=True)
     ]
     by_hand = []
     for s, pi in zip(batch, now, strict=True):
         who = s.logprobs if policy == "behaviour" else pi
-        k1 = np.mean([float(who[t]) - float(s.base_logprobs[t]) for t in range(len(s)) if s.loss_mask[t]])
+        k1 = np.mean([float(who[t]) - float(s.kl_ref_logprobs[t]) for t in range(len(s)) if s.loss_mask[t]])
         by_hand.append(s.with_streams(advantages=s.advantages - 0.2 * min(max(k1, -4.0), 4.0) * s.loss_mask))
     more = {"minibatches": 2, "proximal": config.ProximalConfig() if policy == "prox" else None}
     shaped = made(kl=config.KLConfig(how="advantage", coef=0.2, kl_max=4.0), **more)

@@ -84,7 +84,7 @@ def ours(b: SimpleNamespace, c: config.TrainerConfig):
                 versions=np.where(mask, 0, -1),
                 temperatures=np.ones(len(mask)),
                 logprobs=stream(row, b.old),
-                base_logprobs=stream(row, b.ref),
+                kl_ref_logprobs=stream(row, b.ref),
                 advantages=mask * b.advantages[row],
                 ticket=Ticket(row, "env", 0, row, row),
             )

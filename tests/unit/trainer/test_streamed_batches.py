@@ -66,7 +66,7 @@ def same(one, other, timing=("train_tokens/s", "micro_batches")) -> None:
 )
 def test_a_fed_batch_trains_like_a_whole_one(normalise, settings):
     rng = np.random.default_rng(0)
-    batch = [s.with_streams(base_logprobs=-rng.exponential(3.0, len(s))) for s in make_batch(1)]
+    batch = [s.with_streams(kl_ref_logprobs=-rng.exponential(3.0, len(s))) for s in make_batch(1)]
     if "clip_skip_threshold" in settings:  # half of the samples are by the policy itself, and stay
         batch[::2] = [s.with_streams(logprobs=None) for s in batch[::2]]
     settings = settings | {"normalise": normalise, "fixed_length": 32}

@@ -63,7 +63,7 @@ def gradient(batch: list[Sample], budget: int, order: list[int], normalise="toke
 )
 def test_the_gradient_does_not_depend_on_the_cut(normalise, settings):
     rng = np.random.default_rng(0)
-    batch = [s.with_streams(base_logprobs=-rng.exponential(3.0, len(s))) for s in make_batch(1)]
+    batch = [s.with_streams(kl_ref_logprobs=-rng.exponential(3.0, len(s))) for s in make_batch(1)]
     if "clip_skip_threshold" in settings:  # half of the samples are by the policy itself, and stay
         batch[::2] = [s.with_streams(logprobs=None) for s in batch[::2]]
     whole = gradient(batch, 10_000, list(range(9)), normalise, **settings)
@@ -96,7 +96,7 @@ def test_observation_tokens_do_not_change_what_rl_tokens_weigh(seed, normalise):
     alone = [s.with_streams(ce_weights=None, ref_kl_weights=None) for s in batch]
     for one, other in zip(token_scales(batch, normalise, 7), token_scales(alone, normalise, 7), strict=True):
         np.testing.assert_array_equal(one.rl, other.rl)
-        np.testing.assert_array_equal(one.policy, other.policy)
+        np.testing.assert_array_equal(one.unweighted, other.unweighted)
 
 
 def test_length_normalised_sums_over_a_count_of_samples_are_the_sample_normaliser():
@@ -104,7 +104,7 @@ def test_length_normalised_sums_over_a_count_of_samples_are_the_sample_normalise
     sequences, with pi / sg[pi] as the ratio and k3 to a reference."""
     rng = np.random.default_rng(0)
     batch = make_batch(11, ce_weights=None, ref_kl_weights=None)
-    batch = [s.with_streams(base_logprobs=np.where(s.loss_mask, -rng.exponential(3.0, len(s)), 0)) for s in batch]
+    batch = [s.with_streams(kl_ref_logprobs=np.where(s.loss_mask, -rng.exponential(3.0, len(s)), 0)) for s in batch]
     model = tiny_model()
     plain = clone_model(model).requires_grad_(True)
     plain.set_attn_implementation("eager")
@@ -114,7 +114,7 @@ def test_length_normalised_sums_over_a_count_of_samples_are_the_sample_normalise
         logits = logits / torch.from_numpy(s.temperatures[1:])[:, None]
         logp = logits.log_softmax(-1).gather(-1, torch.from_numpy(s.token_ids[1:])[:, None])[:, 0]
         mask = torch.from_numpy(s.loss_mask[1:])
-        pi, a, ref = logp[mask], *(torch.from_numpy(x[1:])[mask] for x in (s.advantages, s.base_logprobs))
+        pi, a, ref = logp[mask], *(torch.from_numpy(x[1:])[mask] for x in (s.advantages, s.kl_ref_logprobs))
         total = total + (-a * (pi - pi.detach()).exp() + 0.001 * ((ref - pi).exp() - (ref - pi) - 1)).sum() / mask.sum()
     (total / len(batch)).backward()
     wanted = torch.cat([p.grad.view(-1) for _, p in sorted(plain.named_parameters())]).double()
@@ -144,7 +144,7 @@ def test_the_whole_loss_has_the_slope_it_claims(monkeypatch, c):
     )
     rng = np.random.default_rng(0)
     batch = near_policy(make_batch(12, count=4, longest=20, ref_kl_weights=None), noise=0.1)
-    batch = [s.with_streams(base_logprobs=np.where(s.loss_mask, -rng.exponential(1.0, len(s)), 0)) for s in batch]
+    batch = [s.with_streams(kl_ref_logprobs=np.where(s.loss_mask, -rng.exponential(1.0, len(s)), 0)) for s in batch]
     model = tiny_model(dtype=torch.float64)
     trainer = made(model, **c)
     prox = [np.where(s.loss_mask, s.logprobs + 0.05, 0).astype(np.float32) for s in batch]
@@ -212,7 +212,7 @@ def reference_loss(sample: Sample, pi: np.ndarray, counts: tuple[int, int, int],
                 total += surrogate / n_rl
         total += float(sample.ce_weights[t]) * -pi[t] / max(1, n_ce)
         if sample.ref_kl_weights[t]:
-            pull = float(sample.ref_logprobs[t]) - pi[t]
+            pull = float(sample.teacher_logprobs[t]) - pi[t]
             keep = not (d > 0.2 if pull > 0 else d < -0.2)
             total += -keep * pull * r / n_ref
     return total
@@ -315,7 +315,7 @@ def test_what_trains_nothing_moves_nothing_even_with_momentum():
 
 def test_components_report_under_their_own_names():
     rng = np.random.default_rng(0)
-    batch = [s.with_streams(base_logprobs=-rng.exponential(3.0, len(s))) for s in make_batch(8)]
+    batch = [s.with_streams(kl_ref_logprobs=-rng.exponential(3.0, len(s))) for s in make_batch(8)]
     trainer = made(tiny_model(), kl=config.KLConfig(), entropy_coef=0.1, clip_skip_threshold=0.99)
     metrics = asyncio.run(trainer.step(batch)).metrics
     trainer.close()
@@ -332,8 +332,8 @@ def test_rl_tokens_need_credit():
 
 def test_a_pull_to_a_teacher_needs_its_scores():
     """Without them the teacher would seem certain of every token."""
-    with pytest.raises(TrainerError, match=r"ticket 0, rollout 0: .*carry no `ref_logprobs`"):
-        asyncio.run(made(tiny_model()).step(make_batch(6, ref_logprobs=None)))
+    with pytest.raises(TrainerError, match=r"ticket 0, rollout 0: .*carry no `teacher_logprobs`"):
+        asyncio.run(made(tiny_model()).step(make_batch(6, teacher_logprobs=None)))
 
 
 @torch_only("of torch's own head")

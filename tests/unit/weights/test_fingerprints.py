@@ -122,7 +122,7 @@ def test_a_stream_that_told_of_the_old_tokens_is_refused_instead():
         (task,) = await together(engine, [ask(tokens=30)], listeners=[lambda piece: None], stop_at=3)
         await engine.load_weights(update(2, 1))
         await engine.resume()
-        with pytest.raises(EngineError, match="version 2 came again with other weights"):
+        with pytest.raises(EngineError, match="version 2 has other weights now"):
             await task
         return (await engine.generate(ask(1))).weights
 
@@ -235,7 +235,7 @@ def test_a_turns_weights_are_recorded_and_survive_a_checkpoint():
     (turn,) = held.rollouts[0].turns
     held.rollouts[0].turns = [
         dataclasses.replace(turn, weights={4: "aa"}),
-        dataclasses.replace(turn, weights={4: "bb", 5: "cc"}),  # version 4 came again
+        dataclasses.replace(turn, weights={4: "bb", 5: "cc"}),  # version 4 with other weights
     ]
     assert held.rollouts[0].record()["weights"] == [(4, "aa"), (4, "bb"), (5, "cc")]
     (again,) = decode_groups(encode_groups(DispatcherState([held]))).buffered
@@ -319,7 +319,7 @@ def played(*turns: Turn) -> Group:
     ticket = Ticket(0, "a", 0, 0, 0)
     rollout = Rollout(ticket=ticket, member=0, turns=list(turns), reward=1.0)
     rollout.samples = assemble(rollout)
-    return Group(ticket=ticket, rollouts=[rollout], places=1)
+    return Group(ticket=ticket, rollouts=[rollout], size=1)
 
 
 def measured(held: Group) -> dict[str, float]:

@@ -314,7 +314,7 @@ class GraphRunner(Runner):
 
 def needs_full_sampler(chunk: Chunk) -> bool:
     request = chunk.sequence.request
-    return bool(request.top_p < 1 or request.top_k or request.top_logprobs or chunk.sequence.guide is not None)
+    return bool(request.top_p < 1 or request.top_k or request.top_logprobs or chunk.sequence.matcher is not None)
 
 
 def decode_sizes(most: int) -> list[int]:

@@ -40,7 +40,7 @@ class MlxWeights(WeightApplier):
     def _stage(self, tensors: Mapping[str, Array]) -> dict[str, mx.array]:
         return evaluate({name: as_array(tensor) for name, tensor in tensors.items()})
 
-    def _copy_base(self, tensors: Mapping[str, mx.array]) -> None:
+    def _copy_weights(self, tensors: Mapping[str, mx.array]) -> None:
         for name, array in tensors.items():
             replace_layer(self._model.net, name, array)
 
@@ -50,7 +50,7 @@ class MlxWeights(WeightApplier):
 
     def logprobs(self, token_ids: tuple[int, ...], model: str) -> list[float]:
         if self._adapters is not None:
-            self._adapters.route([self.catalog.slots[model]])
+            self._adapters.route([self.catalog.adapter_slots[model]])
         hidden = self._model.hidden(mx.array(token_ids)[None])[0, :-1]
         return [0.0, *token_logprobs(self._model.logits(hidden), token_ids[1:], 1.0).tolist()]
 

@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from paceline.data.rollout import decompress_stream
-from paceline.data.sample import STREAM_DTYPES, Sample, Ticket
+from paceline.data.sample import RENAMED_STREAMS, STREAM_DTYPES, Sample, Ticket
 from paceline.observe.monitor.directory import JsonlReader
 from paceline.observe.record.body import (
     TURN_STREAMS,
@@ -78,7 +78,8 @@ def _samples(body: RolloutRecord | ShortRolloutRecord, turns: Sequence[StoredTur
             for bit, name in enumerate(TURN_STREAMS):
                 if expected is not None and record.from_turns >> bit & 1:
                     streams[name] = np.frombuffer(expected[bit], STREAM_DTYPES[name])
-        for name, stream in record.streams.items():
+        for written, stream in record.streams.items():
+            name = RENAMED_STREAMS.get(written, written)
             streams[name] = decompress_stream(stream, np.dtype(STREAM_DTYPES[name]), length, record.spans)
         facts = {name: getattr(record, name) for name in ("ended", "rollout", "spans")}
         samples.append(Sample(**streams, **facts, env=ticket.env, ticket=ticket if record.ticketed else None))

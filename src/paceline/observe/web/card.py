@@ -94,7 +94,7 @@ def _lines(
     run: RunFolder, rollout: StoredRollout, strip: TokenStrip, at: int, config: RunConfig, weights: dict[str, float]
 ) -> list[CardLine]:
     trainer, lines = config.trainer, []
-    streams = {"advantage": "advantages", "old": "logprobs", "ref": "ref_logprobs", "base": "base_logprobs"}
+    streams = {"advantage": "advantages", "old": "logprobs", "ref": "teacher_logprobs", "base": "kl_ref_logprobs"}
     token = TokenValues(
         **{key: float(strip.streams[name][at]) for key, name in streams.items() if name in strip.streams}
     )
@@ -145,9 +145,9 @@ def rl_line(c: losses.LossConfig, token: TokenValues) -> CardLine:
 def _on_policy_batch(token: TokenValues) -> tuple[Ratio, TrainedTokens]:
     """A batch of this token alone, for a policy that has not changed since it sampled."""
     old, advantage, ref, base = (np.array([x or 0.0]) for x in (token.old, token.advantage, token.ref, token.base))
-    scales = dict.fromkeys(("rl_scale", "ce_scale", "ref_kl_scale", "policy_scale"), np.ones(1))
+    scales = dict.fromkeys(("rl_scale", "ce_scale", "ref_kl_scale", "unweighted_scale"), np.ones(1))
     policies = dict.fromkeys(("logprobs", "rollout_logprobs", "prox_logprobs"), old)
-    policies |= {"ref_logprobs": ref, "base_logprobs": base}
+    policies |= {"teacher_logprobs": ref, "kl_ref_logprobs": base}
     zero = np.zeros(1, np.int64)
     rest = {"advantages": advantage, "entropy": zero, "versions": zero, "segments": zero}
     return Ratio.from_logprobs(old, old), TrainedTokens(**policies, **scales, **rest, names=("",))

@@ -181,12 +181,14 @@ DROP_REASONS = {
     "group_too_small": "fewer rollouts survived than the environment's min_group_size",
     "stale": "its oldest trained token was more than `staleness` versions old when its batch was to ship",
     "oversampled": "more groups were started than the batch needed, and the rest would be too old for the next one",
-    "shunned": "its draw broke a step in an earlier life of the run, so it was not played again",
+    "skipped_draw": "its draw broke a step before a roll-back, so it was not played again",
     "group_filter": "the function in filters.group did not keep it",
     "failed": "the run ended while the group was being judged",
     "environment": "the environment let this episode go: it answered with no outcome",
     "no_sample": "nothing of it was left to train on: its samples were too old, or could not be scored",
 }
+DROP_REASONS["shunned"] = DROP_REASONS["skipped_draw"]
+"""As earlier versions wrote it."""
 STATE_TEXTS = {
     "trained": "It trained.",
     "replayed": "It trained once more: a replay under a ticket of its own.",

@@ -38,7 +38,14 @@ from paceline.clients.rpc import (
 from paceline.config import RunConfig
 from paceline.engine import EmbeddedEngine
 from paceline.errors import PacelineError
-from paceline.model import attach_lora, clone_for_engine, end_tokens, load_tokenizer, quick_handover, small_products
+from paceline.model import (
+    attach_lora,
+    avoid_onednn_on_arm,
+    clone_for_engine,
+    end_tokens,
+    load_tokenizer,
+    short_switch_interval,
+)
 from paceline.observe.monitor import RunDirectory
 from paceline.runtime import rpc
 from paceline.runtime.colocated import ranks
@@ -163,7 +170,7 @@ def run_follower(config: RunConfig, info: ranks.RankInfo) -> None:
     except PacelineError as error:
         sockets.engine.sendall(b"".join(encode_frame(FromEngine([EngineHello(0, (), f"rank {info.rank}: {error}")]))))
         raise
-    with small_products(worker.model.dtype), quick_handover(worker.device):
+    with avoid_onednn_on_arm(worker.model.dtype), short_switch_interval(worker.device):
         asyncio.run(_serve(sockets, worker, end_tokens(tokenizer, worker.model)))
     if not ended.wait(timeout=10.0):  # rank 0 has hung up: go on only if it said that this is the end
         os._exit(ORPHANED)
@@ -297,7 +304,7 @@ async def in_place(
         if info.given and threading.current_thread() is threading.main_thread():
             # A torchrun that has lost a rank ends all others: this one is about to, and has a sentence to say first.
             stack.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
-        with small_products(worker.model.dtype), quick_handover(worker.device):
+        with avoid_onednn_on_arm(worker.model.dtype), short_switch_interval(worker.device):
             yield driver.placed(pool, trainer, ends, worker.device, worker.parameters)
 
 

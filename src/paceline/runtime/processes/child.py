@@ -25,7 +25,7 @@ from paceline.config.env.base import ArenaEnvConfig
 from paceline.config.serve import ServeConfig
 from paceline.data import Sample, encode
 from paceline.errors import EngineError, PacelineError
-from paceline.model import end_tokens, load_tokenizer, small_products
+from paceline.model import avoid_onednn_on_arm, end_tokens, load_tokenizer
 from paceline.observe.monitor import Monitors, watch_run
 from paceline.observe.monitor.plain import PlainLines
 from paceline.runtime import rpc
@@ -296,7 +296,7 @@ def trainer(spec: LaunchSpec) -> int:
     tokenizer = load_tokenizer(config.model)
     hello = rpc.RpcHello(built.parameters, built.device, end_tokens(tokenizer, built.model))
     host = TrainerHost(built.trainer, tokenizer, spec.weights, hello, config.weights.path)
-    with small_products(built.model.dtype):
+    with avoid_onednn_on_arm(built.model.dtype):
         asyncio.run(host.serve(address))
     return 0
 

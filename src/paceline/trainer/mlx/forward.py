@@ -33,8 +33,8 @@ class MlxForwardPass:
         if len(pieces) > 1:
             net = self._model.net
             score = checkpoint_activations(getattr(net, "lm_head", None) or net.model.embed_tokens, score)
-        values, *spread = (mx.concatenate(part) for part in zip(*(score(*piece) for piece in pieces), strict=True))
-        return values, spread[0] if spread else None
+        values, *entropies = (mx.concatenate(part) for part in zip(*(score(*piece) for piece in pieces), strict=True))
+        return values, entropies[0] if entropies else None
 
     def scores(self, micro_batch: MicroBatch) -> NDArray:
         """Log probabilities of the sampled tokens, on the host and without a gradient."""

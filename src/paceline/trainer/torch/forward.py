@@ -340,14 +340,15 @@ class ForwardPass:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def read(
-        self, micro_batch: MicroBatch, positions: Tensor, of: Callable[[Tensor, Tensor], Tensor]
+        self, micro_batch: MicroBatch, positions: Tensor, project: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The rows that `of` computes from the hidden states before `positions`, and a zero that depends on all hidden
-        states. It may be given only some of the positions: ranks that share sequences ask each other for the rest."""
+        """The rows that `project` computes from the hidden states before `positions`, and a zero that depends on all
+        hidden states. It may be given only some of the positions: ranks that share sequences ask each other for the
+        rest."""
         shards = None if self._context is None else ContextShards(self._context, micro_batch.lengths.tolist())
         hidden, where = self._hidden(micro_batch, shards)
         owners, own = (None, positions) if shards is None else shards.own(positions)
-        rows = of(hidden.index_select(0, where.index_select(0, own - 1)), own)
+        rows = project(hidden.index_select(0, where.index_select(0, own - 1)), own)
         if shards is not None and owners is not None:
             rows = shards.share_rows(rows, owners)
         return rows, (hidden * 0).sum()
@@ -389,13 +390,13 @@ class ForwardPass:
             targets, temperatures = (
                 self.send(x).index_select(0, own) for x in (micro_batch.token_ids, micro_batch.temperatures)
             )
-            values, spread = token_logprobs(self.head, before, targets, temperatures, entropy, entropy_grad)
-            return values[:, None] if spread is None else torch.stack((values, spread), 1)
+            values, entropies = token_logprobs(self.head, before, targets, temperatures, entropy, entropy_grad)
+            return values[:, None] if entropies is None else torch.stack((values, entropies), 1)
 
         def work() -> tuple[Tensor, Tensor | None, Tensor]:
             rows, zero = self.read(micro_batch, positions, scores)
-            values, *spread = (column.clone() for column in rows.unbind(1))  # FSDP must not hand out views
-            return values, spread[0] if spread else None, zero
+            values, *entropies = (column.clone() for column in rows.unbind(1))  # FSDP must not hand out views
+            return values, entropies[0] if entropies else None, zero
 
         return self.layout.run(work)
 

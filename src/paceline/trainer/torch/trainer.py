@@ -36,8 +36,9 @@ from paceline.weights.update import MASK, canary_ids, canary_of
 
 log = logging.getLogger(__name__)
 
-REHEARSED_TOKENS = 8192
-"""Of a rehearsal: torch compiles the norms apart for fewer than about 6,000 tokens of a 0.5B model."""
+FIRST_COMPILED_TOKENS = 8192
+"""Of the pass that compiles ahead of the first step: for fewer than about 6,000 tokens of a 0.5B model, torch compiles
+the norms apart."""
 SMALLEST = 4096
 LARGEST = 1 << 17
 """Beyond this a larger micro-batch is no faster."""
@@ -90,7 +91,8 @@ class TorchPolicy(PolicyBackend):
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def tokens(self, micro_batch: MicroBatch) -> tuple[TrainedTokens, Tensor]:
-        """The tokens that train, as the policy sees them now; and the forward pass's zero."""
+        """The tokens that train, as the policy sees them now; and a zero that depends on every parameter, so that
+        all ranks run backward."""
         streams = {name: self.forward.send(stream) for name, stream in streams_of(micro_batch).items()}
         logprobs, entropy, anchor = self.forward.logprobs(
             micro_batch,
@@ -236,7 +238,7 @@ class TorchPolicy(PolicyBackend):
     def compile_first(self) -> None:
         """Compile while the engine starts and the first batch is sampled."""
         budget = self._config.micro_batch_tokens
-        tokens = min(REHEARSED_TOKENS, budget) if isinstance(budget, int) else REHEARSED_TOKENS
+        tokens = min(FIRST_COMPILED_TOKENS, budget) if isinstance(budget, int) else FIRST_COMPILED_TOKENS
         try:
             run_once(self.forward, self.net, self._config, tokens)
         except RuntimeError as error:  # the first step meets it too, if it stays
