@@ -96,36 +96,31 @@ class RolloutRunner:
         noise = (self._seed, self._domain, ticket.number, member)
         # In training a frozen model may speak in the policy's place, for it to learn from.
         client = (env.algorithm.client if self._domain == TRAIN else None) or self._client
-        seats: SessionMap
-
-        async def play_once() -> list[Rollout]:
-            nonlocal seats
+        losses: list[EpisodeLost] = []
+        while True:  # as in `_prepare`: a coroutine more for each of 20,000 episodes is work for the garbage collector
             seats = SessionMap(client, noise, order, env.environment.actors)
             try:
                 outcome = await self._call_user_code(
-                    env, client, "an episode", lambda: env.environment.play(copy_value(row), seats)
+                    env, client, "an episode", lambda at=seats: env.environment.play(copy_value(row), at)
                 )
                 if outcome is None:
                     text = f"{env.name}: dropped by the environment"
                     return [failed_rollout(ticket, member, seats, text, dropped=True)]
                 return build_rollouts(env.name, ticket, member, seats, outcome)
+            except EpisodeLost as lost:
+                losses.append(lost)
             finally:
                 seats.leave()
-
-        try:
-            return await self._retry(env, play_once)
-        except EpisodeLost as lost:
-            return [failed_rollout(ticket, member, seats, str(lost), cause=lost.__cause__)]
+            try:
+                await self._wait_for_retry(env, losses)
+            except EpisodeLost as lost:
+                return [failed_rollout(ticket, member, seats, str(lost), cause=lost.__cause__)]
 
     async def _prepare(self, env: TrainEnv, work: Callable[[], Awaitable[Row]]) -> Row:
-        return await self._retry(env, lambda: self._call_user_code(env, self._client, "the preparation", work))
-
-    async def _retry(self, env: TrainEnv, attempt: Callable[[], Awaitable[T]]) -> T:
-        """The result of the first try that is not lost; without one, what `_wait_for_retry` raises."""
         losses: list[EpisodeLost] = []
         while True:
             try:
-                return await attempt()
+                return await self._call_user_code(env, self._client, "the preparation", work)
             except EpisodeLost as lost:
                 losses.append(lost)
             await self._wait_for_retry(env, losses)

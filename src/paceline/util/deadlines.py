@@ -342,11 +342,12 @@ async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)  # bounded: as each of the works is
-    finally:
+    except BaseException:
         for task in tasks:
             if not task.cancelling():  # twice would cut short how it cleans up
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # bounded: they are cancelled
+        raise
 
 
 class Clock:
