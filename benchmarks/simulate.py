@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bars import Row, arguments, finish
-from paceline.simulate.cost import CARDS, Lengths, Model, SimulationPlan
+from paceline.simulate.cost import CARDS, Lengths, SimulationPlan
 from paceline.simulate.run import MAX_WAIT_SHARE, SimulationReport, best, simulate, sweep
 
 PICTURE = Path(__file__).parent.parent / "docs" / "curves" / "simulate.png"
@@ -54,7 +54,7 @@ def options():
 
 def planned(given) -> SimulationPlan:
     return SimulationPlan(
-        model=Model(given.model_b * 1e9),
+        parameters=given.model_b * 1e9,
         card=CARDS[given.card],
         gpus=given.gpus,
         sampling_gpus=given.sampling_gpus or given.gpus // 2,
@@ -94,7 +94,7 @@ def summary(report: SimulationReport) -> dict[str, float]:
 
 
 def show(reports: list[SimulationReport], chosen: SimulationReport) -> None:
-    table = Table(title=f"{chosen.plan.gpus:,} GPUs, {chosen.plan.model.parameters / 1e9:g}B parameters")
+    table = Table(title=f"{chosen.plan.gpus:,} GPUs, {chosen.plan.parameters / 1e9:g}B parameters")
     for heading in ("sampling", "training", "trained tok/s", "batches/h", "waits", "stale mean / max", "too late", ""):
         table.add_column(heading, justify="right")
     for report in reports:

@@ -19,7 +19,7 @@ SHARED: dict[str, str] = {}
 VAGUE = re.compile(r"(?<![a-z])(nobody|somebody|whoever|whomever|everybody|anybody)(?![a-z])", re.IGNORECASE)
 """Words for a subject that has a name: the caller, the engine, a client, another run."""
 ALLOWED = {
-    "src/paceline/envs/sandbox/jail.py": "NOBODY is the name of a Unix user",
+    "src/paceline/envs/sandbox/cell.py": "NOBODY is the name of a Unix user",
     "benchmarks/engine.py": "a story that models summarise",
     "scripts/lint_names.py": "the list itself",
     "scripts/make_big_run.py": "words of made-up replies",

@@ -72,22 +72,21 @@ def test_many_bad_rows_end_the_run_and_the_first_are_named(tmp_path):
 
 
 def test_a_missing_dependency_of_reasoning_gym_is_told_as_that(monkeypatch):
-    import builtins
+    import importlib
 
-    from paceline.envs.base import EnvError
-    from paceline.envs.reasoning_gym import _package
+    from paceline.envs.base import EnvError, import_extra
 
-    real = builtins.__import__
+    real = importlib.import_module
     for missing, sentence in (
         ("sympy.core", "reasoning-gym needs `sympy`, which is not installed: pip install sympy"),
         ("reasoning_gym", "reasoning-gym is not installed"),
     ):
 
-        def importing(name, *args, missing=missing, **keys):
+        def importing(name, *args, missing=missing):
             if name == "reasoning_gym":
                 raise ModuleNotFoundError(f"No module named '{missing}'", name=missing)
-            return real(name, *args, **keys)
+            return real(name, *args)
 
-        monkeypatch.setattr(builtins, "__import__", importing)
+        monkeypatch.setattr(importlib, "import_module", importing)
         with pytest.raises(EnvError, match=sentence):
-            _package()
+            import_extra("reasoning_gym")

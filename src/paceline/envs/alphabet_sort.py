@@ -12,7 +12,6 @@ from paceline.envs.words import split_of, words
 from paceline.rollout import Message, Seat
 
 WORD_POOL_SIZE = 4000
-"""Made-up words to draw from."""
 MAX_SHORT_LETTERS = 4
 """Letters of a word for a small model, at most."""
 MAX_DRAWS = 1000
@@ -100,11 +99,9 @@ class WordList:
         return self.separator.join(names)
 
     def write(self, names: Sequence[str]) -> str:
-        """The reply that lists these names."""
         return self.join(names)
 
     def read(self, text: str) -> list[str]:
-        """The names that a reply lists."""
         return text.split()
 
 

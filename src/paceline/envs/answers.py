@@ -58,7 +58,6 @@ def numbers(text: str) -> list[Fraction]:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in a text."""
     found = numbers(text)
     return found[-1] if found else None
 

@@ -1,5 +1,6 @@
 """Defines environments: they list examples and play episodes, in messages rather than tokens."""
 
+import importlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -40,7 +41,6 @@ class Outcome:
 
     @classmethod
     def solo(cls, reward: float, **metrics: float) -> "Outcome":
-        """The outcome of a one-player episode."""
         return cls({POLICY: reward}, metrics)
 
     def __post_init__(self) -> None:
@@ -105,6 +105,11 @@ def parse_reward(value: Any, where: str) -> float:
     return float(value)
 
 
+def parse_outcome(value: Any, where: str) -> Outcome | None:
+    """The outcome of an episode, where user code returned it or a reward; None drops the episode."""
+    return value if value is None or isinstance(value, Outcome) else Outcome.solo(parse_reward(value, where))
+
+
 def reward_problem(value: Any) -> str:
     """Why a value cannot be a reward; empty if it can."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
@@ -125,6 +130,17 @@ def short_repr(value: Any) -> str:
     except Exception as error:  # also an integer of more digits than Python prints
         return f"something of type {type(value).__name__} ({error})"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def import_extra(package: str) -> Any:
+    """A package that the extra `tasks` brings."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        name, missing = package.replace("_", "-"), (error.name or "").partition(".")[0]
+        if missing in ("", package):
+            raise EnvError(f'{name} is not installed: pip install "paceline[tasks]"') from error
+        raise EnvError(f"{name} needs `{missing}`, which is not installed: pip install {missing} ({error})") from error
 
 
 _ROW_LIMIT: ContextVar[int | None] = ContextVar("rows of each dataset", default=None)
@@ -152,10 +168,8 @@ def dataset_rows(
     require: Sequence[str] = (),
     prompted: bool = True,
 ) -> Sequence[Row]:
-    """The rows a section of the run file names for a split; none when it names none.
-
-    `refine` turns a row into the environment's form. It raises `BadRow`, and the reader adds file and line.
-    """
+    """The rows a section of the run file names for a split; none when it names none. `refine` turns a row into the
+    environment's form; it raises `BadRow`, and the reader adds file and line."""
     source = config.dataset if split == "train" else config.eval_dataset
     if source is None:
         return []

@@ -50,12 +50,9 @@ def calculate(expression: str) -> Number:
     try:
         tree = ast.parse(expression.strip(), mode="eval")
         return _value(tree.body, MAX_DEPTH)
-    except ZeroDivisionError:
-        raise BadExpression("division by zero") from None
-    except OverflowError:
-        raise BadExpression("too large") from None
-    except (SyntaxError, RecursionError, MemoryError):
-        raise BadExpression("not a whole expression") from None
+    except (ZeroDivisionError, OverflowError, SyntaxError, RecursionError, MemoryError) as error:
+        reasons = {ZeroDivisionError: "division by zero", OverflowError: "too large"}
+        raise BadExpression(reasons.get(type(error), "not a whole expression")) from None
 
 
 def format_number(value: Number) -> str:
@@ -146,10 +143,8 @@ class Calculator(Environment):
         correct = last_number(said if inside is None else inside) == Fraction(example["answer"])
         # A wrong answer earns nothing, unless the run file says otherwise. Calls count by what they showed (paid for
         # any call, a policy learns to have 5 worked out), digits only if they could be copied (else it guesses).
-        consolation = self._config.call_reward + self._config.partial_credit * position_accuracy(
-            said, example["answer"]
-        )
-        reward = 1.0 if correct else shown * consolation
+        copied = self._config.partial_credit * position_accuracy(said, example["answer"])
+        reward = 1.0 if correct else shown * (self._config.call_reward + copied)
         return Outcome.solo(reward, correct=float(correct), calls=float(calls), tool_errors=float(errors))
 
     def _draw(self, rng: random.Random, split: Split) -> str:
@@ -181,8 +176,7 @@ def run_calculator(expression: str | None) -> tuple[str, bool]:
 
 
 class ToolStyle:
-    """How the calculator is offered, called and answered: as a tool in OpenAI's form, for models whose template knows
-    tools."""
+    """Offers the calculator as a tool in OpenAI's form, for models whose template knows tools."""
 
     question = "What is {expression}? Work it out with the calculator, then answer with the number."
     name = "calculator"
@@ -209,11 +203,9 @@ class ToolStyle:
         return {"role": "user", "content": text.replace("{expression}", expression)}
 
     def calls(self, reply: Reply, asked: str) -> list[Call]:
-        """The calls in a reply to what was asked."""
         return [(_expression(call["function"]["arguments"]), call.get("id", "")) for call in reply.tool_calls]
 
     def answer(self, calls: Sequence[Call], texts: Sequence[str]) -> list[Message]:
-        """The messages with the results of calls."""
         return [
             {"role": "tool", "tool_call_id": ident, "name": self.name, "content": text}
             for (_, ident), text in zip(calls, texts, strict=True)

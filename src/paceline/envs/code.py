@@ -80,7 +80,4 @@ def extract_code(text: str) -> str:
     >>> extract_code("First ```python\nx = 1\n``` and better:\n```python\nx = 2\n```")
     'x = 2\n'
     """
-    for blocks in (_PYTHON_BLOCK.findall(text), _PLAIN_BLOCK.findall(text)):
-        if blocks:
-            return blocks[-1]
-    return text
+    return (_PYTHON_BLOCK.findall(text) or _PLAIN_BLOCK.findall(text) or [text])[-1]

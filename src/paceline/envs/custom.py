@@ -14,7 +14,16 @@ from paceline.config.env import CustomEnvConfig as Config
 from paceline.config.env import ModuleEnvConfig
 from paceline.data import Row
 from paceline.engine import Finish
-from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Environment, Outcome, Split, parse_reward
+from paceline.envs.base import (
+    POLICY,
+    DatasetEnvironment,
+    EnvError,
+    Environment,
+    Outcome,
+    Split,
+    parse_outcome,
+    parse_reward,
+)
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Message, Rollout, Seat, Turn
 from paceline.util.importing import import_object
@@ -23,8 +32,9 @@ from paceline.util.user_code import user_code
 MAX_VERSION = 2**31 - 1
 MAX_FLOAT = 3e38
 """The largest values that fit the streams' types."""
-TOKEN_STREAMS = ("logprobs", "versions", "log_z")
-"""Streams with an entry for each sampled token."""
+MESSAGE_KEYS = {"content", "tool_calls"}
+"""A message has at least one of these."""
+STREAMS = ("prompt_ids", "completion_ids", "logprobs", "versions", "log_z")
 
 
 def accept_rollout(rollout: Rollout, seat: Seat, where: str) -> Outcome | None:
@@ -47,33 +57,28 @@ def _check_turn(turn: Any, where: str, last_token: int) -> Turn:
     """The turn with plain lists of one length."""
     if not isinstance(turn, Turn):
         raise EnvError(f"{where} of the Rollout is of type {type(turn).__name__}: make it a paceline.rollout.Turn")
-    for name in ("prompt_ids", "completion_ids", "logprobs", "versions"):
-        if getattr(turn, name) is None:
-            raise EnvError(f"{where}: `{name}` is missing: every turn needs it")
-    streams = {name: f"{where}: `{name}`" for name in ("prompt_ids", "completion_ids")}
-    ids = {name: _check_integers(getattr(turn, name), place, last_token) for name, place in streams.items()}
-    for name, tokens in ids.items():
-        if not tokens:
-            raise EnvError(f"{where}: `{name}` is empty: a turn needs a prompt, and something the policy said")
-    sampled = len(ids["completion_ids"])
-    for name in TOKEN_STREAMS:
-        stream = getattr(turn, name)
-        if stream is not None and len(stream) != sampled:
+    largest = {"prompt_ids": last_token, "completion_ids": last_token, "versions": MAX_VERSION}
+    streams: dict[str, Any] = {}
+    for name in STREAMS:
+        values, place = getattr(turn, name), f"{where}: `{name}`"
+        if values is None:
+            if name == "log_z":
+                continue
+            raise EnvError(f"{place} is missing: every turn needs it")
+        if "completion_ids" in streams and len(values) != (sampled := len(streams["completion_ids"])):
             raise EnvError(
-                f"{where}: `{name}` has {len(stream)} entries, but `completion_ids` has {sampled}: "
+                f"{place} has {len(values)} entries, but `completion_ids` has {sampled}: "
                 "every sampled token needs its own"
             )
+        most = largest.get(name)
+        streams[name] = _check_floats(values, place) if most is None else _check_integers(values, place, most)
+        if not streams[name]:
+            raise EnvError(f"{place} is empty: a turn needs a prompt, and something the policy said")
     if turn.finish not in get_args(Finish):
         raise EnvError(f"{where}: `finish` is {turn.finish!r}: write " + " or ".join(map(repr, get_args(Finish))))
     if not isinstance(turn.temperature, int | float) or not 0 <= turn.temperature < math.inf:
         raise EnvError(f"{where}: `temperature` is {turn.temperature!r}: it must be a number from 0")
-    return replace(
-        turn,
-        **ids,
-        versions=_check_integers(turn.versions, f"{where}: `versions`", MAX_VERSION),
-        logprobs=_check_floats(turn.logprobs, f"{where}: `logprobs`"),
-        log_z=None if turn.log_z is None else _check_floats(turn.log_z, f"{where}: `log_z`"),
-    )
+    return replace(turn, **streams)
 
 
 def _check_integers(values: Sequence[Any], where: str, most: int) -> list[int]:
@@ -112,11 +117,9 @@ class FunctionEnvironment(DatasetEnvironment[Config]):
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         answer = await self._play(example, seats[POLICY], **self._config.kwargs)
-        if answer is None or isinstance(answer, Outcome):
-            return answer
         if isinstance(answer, Rollout):
             return accept_rollout(answer, seats[POLICY], self._config.import_path)
-        return Outcome.solo(parse_reward(answer, self._config.import_path))
+        return parse_outcome(answer, self._config.import_path)
 
 
 def custom_environment(config: Config) -> Environment:
@@ -140,13 +143,13 @@ class ModuleEnvironment(DatasetEnvironment[ModuleEnvConfig]):
 
     def __init__(self, config: ModuleEnvConfig) -> None:
         super().__init__(config)
-        self._functions = {
-            "reward_fn": _check_function(config, import_object(f"{config.module}:reward_fn"), "reward_fn")
-        }
+        import_object(f"{config.module}:reward_fn")  # which a module must have
         module = sys.modules[import_object(f"{config.module}:__name__")]
-        for name in ("interact", "cleanup"):
-            if hasattr(module, name):
-                self._functions[name] = _check_function(config, getattr(module, name), name)
+        names = ("reward_fn", "interact", "cleanup")
+        self._functions = {name: getattr(module, name) for name in names if hasattr(module, name)}
+        for name, found in self._functions.items():
+            if not callable(found):
+                raise EnvError(f"{config.module}: `{name}` is of type {type(found).__name__}: it must be a function")
         if config.max_turns > 1 and "interact" not in self._functions:
             raise EnvError(f"{config.module}: max_turns = {config.max_turns} needs a function `interact(messages)`")
         self._tools = _check_tools(getattr(module, "tools", None), f"{config.module}: `tools`")
@@ -180,32 +183,18 @@ class ModuleEnvironment(DatasetEnvironment[ModuleEnvConfig]):
         where = f"{self._config.module}: interact returned {answer!r:.200}"
         if not isinstance(answer, list | tuple):
             raise EnvError(f"{where}: return a list of messages to append, [] to end the episode")
-        if not all(map(_is_message, answer)):
+        if not all(isinstance(m, dict) and isinstance(m.get("role"), str) and m.keys() & MESSAGE_KEYS for m in answer):
             raise EnvError(f'{where}: each message is an object like {{"role": "user", "content": "..."}}')
         return list(answer)
 
     async def _call(self, name: str, *args: Any) -> Any:
         """A user's function, whose every error says where it comes from."""
-        where = f"{self._config.module}: {name}"
+        config = self._config
+        advice = config.raise_hint("call_timeout")
         try:
-            advice = self._config.raise_hint("call_timeout")
-            return await run_user_code(self._functions[name], *args, timeout=self._config.call_timeout, advice=advice)
+            return await run_user_code(self._functions[name], *args, timeout=config.call_timeout, advice=advice)
         except Exception as error:
-            raise EnvError(f"{where} raised {type(error).__name__}: {error}") from error
-
-
-def _check_function(config: ModuleEnvConfig, found: Any, name: str) -> Callable[..., Any]:
-    if not callable(found):
-        raise EnvError(f"{config.module}: `{name}` is of type {type(found).__name__}: it must be a function")
-    return found
-
-
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and bool({"content", "tool_calls"} & {*message})
-    )
+            raise EnvError(f"{config.module}: {name} raised {type(error).__name__}: {error}") from error
 
 
 def _check_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:

@@ -3,12 +3,9 @@
 Async functions are awaited. Sync ones run in threads, so that a tool which sleeps two seconds stops no other episode.
 
 A thread cannot be killed. A call that ran past its deadline, or whose episode was cancelled, is *abandoned*: the caller
-goes on at once, whatever the call still returns is thrown away, its place goes to another thread, and its own thread
-ends with it. Threads are daemons, so a call that never returns does not keep the process alive either. Once
-`MAX_ABANDONED` of them hang, further calls are refused: some tool is broken, and each of its threads holds memory.
-
-What no thread can stop is `os._exit`, a crash in native code, or native code that keeps the interpreter's lock. Code
-that may do such things belongs in a process of its own.
+goes on at once, and another thread takes the call's place. Threads are daemons, so a call that never returns does not
+keep the process alive. Once `MAX_ABANDONED` of them hang, further calls are refused: each holds memory. Code that may
+call `os._exit`, crash, or keep the interpreter's lock belongs in a process of its own.
 """
 
 import asyncio
@@ -41,13 +38,21 @@ async def run_user_code(
     """
     try:
         async with asyncio.timeout(timeout) as deadline:
-            return await _run(function, args)
+            if inspect.iscoroutinefunction(function):
+                return await function(*args)
+            value = await _POOL.run(function, args)
+            # A lambda or an object around an async function cannot be told from a sync one before it was called.
+            return await value if inspect.isawaitable(value) else value  # bounded: by `timeout`
     except TimeoutError as error:
         if not deadline.expired():
             raise  # the function's own
         raise TimeoutError(
             f"`{function_name(function)}` took longer than {timeout:g} s{advice and f': {advice}'}"
         ) from error
+    except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop, where a task of its own raises it
+        if is_ctrl_c(error):
+            raise
+        raise _as_env_error(function, error) from error
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -55,19 +60,6 @@ def function_name(function: Callable[..., Any]) -> str:
     if isinstance(function, partial):
         return function_name(function.func)
     return getattr(function, "__qualname__", None) or type(function).__qualname__
-
-
-async def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    try:
-        if inspect.iscoroutinefunction(function):
-            return await function(*args)
-        value = await _POOL.run(function, args)
-        # A lambda or an object around an async function cannot be told from a sync one before it was called.
-        return await value if inspect.isawaitable(value) else value  # bounded: by `run_user_code`
-    except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop, where a task of its own raises it
-        if is_ctrl_c(error):
-            raise
-        raise _as_env_error(function, error) from error
 
 
 def _as_env_error(function: Callable[..., Any], error: BaseException) -> EnvError:
@@ -117,7 +109,13 @@ class UserCodeThreadPool:
 
     async def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         call = _Call(function, args)
-        self._enqueue(call)
+        with self._changed:
+            if self._abandoned >= self._max_abandoned:
+                raise EnvError(
+                    f"{self._abandoned} calls of user code never came back: give the tools time limits of their own"
+                )
+            self._waiting.append(call)
+            self._start_thread()
         try:
             value, error = await call.done  # bounded: by `run_user_code`
         except asyncio.CancelledError:
@@ -126,15 +124,6 @@ class UserCodeThreadPool:
         if error is not None:
             raise error
         return value
-
-    def _enqueue(self, call: _Call) -> None:
-        with self._changed:
-            if self._abandoned >= self._max_abandoned:
-                raise EnvError(
-                    f"{self._abandoned} calls of user code never came back: give the tools time limits of their own"
-                )
-            self._waiting.append(call)
-            self._start_thread()
 
     def _start_thread(self) -> None:
         """A thread for every waiting call, as far as the limit goes."""
@@ -151,7 +140,15 @@ class UserCodeThreadPool:
                 self._waiting.popleft().deliver((None, lost))
 
     def _run_calls(self) -> None:
-        while (call := self._next_call()) is not None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                found = self._changed.wait_for(lambda: self._waiting, IDLE_SECONDS)
+                self._idle -= 1
+                if not found:
+                    self._threads -= 1
+                    return
+                call = self._waiting.popleft()
             result = call.run()
             with self._changed:
                 call.finished = True
@@ -159,16 +156,6 @@ class UserCodeThreadPool:
             if call.abandoned:
                 return  # its place was given away
             call.deliver(result)
-
-    def _next_call(self) -> _Call | None:
-        with self._changed:
-            self._idle += 1
-            found = self._changed.wait_for(lambda: self._waiting, IDLE_SECONDS)
-            self._idle -= 1
-            if found:
-                return self._waiting.popleft()
-            self._threads -= 1
-            return None
 
     def _abandon(self, call: _Call) -> None:
         with self._changed:

@@ -1,11 +1,10 @@
 """Questions from a dataset with right answers: compared as text, as numbers, by math-verify or by a scorer."""
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from paceline.config.env import EqualityConfig, GSM8KConfig, MathConfig, TokenInConfig
 from paceline.data import BadRow, Row
@@ -19,7 +18,7 @@ from paceline.envs.answers import (
     only_number,
     question_and_answers,
 )
-from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, SingleTurn, parse_reward
+from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, SingleTurn, parse_outcome
 from paceline.envs.offloop import run_user_code
 from paceline.envs.workers import WorkerFailed, Workers, failure_metrics
 from paceline.rollout import Reply, Seat
@@ -53,23 +52,19 @@ class GSM8K(DatasetEnvironment[GSM8KConfig]):
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         messages, right = list(example["messages"]), only_number(example["answer"])
-        first = correct = False
-        answer, tries = None, 0
-        while tries < self._config.max_turns and not correct:
-            if tries:
-                messages.append({"role": "user", "content": self._config.retry_prompt})
+        tries = 0
+        while True:
             reply = await seats[POLICY].chat(messages)
-            messages.append(reply.message)
             tries += 1
             answer = final_number(reply.text)
             correct = answer is not None and answer == right
-            first = first or (correct and tries == 1)
-            if reply.truncated:  # the end of what it said is missing, so there is nothing to go on from
+            # The end of a truncated reply is missing, so there is nothing to go on from.
+            if correct or reply.truncated or tries == self._config.max_turns:
                 break
+            messages += [reply.message, {"role": "user", "content": self._config.retry_prompt}]
+        metrics = {"correct": float(correct), "first": float(correct and tries == 1)}
         reward = correct * self._config.discount ** (tries - 1)
-        return Outcome.solo(
-            reward, correct=float(correct), first=float(first), format=float(answer is not None), tries=tries
-        )
+        return Outcome.solo(reward, **metrics, format=float(answer is not None), tries=tries)
 
     def _row(self, row: Row) -> Row:
         """With the final answer of the dataset's worked solution."""
@@ -119,19 +114,16 @@ class Math(DatasetEnvironment[MathConfig]):
         try:
             found = await self._workers.call(self._check, [said, list(answers)], self._config.check_timeout)
         except WorkerFailed as failed:
-            return _outcome(correct=False, parsed=False, failed=failed)
-        if found["correct"] or (found["parsed"] and found["gold"]):
-            return _outcome(found["correct"], parsed=True)
-        value = last_number(text) if box is None else only_number(box)
-        same = value is not None and any(value == only_number(answer) for answer in answers)
-        return _outcome(same, parsed=found["parsed"] or value is not None)
+            return Outcome.solo(0.0, correct=0.0, parsed=0.0, **failure_metrics(failed))
+        correct, parsed = found["correct"], found["correct"] or found["parsed"]
+        if not correct and not (parsed and found["gold"]):
+            value = last_number(text) if box is None else only_number(box)
+            correct = value is not None and any(value == only_number(answer) for answer in answers)
+            parsed = parsed or value is not None
+        return Outcome.solo(float(correct), correct=float(correct), parsed=float(parsed), **failure_metrics(None))
 
     def _row(self, row: Row) -> Row:
         return question_and_answers(row, self._config.system)
-
-
-def _outcome(correct: bool, parsed: bool, failed: WorkerFailed | None = None) -> Outcome:
-    return Outcome.solo(float(correct), correct=float(correct), parsed=float(parsed), **failure_metrics(failed))
 
 
 class TokenIn(DatasetEnvironment[TokenInConfig]):
@@ -142,7 +134,7 @@ class TokenIn(DatasetEnvironment[TokenInConfig]):
 
     def __init__(self, config: TokenInConfig) -> None:
         super().__init__(config)
-        self._scorer: Callable[..., Any] | None = None
+        self._scorer = None
         if config.scorer is None:
             self.require = (*self.require, "answer")
             return
@@ -158,10 +150,7 @@ class TokenIn(DatasetEnvironment[TokenInConfig]):
             correct = normalise_spaces(reply.text) in map(normalise_spaces, example["answer"])
             return Outcome.solo(float(correct), correct=float(correct))
         # A sync scorer runs off the event loop: it may take its time.
-        judged = await run_user_code(self._scorer, example, reply.text)
-        if judged is None or isinstance(judged, Outcome):
-            return judged
-        return Outcome.solo(parse_reward(judged, self._where))
+        return parse_outcome(await run_user_code(self._scorer, example, reply.text), self._where)
 
     def _row(self, row: Row) -> Row:
         return row if self._scorer is not None else row | {"answer": accepted_answers(row)}

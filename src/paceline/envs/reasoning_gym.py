@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.config.env import ReasoningGymConfig as Config
 from paceline.data import DatasetUri, Row
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, parse_reward, row_seeds
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, import_extra, parse_reward, row_seeds
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Message, Seat
 
@@ -24,7 +24,7 @@ class ReasoningGym(Environment):
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._gym = _package()
+        self._gym = import_extra("reasoning_gym")
         unknown = config.weights.keys() - self._gym.factory.DATASETS.keys()
         if unknown:
             raise EnvError(f"reasoning-gym has no task {sorted(unknown)}: `reasoning_gym.factory.DATASETS` lists them")
@@ -100,16 +100,3 @@ def split_by_weight(weights: Mapping[str, float], size: int) -> dict[str, int]:
     for name in first[: size - sum(whole.values())]:
         whole[name] += 1
     return whole
-
-
-def _package() -> Any:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing in ("", "reasoning_gym"):
-            raise EnvError('reasoning-gym is not installed: pip install "paceline[tasks]"') from error
-        raise EnvError(
-            f"reasoning-gym needs `{missing}`, which is not installed: pip install {missing} ({error})"
-        ) from error
-    return reasoning_gym

@@ -6,18 +6,16 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import httpx
 
-from paceline.config.env import SEARCH_KEY_VARIABLE
 from paceline.config.env import RetrievalConfig as Config
 from paceline.config.secret import redact
 from paceline.data import BadRow, Row, open_rows
 from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, Split
-from paceline.envs.search.index import DEFAULT_TOP_K, MAX_QUERY_CHARS, QUESTIONS, Index, open_index
-from paceline.rollout import Message, Seat
+from paceline.envs.search.index import DEFAULT_TOP_K, MAX_QUERY_CHARS, QUESTIONS, open_index
+from paceline.rollout import Seat
 
 INSTRUCTIONS = """\
 Answer the question. What you do not know you can look up: write <search>some words</search> and stop, and you will be \
@@ -36,11 +34,10 @@ ResultDict = dict[str, Any]
 """`id`, `title`, `text` and `score` of a document."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """A reply's search or answer. `formed`: the only one, at its end, and without results the model made up itself."""
 
-    kind: Literal["search", "answer"]
+    kind: str
     text: str
     formed: bool
 
@@ -51,12 +48,7 @@ class Retrieval(DatasetEnvironment[Config]):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        advice = config.raise_hint("search_timeout")
-        self._searcher = (
-            LocalSearch(open_index(config.corpus), config.top_k)
-            if config.url is None
-            else SearchClient(config.url, config.top_k, config.search_timeout, config.api_key_variable, advice)
-        )
+        self._searcher = LocalSearch(config) if config.url is None else SearchClient(config, config.url)
 
     def examples(self, split: Split) -> Sequence[Row]:
         if self._config.dataset is None and self._config.eval_dataset is None:
@@ -82,24 +74,28 @@ class Retrieval(DatasetEnvironment[Config]):
                 messages += [reply.message, {"role": self._config.results_role, "content": found}]
             else:
                 messages += [reply.message, {"role": "user", "content": HINT}]
-        return self._outcome(answer, example["answer"], searches, formed)
-
-    def _row(self, row: Row) -> Row:
-        """A row with the conversation it begins with and an answer that can be compared."""
-        answer = row["answer"]
-        accepted = [answer] if isinstance(answer, str | int | float) else answer
-        plain = isinstance(accepted, list) and all(isinstance(one, str | int | float) for one in accepted)
-        if not plain or not accepted:
-            raise BadRow("a question needs an `answer`, a string or a list of those that are accepted")
-        return row | {"messages": _opening(row), "answer": [str(one) for one in accepted]}
-
-    def _outcome(self, answer: str, accepted: list[str], searches: int, formed: bool) -> Outcome:
+        accepted = example["answer"]
         correct = max(float(normalise_answer(answer) == normalise_answer(one)) for one in accepted)
         metrics = {"correct": correct, "searches": float(searches), "format": float(formed)}
         if self._config.score == "exact":
             return Outcome.solo(correct, **metrics)
         shared = max(f1(answer, one) for one in accepted)
         return Outcome.solo(shared, **metrics, f1=shared)
+
+    def _row(self, row: Row) -> Row:
+        answer = row["answer"]
+        accepted = [answer] if isinstance(answer, str | int | float) else answer
+        plain = isinstance(accepted, list) and all(isinstance(one, str | int | float) for one in accepted)
+        if not plain or not accepted:
+            raise BadRow("a question needs an `answer`, a string or a list of those that are accepted")
+        messages = row["messages"]
+        asked = messages[0].get("content")
+        # A row's bare question gets the instructions; `messages` of its own are taken to have theirs.
+        if len(messages) == 1 and isinstance(asked, str) and asked in (row.get("prompt"), row.get("question")):
+            if not asked.strip():
+                raise BadRow("a row needs a `question`, or `messages` that ask one")
+            messages = [{"role": "user", "content": INSTRUCTIONS.format(question=asked)}]
+        return row | {"messages": messages, "answer": [str(one) for one in accepted]}
 
 
 def read_move(text: str) -> Move | None:
@@ -112,21 +108,17 @@ def read_move(text: str) -> Move | None:
     found = _ACTION.search(spoken)
     if found is None:
         return None
-    formed = not spoken[found.end() :].strip() and "<information>" not in spoken
-    kind: Literal["search", "answer"] = "search" if found[1] == "search" else "answer"
-    return Move(kind, found[2].strip(), formed)
+    return Move(found[1], found[2].strip(), not spoken[found.end() :].strip() and "<information>" not in spoken)
 
 
 def format_results(found: Sequence[ResultDict], most: int) -> str:
     """Results as the model reads them."""
-    lines = [f"[{number}] {_entry(result, most)}" for number, result in enumerate(found, start=1)]
+    lines = []
+    for number, result in enumerate(found, start=1):
+        text = " ".join(result["text"].split())
+        text = text if len(text) <= most else f"{text[:most].rstrip()} ..."
+        lines.append(f"[{number}] " + (f"{result['title']}: {text}" if result.get("title") else text))
     return "\n".join(["<information>", *(lines or [NO_RESULTS]), "</information>"])
-
-
-def _entry(result: ResultDict, most: int) -> str:
-    text = " ".join(result["text"].split())
-    text = text if len(text) <= most else f"{text[:most].rstrip()} ..."
-    return f"{result['title']}: {text}" if result.get("title") else text
 
 
 def normalise_answer(answer: str) -> str:
@@ -148,17 +140,6 @@ def f1(given: str, wanted: str) -> float:
     return 2 * common / (len(ours) + len(theirs))
 
 
-def _opening(row: Row) -> list[Message]:
-    """A row's bare question gets the instructions; `messages` of its own are taken to have theirs."""
-    first, *more = row["messages"]
-    asked = first.get("content")
-    if more or not isinstance(asked, str) or asked not in (row.get("prompt"), row.get("question")):
-        return row["messages"]
-    if not asked.strip():
-        raise BadRow("a row needs a `question`, or `messages` that ask one")
-    return [{"role": "user", "content": INSTRUCTIONS.format(question=asked)}]
-
-
 CONNECT_SECONDS = 5.0
 MAX_CONNECTIONS = 256
 
@@ -166,8 +147,8 @@ MAX_CONNECTIONS = 256
 class LocalSearch:
     """An index in this process, searched in a thread."""
 
-    def __init__(self, index: Index, top_k: int | None) -> None:
-        self._index, self._top_k = index, top_k or DEFAULT_TOP_K
+    def __init__(self, config: Config) -> None:
+        self._index, self._top_k = open_index(config.corpus), config.top_k or DEFAULT_TOP_K
 
     async def search(self, query: str) -> list[ResultDict]:
         hits = await asyncio.to_thread(self._index.search, query[:MAX_QUERY_CHARS], self._top_k)
@@ -178,31 +159,23 @@ class SearchClient:
     """A service that answers `POST /search {"query", "top_k"?}` with `{"results": [...]}`. If the environment variable
     is set, what it holds is sent as the service's API key."""
 
-    def __init__(
-        self,
-        url: str,
-        top_k: int | None = None,
-        timeout: float = 30.0,
-        key_variable: str = SEARCH_KEY_VARIABLE,
-        advice: str = "raise its timeout",
-    ) -> None:
+    def __init__(self, config: Config, url: str) -> None:
+        self._config = config
         self.url = f"{url.rstrip('/').removesuffix('/search')}/search"
-        self._key_variable, key = key_variable, os.environ.get(key_variable, "").strip()
+        self._key = key = os.environ.get(config.api_key_variable, "").strip()
         if not (key.isascii() and key.isprintable()):
-            raise EnvError(f"{key_variable} holds no usable API key: it must be one line of ASCII")
-        self._key = key
+            raise EnvError(f"{config.api_key_variable} holds no usable API key: it must be one line of ASCII")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._top_k, self._timeout, self._advice = top_k, timeout, advice
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
 
     async def search(self, query: str) -> list[ResultDict]:
-        body = {"query": query[:MAX_QUERY_CHARS]} | ({"top_k": self._top_k} if self._top_k else {})
+        config = self._config
+        body = {"query": query[:MAX_QUERY_CHARS]} | ({"top_k": config.top_k} if config.top_k else {})
         try:
             response = await self._client().post(self.url, json=body)
         except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
-            raise EnvError(
-                f"the search service at {self.url} did not answer within {self._timeout:g} s: {self._advice}"
-            ) from error
+            late = f"did not answer within {config.search_timeout:g} s: {config.raise_hint('search_timeout')}"
+            raise EnvError(f"the search service at {self.url} {late}") from error
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise EnvError(
                 f"the search service at {self.url} does not answer: {str(error) or type(error).__name__}; start it "
@@ -210,16 +183,8 @@ class SearchClient:
             ) from error
         if response.status_code != 200:
             detail = " ".join(redact(response.text, self._key)[:300].split())
-            hint = f"; its API key is read from {self._key_variable}" if response.status_code == 401 else ""
+            hint = f"; its API key is read from {config.api_key_variable}" if response.status_code == 401 else ""
             raise EnvError(f"the search service at {self.url} answered {response.status_code}: {detail}{hint}")
-        return self._results(response)
-
-    async def aclose(self) -> None:
-        opened, self._open = self._open, None
-        if opened is not None:
-            await opened[1].aclose()
-
-    def _results(self, response: httpx.Response) -> list[ResultDict]:
         try:
             results = response.json()["results"]
             if all(isinstance(result["text"], str) for result in results):
@@ -231,12 +196,17 @@ class SearchClient:
             + " ".join(response.text[:200].split())
         )
 
+    async def aclose(self) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            await opened[1].aclose()
+
     def _client(self) -> httpx.AsyncClient:
         """One for each event loop: connections cannot move to another."""
         loop = asyncio.get_running_loop()
         if self._open is None or self._open[0] is not loop:
             # Episodes beyond this many wait for a connection, and that wait is no sign of a dead service.
             limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
-            patience = httpx.Timeout(self._timeout, connect=CONNECT_SECONDS, pool=None)
+            patience = httpx.Timeout(self._config.search_timeout, connect=CONNECT_SECONDS, pool=None)
             self._open = (loop, httpx.AsyncClient(timeout=patience, limits=limits, headers=self._headers))
         return self._open[1]

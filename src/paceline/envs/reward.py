@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from paceline.config.env.base import RewardEnvConfig as Config
@@ -18,15 +18,13 @@ from paceline.rollout import Reply, Seat
 from paceline.util.importing import import_object
 
 COMPLETION, PROMPT = "completion", "prompt"
-BATCH = {"completions": COMPLETION, "prompts": PROMPT}
-"""TRL's parameters, by what each holds a list of."""
 RESERVED = ("reward", "failed", "length", "truncated_ratio")
 """Metrics that every evaluation has: a part of the reward must not be called like one of them."""
 Rewards = Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]]
 """One reward function, several, or several by name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RewardFunction:
     """A user's function and what it asks for.
 
@@ -45,24 +43,19 @@ class RewardFunction:
             raise EnvError(f"reward `{self.name}` is {self.function!r}: give a function, such as score(completion)")
         if not math.isfinite(self.weight):
             raise EnvError(f"reward `{self.name}` has the weight {self.weight}: give a finite number")
-        if not self._parameters():
+        if not self._parameters:
             raise EnvError(f"reward `{self.name}` takes no argument: its first one is the completion's text")
-
-    @property
-    def is_batched(self) -> bool:
-        """Whether it is written for TRL, where one call scores many completions."""
-        return "completions" in self._parameters()
 
     def check(self, row: Row) -> None:
         """Raise `BadRow` where the row lacks a column that the function asks for."""
-        target = self._target()
+        target = self._target
         if target in row and target != COMPLETION:
             raise BadRow(
                 f"the reward `{self.name}` has no parameter for the completion: its first one, `{target}`, is a column "
                 "of this row; call one of them `completion`"
             )
-        for name, parameter in self._parameters().items():
-            known = name in (target, *BATCH, PROMPT) or name in row or name in self.kwargs
+        for name, parameter in self._parameters.items():
+            known = name in (target, "completions", "prompts", PROMPT) or name in row or name in self.kwargs
             open_ended = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             if known or open_ended or parameter.default is not parameter.empty:
                 continue
@@ -75,12 +68,12 @@ class RewardFunction:
 
     async def __call__(self, row: Row, reply: Reply) -> float | None:
         """Its value for one completion, not yet multiplied by the weight; None where it has no opinion."""
-        if self.is_batched:
+        if "completions" in self._parameters:
             return await self._call_batched(row, reply)
         known = {PROMPT: row["messages"], **row, **self.kwargs}
-        target = self._target()
+        target = self._target
         arguments = self._accepted_arguments({name: value for name, value in known.items() if name != target})
-        parameter = self._parameters().get(target)
+        parameter = self._parameters.get(target)
         if parameter is not None and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             call = partial(self.function, reply.text, **arguments)
         else:
@@ -102,21 +95,20 @@ class RewardFunction:
             )
         return None if values[0] is None else parse_reward(values[0], f"the reward `{self.name}`")
 
+    @property
     def _target(self) -> str:
         """The parameter that gets the completion."""
-        parameters = self._parameters()
-        first = next(iter(parameters.values()))
-        if COMPLETION in parameters or first.kind is first.VAR_KEYWORD:
+        first = next(iter(self._parameters.values()))
+        if COMPLETION in self._parameters or first.kind is first.VAR_KEYWORD:
             return COMPLETION
-        return "completions" if self.is_batched else first.name
+        return "completions" if "completions" in self._parameters else first.name
 
     def _accepted_arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the known values that the function takes."""
-        parameters = self._parameters()
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return dict(known)
-        return {name: value for name, value in known.items() if name in parameters}
+        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values())
+        return {name: value for name, value in known.items() if open_ended or name in self._parameters}
 
+    @cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
         try:
             return inspect.signature(self.function).parameters
@@ -143,12 +135,9 @@ class RewardEnvironment(DatasetEnvironment[Config]):
         parts = [(reward, value) for reward, value in zip(self._rewards, values, strict=True) if value is not None]
         if not parts:
             return None
-        weighed = [
-            parse_reward(reward.weight * value, f"the reward `{reward.name}`, weighted,") for reward, value in parts
-        ]
-        total = math.fsum(weighed)
-        several = len(self._rewards) > 1
-        return Outcome({POLICY: total}, {reward.name: value for reward, value in parts} if several else {})
+        weighed = (parse_reward(r.weight * value, f"the reward `{r.name}`, weighted,") for r, value in parts)
+        metrics = {reward.name: value for reward, value in parts} if len(self._rewards) > 1 else {}
+        return Outcome({POLICY: math.fsum(weighed)}, metrics)
 
     def _row(self, row: Row) -> Row:
         row = row | {"messages": conversation(row, self._config.system)}

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.config.env import TextArenaConfig as Config
 from paceline.data import Row
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, row_seeds
+from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split, import_extra, row_seeds
 from paceline.envs.offloop import run_user_code
 from paceline.rollout import Message, Seat
 from paceline.util.importing import import_object
@@ -25,7 +25,7 @@ class Game:
     depend on the other games that run at the same time."""
 
     def __init__(self, name: str, args: Mapping[str, Any], players: int, seed: int) -> None:
-        textarena = _package()
+        textarena = import_extra("textarena")
         if name not in textarena.envs.registration.ENV_REGISTRY:
             raise EnvError(f"textarena has no game `{name}`: `textarena.envs.registration.ENV_REGISTRY` lists them")
         self._rng_state = random.Random(seed).getstate()
@@ -90,7 +90,7 @@ class Game:
 
 
 def _unwrap(env: Any) -> Any:
-    while isinstance(env, _package().Wrapper):
+    while isinstance(env, import_extra("textarena").Wrapper):
         env = env.env
     return env
 
@@ -107,14 +107,6 @@ def random_move(game: Game, observations: list[str], rng: random.Random) -> str:
         'this textarena game names no legal move, so opponent = "random" cannot play it: use "self", or the import '
         "path of `choose(observation, random) -> action`"
     )
-
-
-def _package() -> Any:
-    try:
-        import textarena
-    except ImportError as error:
-        raise EnvError('textarena is not installed: pip install "paceline[tasks]"') from error
-    return textarena
 
 
 MAX_PLAYERS = 16
@@ -165,21 +157,17 @@ class TextArena(Environment):
                 move = await self._choose(game, conversations[player], rng)
             await run_user_code(game.move, move, timeout=STEP_SECONDS)
             turns += 1
-        return self._outcome(game, mine, turns)
-
-    def _outcome(self, game: Game, mine: Mapping[int, str], turns: int) -> Outcome:
         rewards = {seat: float(game.rewards.get(player, 0.0)) for player, seat in mine.items()}
         metrics = {
             "turns": float(turns),
             "unfinished": float(not game.over),
             "illegal": float(any(game.lost_by_rule(player) for player in mine)),
         }
-        if self._config.opponent != "self":
+        if not against_itself:
             metrics["won"] = float(all(reward > 0 for reward in rewards.values()))
         return Outcome(rewards, metrics)
 
     async def _choose(self, game: Game, conversation: Sequence[Message], rng: random.Random) -> str:
-        """An opponent's move."""
         texts = [message["content"] for message in conversation]
         if self._opponent is None:
             return await run_user_code(random_move, game, texts, rng, timeout=STEP_SECONDS)

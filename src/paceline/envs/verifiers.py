@@ -13,8 +13,9 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from operator import methodcaller
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -61,18 +62,13 @@ def register(vf: Any) -> str:
         ) -> Any:
             from verifiers.v1.dialects.chat import message_to_wire  # ty: ignore[import-not-found]
 
-            system, prompt = self.resolve_prompt(data)
-            opening = [{"role": "system", "content": system}] if system else []
-            if isinstance(prompt, str):
-                opening.append({"role": "user", "content": prompt})
-            else:
-                opening.extend(message_to_wire(message) for message in prompt or [])
+            opening = _conversation(*self.resolve_prompt(data), message_to_wire)
             specs = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
             headers = {"Authorization": f"Bearer {secret}"}
             timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)  # the episode has a deadline of its own
             # Nothing here leaves the machine: no certificates are read, no proxy is asked.
             async with httpx.AsyncClient(headers=headers, timeout=timeout, verify=False, trust_env=False) as client:
-                chat = _ChatLoop(client, endpoint, ctx.model, tool_interception_url, secret)
+                chat = _ChatLoop(client, endpoint, ctx.model, tool_interception_url)
                 try:
                     await chat.run(opening, specs)
                 except EndpointRefused as refusal:
@@ -90,9 +86,8 @@ def register(vf: Any) -> str:
 class _ChatLoop:
     """One conversation until a reply calls no tool."""
 
-    def __init__(self, client: httpx.AsyncClient, endpoint: str, model: str, gate: str | None, secret: str) -> None:
-        self._client, self._endpoint, self._model = client, endpoint, model
-        self._gate, self._secret = gate, secret
+    def __init__(self, client: httpx.AsyncClient, endpoint: str, model: str, gate: str | None) -> None:
+        self._client, self._endpoint, self._model, self._gate = client, endpoint, model, gate
 
     async def run(self, messages: list[dict[str, Any]], specs: dict[str, dict[str, Any]]) -> None:
         from verifiers.v1.harnesses.utils.mcp import connect_mcp  # ty: ignore[import-not-found]
@@ -112,40 +107,39 @@ class _ChatLoop:
         answer = await self._client.post(f"{self._endpoint.rstrip('/')}/chat/completions", json=body)
         if answer.status_code == 400 and "context" in answer.text and any(m["role"] == "assistant" for m in messages):
             return None
-        if answer.is_error:
-            raise EndpointRefused(f"{answer.status_code}: {answer.text[-2000:]}")
-        message = answer.json()["choices"][0]["message"]
+        message = _json_of(answer)["choices"][0]["message"]
         return {key: value for key, value in message.items() if value is not None or key == "content"}
 
     async def _result(self, call: dict[str, Any], dispatch: dict[str, Any], servers: dict[str, Any]) -> dict[str, Any]:
         """A tool's answer to a call, or why it was not asked."""
         from verifiers.v1.harnesses.utils.mcp import call_mcp  # ty: ignore[import-not-found]
 
-        name, written = call["function"]["name"], call["function"].get("arguments") or "{}"
+        name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
+        problem = None
         try:
-            arguments = json.loads(written)
+            arguments = json.loads(arguments)
         except json.JSONDecodeError as error:
-            arguments, problem = written, f"error: invalid JSON in tool arguments ({error}); resend with valid JSON"
+            problem = f"error: invalid JSON in tool arguments ({error}); resend with valid JSON"
         else:
-            problem = None if isinstance(arguments, dict) else "error: tool arguments must be a JSON object"
-        if self._gate and (denied := await self._denial(call, name, arguments)) is not None:
-            return denied
+            if not isinstance(arguments, dict):
+                problem = "error: tool arguments must be a JSON object"
+        if self._gate:  # the task may forbid the call, with its own words in place of the tool's
+            asked = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
+            decision = _json_of(await self._client.post(self._gate, json=asked))
+            if decision["action"] == "stop":
+                raise EndpointRefused(decision["reason"])
+            if decision["action"] == "deny":
+                return decision["message"]
         if problem is None and name not in dispatch:
             problem = f"error: unknown tool {name!r}"
         content = problem or await call_mcp(servers, dispatch, name, arguments)
         return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 
-    async def _denial(self, call: dict[str, Any], name: str, arguments: Any) -> dict[str, Any] | None:
-        """The task's word instead of the tool's, if it forbids the call."""
-        assert self._gate is not None
-        asked = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
-        answer = await self._client.post(self._gate, json=asked)
-        if answer.is_error:
-            raise EndpointRefused(f"{answer.status_code}: {answer.text[-2000:]}")
-        decision = answer.json()
-        if decision["action"] == "stop":
-            raise EndpointRefused(decision["reason"])
-        return decision["message"] if decision["action"] == "deny" else None
+
+def _json_of(answer: httpx.Response) -> Any:
+    if answer.is_error:
+        raise EndpointRefused(f"{answer.status_code}: {answer.text[-2000:]}")
+    return answer.json()
 
 
 class Verifiers(Environment):
@@ -243,13 +237,12 @@ class Verifiers(Environment):
             ready.set_exception(EnvError(f"verifiers environment `{self._config.id}` cannot be served: {error}"))
 
     def _build(self, args: dict[str, Any]) -> Any:
-        ident = self._id
         try:
-            kind = self._vf.env_config_type(ident, self._config.env)
+            kind = self._vf.env_config_type(self._id, self._config.env)
             agents = copy.deepcopy(self._config.agents)
             for role, declared in _roles(kind):
                 self._apply_defaults(agents.setdefault(role, {}), declared)
-            raw = {"id": self._config.env, "taskset": {**args, "id": ident}, **agents}
+            raw = {"id": self._config.env, "taskset": {**args, "id": self._id}, **agents}
             return self._vf.load_environment(self._vf.resolve_env_config(raw))
         except (ImportError, AttributeError, TypeError, ValueError) as error:  # how the package refuses a setting
             said: object = error
@@ -289,17 +282,19 @@ def verifiers_rows(address: DatasetUri) -> list[Row]:
     split = {"split": address.name} if address.name not in ("", "train") else {}
     environment = Verifiers(Config(id=ident, args=args | split, size=address.integer("limit")))
     environment.examples("train")
+    dump = methodcaller("model_dump", exclude_none=True)
+    tasks = [task.data for task in environment._tasks["train"]]
     return [
-        {"messages": _conversation(task.data), "answer": getattr(task.data, "answer", "")}
-        for task in environment._tasks["train"]
+        {"messages": _conversation(data.system_prompt, data.prompt, dump), "answer": getattr(data, "answer", "")}
+        for data in tasks
     ]
 
 
-def _conversation(data: Any) -> list[Message]:
-    opening = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    if isinstance(data.prompt, str):
-        return [*opening, {"role": "user", "content": data.prompt}]
-    return [*opening, *(message.model_dump(exclude_none=True) for message in data.prompt or [])]
+def _conversation(system: str | None, prompt: Any, dump: Callable[[Any], Message]) -> list[Message]:
+    opening = [{"role": "system", "content": system}] if system else []
+    if isinstance(prompt, str):
+        return [*opening, {"role": "user", "content": prompt}]
+    return [*opening, *map(dump, prompt or [])]
 
 
 def _roles(config: Any) -> Iterable[tuple[str, Any]]:

@@ -61,7 +61,6 @@ def _words(split: Split, count: int, seed: int) -> tuple[str, ...]:
 
 @cache
 def _pairs(split: Split) -> tuple[tuple[int, int], ...]:
-    """All pairs of operands of a split."""
     operands = range(MAX_OPERAND + 1)
     return tuple((a, b) for a in operands for b in operands if split_of(f"{a}+{b}") == split)
 

@@ -1,7 +1,7 @@
 """Runs a worker process: one JSON line in, "loaded" and one JSON line out, until its parent is gone.
 
-Run by `workers.py`, as a file. The pipes move away from stdin and stdout before any user code runs, so that it may
-print, read and close what it likes.
+Run by `workers.py`, as a file, with its settings as an argument. The pipes move away from stdin and stdout before any
+user code runs, so that it may print, read and close what it likes.
 """
 
 import ctypes
@@ -23,9 +23,7 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)
-    settings = json.loads(requests.readline() or b"null")
-    if settings is None:
-        return
+    settings = json.loads(sys.argv.pop())
     sys.path[:] = settings["path"]
     if settings["memory_mb"] is not None:
         size = settings["memory_mb"] << 20

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from paceline.errors import PacelineError
 from paceline.util.deadlines import wait_within
@@ -32,7 +32,6 @@ LOAD_SECONDS = 120.0
 """A worker may take this long to start and import a function, before the call's own time begins."""
 
 Failure = Literal["timed_out", "exited", "raised", "too_large"]
-FAILURES: tuple[Failure, ...] = ("timed_out", "exited", "raised", "too_large")
 
 
 class WorkerFailed(PacelineError):
@@ -45,8 +44,6 @@ class WorkerFailed(PacelineError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Limits on what workers may use."""
-
     count: int
     """Processes at once; further calls wait in line."""
     memory_mb: int | None
@@ -81,7 +78,9 @@ class Workers:
         if _remote_calls:
             return await _remote_calls[-1](function, args, timeout, self._limits)
         request = json.dumps({"function": function, "args": list(args)}).encode() + b"\n"
-        pool = self._pool()
+        loop = asyncio.get_running_loop()
+        if (pool := self._pools.get(loop)) is None:
+            pool = self._pools[loop] = _Pool(self._limits)
         for _ in range(ATTEMPTS - 1):
             try:
                 return await pool.call(request, timeout)
@@ -94,12 +93,6 @@ class Workers:
         """End this event loop's workers now; calls under way fail. Otherwise they end with the loop."""
         if pool := self._pools.pop(asyncio.get_running_loop(), None):
             await pool.close()
-
-    def _pool(self) -> "_Pool":
-        loop = asyncio.get_running_loop()
-        if loop not in self._pools:
-            self._pools[loop] = _Pool(self._limits)
-        return self._pools[loop]
 
 
 class _Pool:
@@ -135,7 +128,17 @@ class _Pool:
         return self._lifetime.done() or self._lifetime.cancelling() > 0
 
     async def _start(self) -> "_Worker":
-        worker = await _Worker.start(self._limits)
+        settings = {"path": sys.path, "memory_mb": self._limits.memory_mb, "bytes": self._limits.answer_bytes}
+        command = [sys.executable, "-P", str(WORKER_SCRIPT), json.dumps(settings)]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # a process group of its own, to be killed as one
+            limit=self._limits.answer_bytes + 1024,
+        )
+        worker = _Worker(process, self._limits)
         self._alive.add(worker)
         return worker
 
@@ -162,56 +165,33 @@ class _Worker:
     """One process: started, then asked one thing at a time, then killed."""
 
     def __init__(self, process: asyncio.subprocess.Process, limits: WorkerLimits) -> None:
-        self._process = process
-        self._limits = limits
-        self._needs_settings = True
-
-    @classmethod
-    async def start(cls, limits: WorkerLimits) -> "_Worker":
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            str(WORKER_SCRIPT),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # a process group of its own, to be killed as one
-            limit=limits.answer_bytes + 1024,
-        )
-        return cls(process, limits)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._limits = process, limits
+        self._stdin, self._stdout = process.stdin, process.stdout
 
     async def call(self, request: bytes, timeout: float) -> dict[str, Any]:
-        if self._needs_settings:
-            settings = {"path": sys.path, "memory_mb": self._limits.memory_mb, "bytes": self._limits.answer_bytes}
-            request = json.dumps(settings).encode() + b"\n" + request
-            self._needs_settings = False
-        loaded = await self._with_timeout(LOAD_SECONDS, self._send(request), "loading ")
-        return loaded if "raised" in loaded else await self._with_timeout(timeout, self._read_answer())
+        loaded = await self._answer(LOAD_SECONDS, request, "loading ")
+        return loaded if "raised" in loaded else await self._answer(timeout)
 
-    async def _with_timeout(self, seconds: float, answer: Any, doing: str = "") -> dict[str, Any]:
+    async def _answer(self, seconds: float, request: bytes = b"", doing: str = "") -> dict[str, Any]:
+        """The next answer, once this request is sent."""
         try:
             async with asyncio.timeout(seconds):
-                return await answer
+                with contextlib.suppress(ConnectionError):  # it died: the answer, or its absence, says how
+                    self._stdin.write(request)
+                    await self._stdin.drain()  # bounded: by the time-out around
+                return await self._read_answer()
         except TimeoutError:
             raise WorkerFailed("timed_out", f"{doing}timed out after {seconds:g} s") from None
 
-    async def _send(self, request: bytes) -> dict[str, Any]:
-        stdin = self._process.stdin
-        assert stdin is not None
-        with contextlib.suppress(ConnectionError):  # it died: the answer, or its absence, says how
-            stdin.write(request)
-            await stdin.drain()  # bounded: by `_with_timeout`
-        return await self._read_answer()
-
     async def _read_answer(self) -> dict[str, Any]:
-        stdout = self._process.stdout
-        assert stdout is not None
         try:
-            line = await stdout.readline()  # bounded: by `_with_timeout`
+            line = await self._stdout.readline()  # bounded: by `_answer`
         except ValueError:  # longer than the stream's limit
             raise _too_large(self._limits) from None
         if not line.endswith(b"\n"):
-            code = await self._process.wait()  # bounded: by `_with_timeout`; its pipe is closed already
+            code = await self._process.wait()  # bounded: by `_answer`; its pipe is closed already
             how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
             raise WorkerFailed("exited", how)
         try:
@@ -238,5 +218,5 @@ def _too_large(limits: WorkerLimits) -> WorkerFailed:
 
 def failure_metrics(failed: WorkerFailed | None) -> dict[str, float]:
     """Whether a check failed, and of what; every key each time, so that means over rollouts are shares."""
-    kinds = {f"check_failed/{kind}": float(failed is not None and failed.kind == kind) for kind in FAILURES}
+    kinds = {f"check_failed/{kind}": float(failed is not None and failed.kind == kind) for kind in get_args(Failure)}
     return {"check_failed": float(failed is not None)} | kinds

@@ -12,12 +12,15 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.config import load
+from paceline.config.hardware import HardwareSpec
 from paceline.errors import PacelineError
 from paceline.observe.record.folder import Columns, open_run
-from paceline.planner.plan import FILE, ResourcePlan, plan_hardware, predict
+from paceline.planner.hardware import Hardware
+from paceline.planner.plan import FILE, ResourcePlan, predict
 from paceline.planner.shape import Work, assumed, shape_of
 from paceline.planner.speed import Times
 
+NO_ROOM = "no room for the keys and values of one request of full length"
 WARM = 0.2
 """The part of a run that is left out: it fills its pipeline and compiles."""
 
@@ -32,14 +35,10 @@ class ComparedFigure:
     informed: float
     measured: float
 
-    @property
-    def ratio(self) -> float:
-        """Measured by planned."""
-        return self.measured / self.planned if self.planned else float("nan")
-
-    @property
-    def informed_ratio(self) -> float:
-        return self.measured / self.informed if self.informed else float("nan")
+    def ratios(self) -> dict[str, float]:
+        """Measured by planned, in either way."""
+        pairs = {"ratio": self.planned, "informed_ratio": self.informed}
+        return {name: self.measured / value if value else float("nan") for name, value in pairs.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +59,7 @@ class Comparison:
             "steps": self.steps,
             "busy": self.busy,
             "problems": self.problems,
-            "lines": [
-                asdict(line) | {"ratio": line.ratio, "informed_ratio": line.informed_ratio} for line in self.lines
-            ],
+            "lines": [asdict(line) | line.ratios() for line in self.lines],
         }
 
 
@@ -82,7 +79,8 @@ def compare(directory: Path) -> Comparison:
     warm = steps[int(WARM * len(steps)) :]
     config = load(str(directory / "config.toml")).config
     work = measured_work(assumed(config, shape_of(config.model.name)), warm)
-    hardware = plan_hardware(table)
+    fields = table["hardware"]
+    hardware = Hardware(**fields | {"card": HardwareSpec(**fields["card"])})
     informed = predict(config, hardware, work)
     problems = run.problems(patient=False)
     return Comparison(directory, len(steps), _lines(table, informed, warm), hardware.busy, problems)
@@ -118,29 +116,29 @@ def _lines(table: dict[str, Any], informed: ResourcePlan, steps: Sequence[dict[s
     if planned is None or times is None:
         raise PacelineError("the plan says nothing about time, because the hardware's speed is not known")
 
-    def line(what: str, unit: str, then: float, now: float, key: str) -> ComparedFigure | None:
-        values = [entry[key] for entry in steps if entry.get(key)]
-        return ComparedFigure(what, unit, then, now, fmean(values)) if values and then > 0 and now > 0 else None
-
     work, step = table["work"], planned["step"]
     sampled = work["rollouts"] * work["played"] / work["kept"] * work["reply"]
-    found = [
-        line("step", "s", step, times.step, "time/step"),
-        line("train", "s", planned["train"], times.train, "time/train"),
-        line("publish", "s", planned["publish"], times.publish, "time/publish"),
-        line("waiting for samples", "s", planned["waits"], times.waits, "time/sample"),
-        line(
-            "sampled tokens", "/s", sampled / step, informed.work.sampled * informed.work.reply / times.step, "tokens/s"
-        ),
-        line("trained tokens", "/s", planned["train_tokens_s"], times.train_tokens_s, "train_tokens/s"),
-        line("reply", "tokens", work["reply"], informed.work.reply, "length"),
-        line("evaluation", "s", planned.get("evaluate", 0.0), times.evaluate, "time/eval"),
-        line("scoring by teachers", "s", planned["score"], times.score, "time/score"),
+    sampled_now = informed.work.sampled * informed.work.reply
+    figures = [
+        ("step", "s", step, times.step, "time/step"),
+        ("train", "s", planned["train"], times.train, "time/train"),
+        ("publish", "s", planned["publish"], times.publish, "time/publish"),
+        ("waiting for samples", "s", planned["waits"], times.waits, "time/sample"),
+        ("sampled tokens", "/s", sampled / step, sampled_now / times.step, "tokens/s"),
+        ("trained tokens", "/s", planned["train_tokens_s"], times.train_tokens_s, "train_tokens/s"),
+        ("reply", "tokens", work["reply"], informed.work.reply, "length"),
+        ("evaluation", "s", planned.get("evaluate", 0.0), times.evaluate, "time/eval"),
+        ("scoring by teachers", "s", planned["score"], times.score, "time/score"),
     ]
+    found = []
+    for what, unit, then, now, key in figures:
+        values = [entry[key] for entry in steps if entry.get(key)]
+        if values and then > 0 and now > 0:
+            found.append(ComparedFigure(what, unit, then, now, fmean(values)))
     if peaks := [entry["memory/trainer"] for entry in steps if entry.get("memory/trainer")]:
         process = table["memory"].get("process", 0.0) / 1e9, informed.memory.process / 1e9, max(peaks) / 1e9
         found.append(ComparedFigure("memory of the trainer's process", "GB", *process))
-    return [one for one in found if one is not None]
+    return found
 
 
 def plan_report(plan: ResourcePlan) -> Group:
@@ -150,7 +148,10 @@ def plan_report(plan: ResourcePlan) -> Group:
         holds = f"fits; the KV cache holds {plan.memory.requests} requests of full length"
         shown.append(Text(holds, style="green"))
     else:
-        shown.append(Text(f"does not fit: {_trouble(plan)}", style="red"))
+        missing = f"{plan.memory.missing / 1e9:.1f} GB too much" if plan.memory.missing else NO_ROOM
+        if plan.memory.lacking:
+            missing = f"the run wants {plan.layout.devices} GPUs and there are {plan.hardware.count}"
+        shown.append(Text(f"does not fit: {missing}", style="red"))
         shown += [Text(f"  {'or ' if i else ''}{advice.sentence}") for i, advice in enumerate(plan.advice)]
     if plan.times is not None:
         others = ", ".join(f"{way.name} {_s(way.seconds)} s" for way in plan.ways if not way.used)
@@ -161,14 +162,6 @@ def plan_report(plan: ResourcePlan) -> Group:
     if plan.times is not None:
         shown.append(Text(f"speeds by {plan.source}", style="dim"))
     return Group(*shown)
-
-
-def _trouble(plan: ResourcePlan) -> str:
-    if plan.memory.lacking:
-        return f"the run wants {plan.layout.devices} GPUs and there are {plan.hardware.count}"
-    if plan.memory.missing:
-        return f"{plan.memory.missing / 1e9:.1f} GB too much"
-    return "no room for the keys and values of one request of full length"
 
 
 def _head(plan: ResourcePlan) -> str:
@@ -215,14 +208,9 @@ def comparison_report(comparison: Comparison) -> Group:
     figures = [Column(heading, justify="right") for heading in headings]
     table = Table("", *figures, title=f"{comparison.directory}, {comparison.steps} steps", title_justify="left")
     for line in comparison.lines:
-        table.add_row(
-            f"{line.what}, {line.unit}",
-            _number(line.planned),
-            _number(line.measured),
-            f"{line.ratio:.2f}",
-            _number(line.informed),
-            f"{line.informed_ratio:.2f}",
-        )
+        planned, informed = (f"{ratio:.2f}" for ratio in line.ratios().values())
+        cells = _number(line.planned), _number(line.measured), planned, _number(line.informed), informed
+        table.add_row(f"{line.what}, {line.unit}", *cells)
     note = "ratios are measured by planned, means of all steps but the first fifth"
     busy = [Text(f"when it began, {comparison.busy}", style="yellow")] if comparison.busy else []
     problems = [Text(problem, style="yellow") for problem in comparison.problems]

@@ -56,9 +56,6 @@ def _best(work: Callable[[], object], seconds: float) -> float:
     return best
 
 
-ASKING_SECONDS = 5.0
-
-
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """Equal devices, and the host they are in."""
@@ -96,8 +93,8 @@ class Hardware:
 
 
 def mac(memory: float, origin: str = "given") -> Hardware:
-    """A Mac with so much unified memory. macOS lets its GPU hold two thirds of it, of 64 GB and more three quarters;
-    the rest is for everything else. Its speed has not been measured here."""
+    """A Mac with so much unified memory, of which macOS lets its GPU hold two thirds, or three quarters of 64 GB and
+    more. Its speed has not been measured here."""
     share = 3 / 4 if memory >= 64e9 else 2 / 3
     return Hardware(HardwareSpec("mac", share * memory, 0.0, 0.0, 0.0, 0.0), 1, "mlx", memory, origin=origin)
 
@@ -121,12 +118,9 @@ def with_memory(hardware: Hardware, memory: str | None) -> Hardware:
     """The same with so much memory each."""
     if memory is None:
         return hardware
-    match = re.fullmatch(r"([\d.]+)\s*(g|gb|gib|m|mb|mib|t|tb)?", memory.strip().lower())
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(g|gb|gib|m|mb|mib|t|tb)?", memory.strip().lower())
     units = {"g": 1e9, "gb": 1e9, "gib": 2**30, "m": 1e6, "mb": 1e6, "mib": 2**20, "t": 1e12, "tb": 1e12}
-    try:
-        size = float(match[1]) * units[match[2] or "gb"] if match else 0.0
-    except ValueError:
-        size = 0.0
+    size = float(match[1]) * units[match[2] or "gb"] if match else 0.0
     if size <= 0:
         raise PacelineError(f"--memory {memory}: write a size such as 24GB")
     return replace(hardware, card=replace(hardware.card, memory=size), origin=f"{hardware.origin}, memory given")
@@ -177,7 +171,7 @@ def _gpus() -> list[tuple[str, float]]:
         return []
     query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=ASKING_SECONDS, check=True)
+        done = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]

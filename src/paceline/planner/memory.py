@@ -4,7 +4,7 @@ Static state is exact: it follows from the shape and the run file. Activations a
 8%); what CUDA, graphs and allocators take beside is a flat allowance.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from paceline.config import RunConfig
@@ -39,6 +39,10 @@ class DevicePlace:
     """Bytes that can be used; None where unknown."""
     count: int = 1
     parts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, parts: Mapping[str, float], times: int) -> None:
+        for name, size in parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + times * size
 
     @property
     def used(self) -> float:
@@ -126,7 +130,7 @@ class _Sizes:
     """The arithmetic, part by part."""
 
     def __init__(self, config: RunConfig, shape: ModelShape, hardware: Hardware, layout: PlannedLayout) -> None:
-        self.c, self.shape, self.hardware, self.layout = config, shape, hardware, layout
+        self.c, self.shape, self.layout = config, shape, layout
         self.item = BYTES[config.model.dtype]
         self.weights = float(shape.parameters * (shape.packed or self.item))
         self.held = shape.parameters / layout.tensor
@@ -160,7 +164,7 @@ class _Sizes:
         running, engine = self.c.engine.max_running, self.c.engine
         if not self.on_gpu and engine.cache != "pages":
             slot = FIRST_SLOTS
-            while slot < min(self.longest, 128 + self.c.sampling.max_tokens):  # it doubles until a prompt and reply fit
+            while slot < 128 + self.c.sampling.max_tokens:  # it doubles until a prompt and reply fit
                 slot *= 2
             need = self.longest if self.c.deterministic else min(self.longest, slot)
             return float((running + 1) * need * per_token), running
@@ -176,11 +180,9 @@ class _Sizes:
         """Of one rank, but for activations. What is offloaded goes to `host` instead."""
         t, split = self.c.trainer, self.layout.shards
         to = host if t.parallel.cpu_offload and self.on_gpu else None
-        if split > 1 and not self.adapters:
-            # What trains lies there in float32: a rank's part is its own master.
-            yield from _moved("trainer weights", 4 * self.held / split, to)
-        else:
-            yield from _moved("trainer weights", self.held * self.item / split, to)
+        # What trains lies in shards in float32: a rank's part is its own master.
+        item = 4 if split > 1 and not self.adapters else self.item
+        yield from _moved("trainer weights", item * self.held / split, to)
         if split > 1:
             # Embeddings and head stay whole, and of the layers this one and the next.
             gathered = min(self.shape.gathered_elements / self.layout.tensor, self.held * (1 - 1 / split))
@@ -239,8 +241,9 @@ def _moved(name: str, size: float, host: dict[str, float] | None) -> Iterator[tu
         yield name, size
 
 
-def memory(config: RunConfig, shape: ModelShape, hardware: Hardware, layout: PlannedLayout) -> MemoryPlan:
+def memory(config: RunConfig, shape: ModelShape, hardware: Hardware) -> MemoryPlan:
     """All parts, on all devices."""
+    layout = layout_of(config, hardware)
     sizes = _Sizes(config, shape, hardware, layout)
     device = USABLE * hardware.card.memory if hardware.card.memory else None
     runtime = RUNTIME[hardware.kind]
@@ -249,26 +252,22 @@ def memory(config: RunConfig, shape: ModelShape, hardware: Hardware, layout: Pla
     own_base = layout.apart or layout.processes > 1 or not sizes.adapters
     if not own_base:  # the frozen base is one, between engine and trainer
         trainer["trainer weights"] = float(sizes.adapters * sizes.item)
-    alone = dict(engine) | {"runtime": runtime}
+    alone = {**engine, "runtime": runtime}
     shared = {**engine, **trainer, "runtime": runtime * layout.processes}
-    beside = engine["engine weights"] + (0.0 if layout.apart else trainer.get("trainer weights", 0.0))
-    total = hardware.card.memory or float("inf")
-    cache, requests = sizes.cache((total if total < float("inf") else 0.0) - beside - runtime)
-    (alone if layout.apart else shared)["KV pages"] = cache
     rank = {**trainer, "runtime": runtime}
-    first = rank if layout.apart else shared
-    micro = sizes.micro_batch((device or 0.0) - sum(first.values()))
-    for parts in (rank, shared):
-        parts["trainer activations"] = sizes.activations(micro)
+    beside = engine["engine weights"] + (0.0 if layout.apart else trainer.get("trainer weights", 0.0))
+    cache, requests = sizes.cache(hardware.card.memory - beside - runtime)
+    (alone if layout.apart else shared)["KV pages"] = cache
+    micro = sizes.micro_batch((device or 0.0) - sum((rank if layout.apart else shared).values()))
+    rank["trainer activations"] = shared["trainer activations"] = sizes.activations(micro)
     own = rank if layout.apart or layout.processes > 1 else shared
     if layout.colocated:  # engine and trainer take turns in the same memory
         shared["trainer activations"] = max(0.0, shared["trainer activations"] - cache)
     process = sum(own.values()) - (runtime if sizes.on_gpu else 0.0)
     if not sizes.on_gpu:  # all parts share the machine's memory
-        parts = dict(shared)
-        for name, size in (shared if layout.colocated else rank).items():
-            parts[name] = parts.get(name, 0.0) + size * (layout.ranks - 1)
-        places = [DevicePlace("memory", device, 1, parts)]
+        everything = DevicePlace("memory", device, 1, dict(shared))
+        everything.add(shared if layout.colocated else rank, layout.ranks - 1)
+        places = [everything]
     else:
         hosts = 0 if layout.apart else layout.ranks if layout.colocated else 1  # ranks that share a GPU with an engine
         places = [
@@ -280,13 +279,11 @@ def memory(config: RunConfig, shape: ModelShape, hardware: Hardware, layout: Pla
     for scorers in scorer_places(config, device, runtime):
         if sizes.on_gpu:
             places.append(scorers)
-            continue
-        for name, size in scorers.parts.items():  # scorers share the machine's memory
-            places[0].parts[name] = places[0].parts.get(name, 0.0) + scorers.count * size
+        else:
+            places[0].add(scorers.parts, scorers.count)
     if host:
+        host = {name: layout.ranks * size for name, size in host.items()}
         places.append(DevicePlace("host", USABLE * hardware.host_memory if hardware.host_memory else None, 1, host))
-        for name in host:
-            host[name] *= layout.ranks
     lacking = layout.devices - hardware.count if hardware.kind == "cuda" else 0
     return MemoryPlan(places, requests, micro, max(0, lacking), process)
 

@@ -6,13 +6,12 @@ Finds the settings to change where a run does not fit in memory. Each change is 
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import floor
 from pathlib import Path
 from typing import Any
 
 from paceline.config import ConfigError, RunConfig, load
-from paceline.config.hardware import HardwareSpec
 from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import replace_file, to_json_value
 from paceline.planner.hardware import Hardware, found, with_planned_dtype
@@ -20,8 +19,8 @@ from paceline.planner.memory import MemoryPlan, PlannedLayout, layout_of, memory
 from paceline.planner.shape import ModelShape, Work, assumed, shape_of
 from paceline.planner.speed import Speeds, Times, Way, efficiency_of, ways
 
-Look = Callable[[RunConfig], MemoryPlan]
-"""The memory plan of a run file on given hardware."""
+Attempt = Callable[[Mapping[str, Any]], MemoryPlan | None]
+"""The memory plan of the run file with these keys changed; None where the run file does not allow it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,54 +43,37 @@ class Advice:
         return f"set {keys} (saves {self.saves / 1e9:.1f} GB)"
 
 
-def advise(config: RunConfig, hardware: Hardware, look: Look) -> list[Advice]:
+def advise(config: RunConfig, hardware: Hardware, before: MemoryPlan, attempt: Attempt) -> list[Advice]:
     """Each single change that makes the run fit; where none does, the fewest together; where even all do not, how much
     is missing. Nothing where it fits as it is."""
-    before = look(config)
     if before.fits:
         return []
+    knobs = list(_knobs(config, hardware, before))
     singles = []
-    for knob in _knobs(config, hardware, before):
+    for knob in knobs:
         for overrides in knob:  # the gentlest setting that is enough by itself
-            after = _try_overrides(config, overrides, look)
+            after = attempt(overrides)
             if after is not None and after.fits:
                 singles.append(Advice(overrides, before.used - after.used))
                 break
-    return singles or [_combine_knobs(config, hardware, before, look)]
+    return singles or [_combine(knobs, before, attempt)]
 
 
-def token_budget(config: RunConfig, look: Look, most: int = 1 << 17) -> int:
-    """The largest micro-batch that fits, in tokens; 0 where not even the smallest does."""
-    for tokens in _halves(most, 256):
-        tried = _try_overrides(config, {"trainer.micro_batch_tokens": tokens}, look)
-        if tried is not None and tried.fits:
-            return tokens
-    return 0
-
-
-def _combine_knobs(config: RunConfig, hardware: Hardware, before: MemoryPlan, look: Look) -> Advice:
+def _combine(knobs: list[list[dict[str, Any]]], before: MemoryPlan, attempt: Attempt) -> Advice:
     """All knobs at their strongest, then each taken back that is not needed."""
     chosen: dict[str, Any] = {}
     after = before
-    for knob in _knobs(config, hardware, before):
-        if (with_it := _try_overrides(config, chosen | knob[-1], look)) is not None:
+    for knob in knobs:
+        if (with_it := attempt(chosen | knob[-1])) is not None:
             chosen, after = chosen | knob[-1], with_it
     if not after.fits:
         return Advice(chosen, before.used - after.used, False, after.missing)
     for key in reversed(list(chosen)):
         fewer = {name: value for name, value in chosen.items() if name != key}
-        without = _try_overrides(config, fewer, look) if fewer else None
+        without = attempt(fewer) if fewer else None
         if without is not None and without.fits:
             chosen, after = fewer, without
     return Advice(chosen, before.used - after.used)
-
-
-def _try_overrides(config: RunConfig, overrides: Mapping[str, Any], look: Look) -> MemoryPlan | None:
-    """None where the run file does not allow it."""
-    try:
-        return look(load(config, settings=overrides).config)
-    except ConfigError:
-        return None
 
 
 def _knobs(config: RunConfig, hardware: Hardware, before: MemoryPlan) -> Iterator[list[dict[str, Any]]]:
@@ -202,29 +184,33 @@ def predict(
     if config.device == "cpu" and hardware.kind == "cuda":
         raise PacelineError('the run file says device = "cpu": leave --hardware out, or add --device auto')
     work = work or assumed(config, shape)
-    layout = layout_of(config, hardware)
+    layout, used = layout_of(config, hardware), memory(config, shape, hardware)
 
-    def look(changed: RunConfig) -> MemoryPlan:
-        return memory(changed, shape, hardware, layout_of(changed, hardware))
+    def attempt(overrides: Mapping[str, Any]) -> MemoryPlan | None:
+        try:
+            return memory(load(config, settings=overrides).config, shape, hardware)
+        except ConfigError:
+            return None
 
-    there = look(config)
-    routes = ways(config, shape, hardware) if hardware.measured_speed else []
+    routes: list[Way] = []
     times = None
-    verdict = f"how fast a {hardware.card.name} is is not known here: name a GPU that is with --hardware"
-    if hardware.kind == "mlx":
-        budget = token_budget(config, look)
-        verdict = f"trainer.micro_batch_tokens may be up to {budget}" if budget else "no micro-batch fits"
     if hardware.measured_speed:
-        way = next(way for way in routes if way.used)
-        times = Speeds(config, shape, hardware, layout).times(work, there, way)
+        routes = ways(config, shape, hardware)
+        times = Speeds(config, shape, hardware).times(work, used, next(way for way in routes if way.used))
         verdict = _verdict(config, times, layout, hardware)
+    elif hardware.kind == "mlx":
+        tried = ((tokens, attempt({"trainer.micro_batch_tokens": tokens})) for tokens in _halves(1 << 17, 256))
+        budget = next((tokens for tokens, plan in tried if plan is not None and plan.fits), 0)
+        verdict = f"trainer.micro_batch_tokens may be up to {budget}" if budget else "no micro-batch fits"
+    else:
+        verdict = f"how fast a {hardware.card.name} is is not known here: name a GPU that is with --hardware"
     return ResourcePlan(
         hardware=hardware,
         layout=layout,
         parameters=shape.parameters,
         work=work,
-        memory=there,
-        advice=advise(config, hardware, look),
+        memory=used,
+        advice=advise(config, hardware, used, attempt),
         ways=routes,
         times=times,
         verdict=verdict,
@@ -235,20 +221,18 @@ def predict(
 def _verdict(config: RunConfig, times: Times, layout: PlannedLayout, hardware: Hardware) -> str:
     """A sentence on whether sampler or trainer waits, and on what would change that."""
     rest = times.score + times.train + times.publish
-    parts = []
+    waits = f"{times.waits / times.step:.0%}"
     if config.staleness == 0:
-        ahead = max(times.sample, rest)
-        parts.append(
-            f"sampler and trainer take turns; staleness = 1 would hide up to {times.step - ahead:.2g} s of a step"
-        )
+        hidden = times.step - max(times.sample, rest)
+        parts = [f"sampler and trainer take turns; staleness = 1 would hide up to {hidden:.2g} s of a step"]
     elif hardware.kind == "cuda" and not layout.apart:
-        parts.append(f"engine and trainer share a GPU: {times.waits / times.step:.0%} of a step goes to sampling")
+        parts = [f"engine and trainer share a GPU: {waits} of a step goes to sampling"]
     elif times.sample > (1 + CLOSE) * rest:
-        parts.append(f"the trainer waits {times.waits / times.step:.0%} of the time for samples")
+        parts = [f"the trainer waits {waits} of the time for samples"]
     elif rest > (1 + CLOSE) * times.sample:
-        parts.append(f"the engine waits {1 - times.sample / rest:.0%} of the time for the trainer")
+        parts = [f"the engine waits {1 - times.sample / rest:.0%} of the time for the trainer"]
     else:
-        parts.append("sampling and training keep pace")
+        parts = ["sampling and training keep pace"]
     if times.publish > 0.25 * times.step:
         parts.append(f"publishing takes {times.publish / times.step:.0%} of a step")
     if hardware.count > 1:  # how many of the devices should sample, by the work on either side
@@ -269,9 +253,3 @@ def write_plan(config: RunConfig, directory: Path) -> None:
     with contextlib.suppress(PacelineError, OSError, ValueError):
         plan = predict(config, found(config.device, AT_START, config.backend))
         replace_file(directory / FILE, [json.dumps(plan.table(), indent=1).encode()])
-
-
-def plan_hardware(table: dict[str, Any]) -> Hardware:
-    """The hardware that a kept plan was made for."""
-    fields = dict(table["hardware"])
-    return replace(Hardware(**fields), card=HardwareSpec(**fields["card"]))

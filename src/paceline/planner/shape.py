@@ -1,7 +1,7 @@
 """A model's size from its `config.json` alone, without weights, torch or transformers; and the tokens of one batch."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,21 +141,17 @@ def _packed(quantization: Any) -> float | None:
     return quantization["bits"] / 8 + 4 / (quantization.get("group_size") or 64)
 
 
-POLICY = ""
-
-
-def teachers(config: RunConfig) -> Iterator[tuple[float, ModelShape | None]]:
+def teachers(config: RunConfig) -> list[tuple[float, ModelShape | None]]:
     """The share of the rollouts that each teacher scores, and its shape; None for the policy, which its own engines
     serve. The speed of an external endpoint cannot be planned."""
     total = sum(env.weight for env in config.env)
-    shares: dict[str, float] = {}
+    shares: dict[str | None, float] = {}
     for env in config.env:
         asked = [getattr(algo, "teacher", None) for _, algo in env.algorithms]
         names = {ref.name for ref in asked if isinstance(ref, ModelRef) and ref.base_url is None}
-        for name in names | ({POLICY} if "policy" in asked else set()):
+        for name in (*names, None) if "policy" in asked else names:
             shares[name] = shares.get(name, 0.0) + env.weight / total
-    for name, share in shares.items():
-        yield share, None if name == POLICY else shape_of(name)
+    return [(share, None if name is None else shape_of(name)) for name, share in shares.items()]
 
 
 PROMPT = 128

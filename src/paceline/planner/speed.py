@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.planner.hardware import Hardware, split_threads
-from paceline.planner.memory import MemoryPlan, PlannedLayout
+from paceline.planner.memory import MemoryPlan, layout_of
 from paceline.planner.shape import BYTES, ModelShape, Work, teachers
 
 
@@ -165,8 +165,8 @@ class Times:
 class Speeds:
     """One run's rooflines."""
 
-    def __init__(self, config: RunConfig, shape: ModelShape, hardware: Hardware, layout: PlannedLayout) -> None:
-        self.c, self.shape, self.hardware, self.layout = config, shape, hardware, layout
+    def __init__(self, config: RunConfig, shape: ModelShape, hardware: Hardware) -> None:
+        self.c, self.shape, self.hardware, self.layout = config, shape, hardware, layout_of(config, hardware)
         self.r: Efficiency = efficiency_of(hardware.kind)
         self.item = BYTES[config.model.dtype]
         card = hardware.card
@@ -262,17 +262,17 @@ class Speeds:
     # -- teachers and evaluation ------------------------------------------------------------------------------------
 
     def score_seconds(self, work: Work) -> float:
-        """Until all teachers have said what they think of a batch; they are asked at once."""
-        return max((self._teacher_seconds(work, share, shape) for share, shape in teachers(self.c)), default=0.0)
-
-    def _teacher_seconds(self, work: Work, share: float, shape: ModelShape | None) -> float:
-        length = work.prompt + work.reply
-        tokens = share * work.rollouts * length
-        if shape is None:
-            return self.prefill_seconds(tokens) / self.layout.engines
-        flops = 2 * shape.active_parameters + 2 * shape.layers * shape.heads * shape.head_dim * length
-        flops += 2 * shape.vocabulary * shape.hidden
-        return tokens * flops / self._trainer_flops / self.c.cluster.scorers
+        """Until all teachers have scored a batch; they are asked at once."""
+        seconds, length = [0.0], work.prompt + work.reply
+        for share, shape in teachers(self.c):
+            tokens = share * work.rollouts * length
+            if shape is None:
+                seconds.append(self.prefill_seconds(tokens) / self.layout.engines)
+                continue
+            flops = 2 * shape.active_parameters + 2 * shape.layers * shape.heads * shape.head_dim * length
+            flops += 2 * shape.vocabulary * shape.hidden
+            seconds.append(tokens * flops / self._trainer_flops / self.c.cluster.scorers)
+        return max(seconds)
 
     def evaluate_seconds(self, work: Work) -> float:
         """All episodes of one evaluation, so many at once."""

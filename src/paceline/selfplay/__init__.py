@@ -3,18 +3,21 @@
 from paceline.observe.analysis.payoff import Payoff
 from paceline.selfplay.arena import Arena, ArtifactStore
 from paceline.selfplay.environment import ArenaEnvironment, arena_environment
-from paceline.selfplay.episode import Episode, MultiTurnEpisode, Rubric, SingleTurnEpisode
-from paceline.selfplay.league import League, Match
-from paceline.selfplay.state import (
+from paceline.selfplay.episode import (
     Actor,
     ArenaError,
     Artifact,
+    Episode,
     EpisodeRequest,
     EpisodeResult,
     EpisodeState,
     Event,
+    MultiTurnEpisode,
+    Rubric,
+    SingleTurnEpisode,
     Step,
 )
+from paceline.selfplay.league import League, Match
 
 __all__ = [
     "Actor",

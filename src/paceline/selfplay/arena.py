@@ -11,11 +11,11 @@ from paceline.clients import NoEngineLeft
 from paceline.envs import JudgeFailed, Split
 from paceline.errors import EngineError, Mismatch, RequestError
 from paceline.rollout import Message, Reply, SessionMap
-from paceline.selfplay.episode import Episode
-from paceline.selfplay.state import (
+from paceline.selfplay.episode import (
     Actor,
     ArenaError,
     Artifact,
+    Episode,
     EpisodeRequest,
     EpisodeResult,
     EpisodeState,
@@ -56,20 +56,16 @@ class ArtifactStore:
         return iter(tuple(self._artifacts))
 
     def copy(self) -> "ArtifactStore":
-        """A store of its own with the same entries."""
-        assert self._artifacts.maxlen is not None
-        clone = ArtifactStore(self._artifacts.maxlen)
-        clone._artifacts.extend(self._artifacts)
+        clone = copy.copy(self)
+        clone._artifacts = self._artifacts.copy()
         return clone
 
     def state(self) -> list[dict[str, Any]]:
         """State for the checkpoint, as JSON; the artifacts' data must be JSON too."""
-        return [{"id": artifact.id, "data": artifact.data} for artifact in self._artifacts]
+        return [artifact.as_dict() for artifact in self._artifacts]
 
     def load(self, state: list[dict[str, Any]]) -> None:
-        """Back to a checkpoint's entries."""
-        self._artifacts.clear()
-        self._artifacts.extend(Artifact(entry["data"], entry["id"]) for entry in state)
+        self._artifacts = deque((Artifact(**entry) for entry in state), self._artifacts.maxlen)
 
 
 T = TypeVar("T")
@@ -139,18 +135,10 @@ class Arena:
 
     def draw(self, number: int) -> EpisodeRequest:
         """The request of draw `number`: the next of `get_batch`, or the one it got before, if it is played again."""
-        if number not in self._assigned:
-            self._assigned[number] = self._next_request()
-        return self._assigned[number]
-
-    def forget(self, before: int) -> None:
-        """Draws before this one are not played again."""
-        self._assigned = {number: request for number, request in self._assigned.items() if number >= before}
-
-    def _next_request(self) -> EpisodeRequest:
-        """Several tries of one thing are drawn once, since a group repeats it."""
+        if number in self._assigned:
+            return self._assigned[number]
         if not self._pending:
-            self._pending.extend(_distinct(self.get_batch()))
+            self._pending.extend(_distinct(self.get_batch()))  # several tries of one thing once: a group repeats it
         if not self._pending:
             raise ArenaError(f"{type(self).__name__} has nothing to play: its get_batch() gave no request")
         request = self._pending.popleft()
@@ -161,7 +149,12 @@ class Arena:
                 f"{type(self).__name__}.get_batch() gave {request}, which a checkpoint cannot keep ({error}): "
                 "let its artifact and meta be JSON"
             ) from error
+        self._assigned[number] = request
         return request
+
+    def forget(self, before: int) -> None:
+        """Draws before this one are not played again."""
+        self._assigned = {number: request for number, request in self._assigned.items() if number >= before}
 
     def assign_seats(
         self, request: EpisodeRequest, table: SessionMap, parent_seating: SeatAssignment | None = None
@@ -228,8 +221,7 @@ class Arena:
         """A copy with stores and draws of its own: episodes played in it do not change this arena."""
         other = copy.copy(self)
         other.stores = {name: store.copy() for name, store in self.stores.items()}
-        other.rng = random.Random()
-        other.rng.setstate(self.rng.getstate())
+        other.rng = copy.copy(self.rng)
         other._pending, other._assigned = self._pending.copy(), self._assigned.copy()
         return other
 
@@ -247,7 +239,6 @@ class Arena:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Back to a checkpoint's state."""
         for name, entries in state["stores"].items():
             self.store(name).load(entries)
         version, numbers, gauss = state["rng"]
@@ -261,13 +252,13 @@ def _distinct(requests: Sequence[EpisodeRequest]) -> list[EpisodeRequest]:
 
 
 def _request_to_json(request: EpisodeRequest) -> list[Any]:
-    artifact = {"id": request.artifact.id, "data": request.artifact.data}
-    return [request.episode_type, artifact, request.meta, request.is_trainable, dict(request.models)]
+    models = dict(request.models)
+    return [request.episode_type, request.artifact.as_dict(), request.meta, request.is_trainable, models]
 
 
 def _request_from_json(written: Sequence[Any]) -> EpisodeRequest:
     kind, artifact, meta, trains, models = written
-    return EpisodeRequest(kind, Artifact(artifact["data"], artifact["id"]), meta, trains, models)
+    return EpisodeRequest(kind, Artifact(**artifact), meta, trains, models)
 
 
 def _register(registry: dict[str, T], name: str, value: T, what: str) -> None:

@@ -11,8 +11,8 @@ from paceline.data import Row
 from paceline.envs import Environment, Outcome, Split
 from paceline.rollout import Seat, SessionMap
 from paceline.selfplay.arena import Arena
+from paceline.selfplay.episode import ArenaError, EpisodeRequest, EpisodeResult
 from paceline.selfplay.league import League, Match
-from paceline.selfplay.state import ArenaError, EpisodeRequest, EpisodeResult
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
 
@@ -41,20 +41,18 @@ class ArenaEnvironment(Environment):
     def rating_games(self, version: int) -> Sequence[Row]:
         """Games of this version against those before it, for the ratings; none if nothing can be played now."""
         games = [] if self.league is None else self.league.schedule_rating_games(version)
+        try:
+            matches = self.arena.matches() if games else []
+        except Exception as error:
+            what = f"{type(self.arena).__name__}.matches(), where a league's ratings are played for"
+            raise ArenaError(f"{what}, raised {type(error).__name__}: {error}") from error
         # Every seat of a request has its turn before the next request has: no opening is always the same player's.
-        sides = [(request, actor) for request in self._matches() for actor in self._learners(request)] if games else []
+        sides = [(request, actor) for request in matches for actor in self._learners(request)]
         rows: list[Row] = []
         for number, (opponent, game) in enumerate(games if sides else ()):
             request, learner = sides[game % len(sides)]
             rows.append({"split": "match", "request": request, "match": Match(learner, opponent, number)})
         return rows
-
-    def _matches(self) -> Sequence[EpisodeRequest]:
-        try:
-            return self.arena.matches()
-        except Exception as error:
-            what = f"{type(self.arena).__name__}.matches(), where a league's ratings are played for"
-            raise ArenaError(f"{what}, raised {type(error).__name__}: {error}") from error
 
     async def assign(self, example: Row, draw: int, dice: random.Random) -> Row:
         request: EpisodeRequest = example.get("request") or self.arena.draw(draw)
@@ -104,7 +102,6 @@ class ArenaEnvironment(Environment):
         return mine if len(mine) > 1 else []
 
     def state(self) -> dict[str, Any]:
-        """State for the checkpoint, as JSON."""
         state = self.arena.state()
         return state if self.league is None else state | {"league": self.league.state()}
 

@@ -15,12 +15,11 @@ from typing import Any
 from paceline.config.env import LeagueConfig as Config
 from paceline.envs import POLICY
 from paceline.observe.analysis.payoff import Payoff
-from paceline.selfplay.state import EpisodeResult
+from paceline.selfplay.episode import EpisodeResult
 
 
 def draw_opponent(c: Config, dice: random.Random, learner: str, past: Sequence[str], payoff: Payoff) -> str:
-    """An opponent for the learner: a pure function of its arguments, so that a resumed run draws what an unbroken one
-    would.
+    """An opponent for the learner: a pure function of its arguments, so that a resumed run draws the same.
 
     `latest` always plays the newest version of itself; `uniform` any past version alike; `hardest` prefers those it
     loses to, with weight (1 - score)^2, as leagues do to keep old weaknesses from coming back (arXiv 1912.06680 and
@@ -92,8 +91,8 @@ class League:
 
     def address(self, opponent: str) -> str | None:
         """The model name under which a past version answers; None once it has left."""
-        place = {version_name(version): place for version, place in self._slots.items()}.get(opponent)
-        return None if place is None else f"{self._env}/past-{place}"
+        places = {version_name(version): place for version, place in self._slots.items()}
+        return f"{self._env}/past-{places[opponent]}" if opponent in places else None
 
     def admit(self, version: int) -> str | None:
         """A version was published: the name under which it must answer from now on; None if it is not kept.
@@ -102,7 +101,10 @@ class League:
         first one always stays, so that there is something to measure progress against. One that must go finishes its
         games and is met no more; until they are over the newcomer's place waits for a later version.
         """
-        self._record_training_games(version)
+        if version != self._version:  # else published once more, by a run that was resumed
+            for _, opponent, taken in sorted(self._training_results):
+                self._training_payoff.add(POLICY, opponent, taken)
+            self._training_results, self._version = [], version
         newest = next(reversed(self._slots), None)
         if newest is not None and version // self._config.every <= newest // self._config.every:
             return None
@@ -147,11 +149,9 @@ class League:
         """The match for draw `number`; None for the policy against itself."""
         # A draw that is played again, after a restart, is reported again.
         self._training_results = [news for news in self._training_results if news[0] != number]
-        there = [v for v in self._slots if v not in (self._loading, self._evicting)]
+        past = [version_name(v) for v in self._slots if v not in (self._loading, self._evicting)]
         learner = dice.choice(actors)
-        opponent = draw_opponent(
-            self._config, dice, POLICY, [version_name(version) for version in there], self._training_payoff
-        )
+        opponent = draw_opponent(self._config, dice, POLICY, past, self._training_payoff)
         return None if opponent == POLICY else Match(learner, opponent, number)
 
     def schedule_rating_games(self, version: int) -> list[tuple[str, int]]:
@@ -180,13 +180,6 @@ class League:
             self.payoff.add(version_name(version), opponent, taken)
         entered, self._rating_results = len(self._rating_results), []
         return entered
-
-    def _record_training_games(self, version: int) -> None:
-        if version == self._version:
-            return  # published once more, by a run that was resumed
-        for _, opponent, taken in sorted(self._training_results):
-            self._training_payoff.add(POLICY, opponent, taken)
-        self._training_results, self._version = [], version
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -1,16 +1,14 @@
 """The cost model: a roofline for decoding, model flops for training.
 
-These few lines are the whole physics of the simulator. They leave out what is particular to a kernel or a network, and
-have three factors (`bandwidth_used`, `flops_used`, `mfu`) to be set from a measurement of one's own.
-
-The plan of a simulation: a model, a number of GPUs, how they are split, and how the run is set.
+The plan of a simulation (a dense transformer in bf16, some GPUs, how they are split, and how the run is set) holds the
+whole physics of the simulator. It leaves out what is particular to a kernel or a network, and has three factors
+(`bandwidth_used`, `flops_used`, `mfu`) to be set from a measurement of one's own.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import NormalDist
-from typing import Self
 
 from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig
 from paceline.config.algorithm import GRPOConfig, RewardConfig
@@ -25,10 +23,8 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Lengths:
-    """A log-normal distribution, cut off where the run cuts replies off.
-
-    The moments are sums over quantiles, so that they hold for what is really drawn.
-    """
+    """A log-normal distribution, cut off where the run cuts replies off. Moments are sums over quantiles, so that they
+    hold for what is really drawn."""
 
     median: float = 4000.0
     spread: float = 0.9
@@ -62,69 +58,6 @@ class Lengths:
 CARDS = {"a100": KNOWN["a100-80"], "h100": KNOWN["h100"], "h200": KNOWN["h200"]}
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A dense transformer in bf16."""
-
-    parameters: float
-    kv_per_parameter: float = 8.2e-6
-    """Bytes of keys and values of one token, by parameter: 57 kB at 7B and 262 kB at 32B, as in Qwen 2.5."""
-
-    @property
-    def bytes(self) -> float:
-        return 2 * self.parameters
-
-    @property
-    def kv_bytes(self) -> float:
-        return self.kv_per_parameter * self.parameters
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoder:
-    """One engine: a model over `cards` GPUs."""
-
-    model: Model
-    card: HardwareSpec
-    cards: int = 1
-    bandwidth_used: float = 0.7
-    flops_used: float = 0.5
-    overhead: float = 0.004
-    """Seconds of a decode step that are neither: launches, sampling, the host."""
-
-    def room(self, context: float) -> int:
-        """Requests of so many tokens that fit beside the weights."""
-        free = 0.9 * self.card.memory * self.cards - self.model.bytes
-        return max(0, int(free / (self.model.kv_bytes * context)))
-
-    def step_seconds(self, requests: float, context: float) -> float:
-        """One token for each request: whichever of reading and multiplying takes longer.
-
-        All weights are read once, keys and values of every request besides; each token takes 2 flops per parameter.
-        """
-        read = (self.model.bytes + requests * context * self.model.kv_bytes) / (self.card.bandwidth * self.cards)
-        multiply = 2 * self.model.parameters * requests / (self.card.flops * self.cards)
-        return max(read / self.bandwidth_used, multiply / self.flops_used) + self.overhead
-
-    def prefill_seconds(self, prompt: float) -> float:
-        return 2 * self.model.parameters * prompt / (self.card.flops * self.cards * self.flops_used)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingGpus:
-    """The training GPUs, all of them together."""
-
-    model: Model
-    card: HardwareSpec
-    cards: int
-    mfu: float = 0.4
-    overhead: float = 2.0
-    """Seconds of a step that do not shrink with more GPUs: packing, the optimizer, waiting for the last rank."""
-
-    def step_seconds(self, tokens: float) -> float:
-        """Forward 2, backward 4 and the recomputed forward 2 flops per parameter and token."""
-        return 8 * self.model.parameters * tokens / (self.card.flops * self.cards * self.mfu) + self.overhead
-
-
 NAME = "simulated"
 
 
@@ -136,7 +69,9 @@ class SimulationPlan:
     groups. Batches, places and requests in flight are divided by it; groups, staleness and the gate are as they are.
     """
 
-    model: Model = field(default_factory=lambda: Model(7e9))
+    parameters: float = 7e9
+    kv_per_parameter: float = 8.2e-6
+    """Bytes of keys and values of one token, by parameter: 57 kB at 7B and 262 kB at 32B, as in Qwen 2.5."""
     card: HardwareSpec = CARDS["h100"]
     gpus: int = 1000
     sampling_gpus: int = 700
@@ -155,7 +90,13 @@ class SimulationPlan:
     """Seconds a publish takes while decoding goes on."""
     pause: float = 0.5
     """And while it stands still."""
+    bandwidth_used: float = 0.7
+    flops_used: float = 0.5
     mfu: float = 0.4
+    decode_overhead: float = 0.004
+    """Seconds of a decode step that are neither reading nor multiplying: launches, sampling, the host."""
+    train_overhead: float = 2.0
+    """Seconds of a step that do not shrink with more GPUs: packing, the optimizer, waiting for the last rank."""
     bundle: int = 64
     engines: int = 16
     """The sampling GPUs are simulated as so many engines, each with an equal share of them."""
@@ -174,21 +115,10 @@ class SimulationPlan:
                 f"{self.cards_per_engine} GPU(s) do not hold the model and one request: raise cards_per_engine"
             )
 
-    def split(self, sampling_gpus: int) -> Self:
-        return replace(self, sampling_gpus=sampling_gpus)
-
     @cached_property
     def context(self) -> float:
         """Tokens of an average running request."""
         return self.prompt + self.lengths.progress
-
-    @cached_property
-    def decoder(self) -> Decoder:
-        return Decoder(model=self.model, card=self.card, cards=self.cards_per_engine)
-
-    @cached_property
-    def learner(self) -> TrainingGpus:
-        return TrainingGpus(model=self.model, card=self.card, cards=self.gpus - self.sampling_gpus, mfu=self.mfu)
 
     @cached_property
     def replicas(self) -> float:
@@ -198,19 +128,37 @@ class SimulationPlan:
     @cached_property
     def slots(self) -> int:
         """Requests of one real engine."""
-        return min(self.concurrency, self.decoder.room(self.context))
+        return min(self.concurrency, self.room(self.context))
 
-    @cached_property
+    @property
     def bundled_slots(self) -> int:
         """Bundles that one simulated engine decodes at once."""
         return max(1, round(self.slots * self.replicas / self.bundle))
+
+    def room(self, context: float) -> int:
+        """Requests of so many tokens that fit beside the weights of one engine."""
+        free = 0.9 * self.card.memory * self.cards_per_engine - 2 * self.parameters
+        return max(0, int(free / (self.kv_per_parameter * self.parameters * context)))
+
+    def decode_seconds(self, requests: float, context: float) -> float:
+        """One token for each request of an engine: weights are read once, keys and values of every request besides,
+        and each token takes 2 flops per parameter; whichever of reading and multiplying takes longer."""
+        size = 2 * self.parameters + requests * context * (self.kv_per_parameter * self.parameters)
+        read = size / (self.card.bandwidth * self.cards_per_engine)
+        multiply = 2 * self.parameters * requests / (self.card.flops * self.cards_per_engine)
+        return max(read / self.bandwidth_used, multiply / self.flops_used) + self.decode_overhead
 
     def step_seconds(self, bundles: int) -> float:
         """One decode step of a simulated engine. Prompts are computed as fast as replies are finished: for each token
         of a reply, its share of the prompt."""
         requests = bundles * self.bundle / self.replicas
-        prefill = self.decoder.prefill_seconds(self.prompt) * requests / self.lengths.mean
-        return self.decoder.step_seconds(requests, self.context) + prefill
+        prefill = 2 * self.parameters * self.prompt / (self.card.flops * self.cards_per_engine * self.flops_used)
+        return self.decode_seconds(requests, self.context) + prefill * requests / self.lengths.mean
+
+    def train_seconds(self, tokens: float) -> float:
+        """Forward 2, backward 4 and the recomputed forward 2 flops per parameter and token."""
+        cards = self.gpus - self.sampling_gpus
+        return 8 * self.parameters * tokens / (self.card.flops * cards * self.mfu) + self.train_overhead
 
     def config(self) -> RunConfig:
         """The run file of it."""

@@ -1,17 +1,14 @@
 """A simulated engine: many GPUs that decode at the pace their load allows.
 
 All running requests advance at one pace, 1 / seconds of a decode step, which changes whenever one comes or goes. So the
-engine keeps one number, the tokens that a request running since the start would have sampled. A request is done
-when that number has grown by its length, and one timer, for the request that is done first, drives everything.
+engine keeps one number, the tokens that a request running since the start would have sampled. A request is done when
+that number has grown by its length, and one timer, for the request that is done first, drives everything. A reply has
+one token for each policy version it was sampled under, whose *id* is how many tokens that were: staleness is exact, the
+trainer can count, and a reply of 30,000 tokens takes a few bytes.
 
-A simulated reply has one token for each policy version it was sampled under, and the token's *id* is how many tokens
-that were. So staleness is exact, the trainer can count, and a reply of 30,000 tokens takes a few bytes.
-
-Virtual time: an event loop that never waits.
-
-asyncio asks its selector to wait until the next timer is due. Ours says at once that so much time has passed.
-Everything that sleeps, times out or is scheduled runs unchanged and in the same order, and eight hours pass as fast as
-their events can be handled. Nothing depends on how fast this machine is, so a simulation repeats exactly.
+Time is virtual: asyncio asks its selector to wait until the next timer is due, and ours says at once that so much time
+has passed. Everything that sleeps, times out or is scheduled runs unchanged and in the same order. Nothing depends on
+how fast this machine is, so a simulation repeats exactly.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -20,7 +20,7 @@ from paceline.envs.base import Split
 from paceline.observe.monitor import Monitor
 from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, build_train_envs
 from paceline.rollout import SamplingClient, Seat
-from paceline.simulate.cost import NAME, SimulationPlan, TrainingGpus
+from paceline.simulate.cost import NAME, SimulationPlan
 from paceline.simulate.engine import SimulatedEngine, VirtualClock, run_virtual
 from paceline.trainer import StepReport
 from paceline.util.private_folder import PrivateFolder
@@ -55,18 +55,16 @@ class NoTextRenderer:
 class SimulatedTrainer:
     """Takes as long for a batch as the tokens that its ids stand for would."""
 
-    def __init__(self, learner: TrainingGpus, bundle: int) -> None:
+    def __init__(self, plan: SimulationPlan) -> None:
         self.version = 0
-        self.tokens = 0
-        self._learner, self._bundle = learner, bundle
+        self._plan = plan
 
     async def feed(self, samples: Sequence[Sample]) -> None: ...
 
     async def step(self, batch: Sequence[Sample]) -> StepReport:
-        tokens = self._bundle * sum(int(sample.token_ids.sum()) for sample in batch)
-        await asyncio.sleep(self._learner.step_seconds(tokens))
+        tokens = self._plan.bundle * sum(int(sample.token_ids.sum()) for sample in batch)
+        await asyncio.sleep(self._plan.train_seconds(tokens))
         self.version += 1
-        self.tokens += tokens
         return StepReport({"simulated/tokens": float(tokens)})
 
     async def weights(self) -> WeightUpdate:
@@ -181,7 +179,7 @@ async def _run_orchestrator(plan: SimulationPlan, report: SimulationReport, fold
     monitor = _StepCollector(report, clock)
     parts = OrchestratorParts(
         pool=pool,
-        trainer=SimulatedTrainer(plan.learner, plan.bundle),
+        trainer=SimulatedTrainer(plan),
         client=client,
         eval_client=client,
         envs=build_train_envs(config, {NAME: SimulatedTask(plan.prompt, seed=plan.seed)}),
@@ -227,7 +225,7 @@ def sweep(
     reports: dict[int, SimulationReport] = {}
 
     def look(gpus: int) -> None:
-        reports[gpus] = simulate(plan.split(gpus), hours)
+        reports[gpus] = simulate(replace(plan, sampling_gpus=gpus), hours)
         tell(reports[gpus])
 
     for index in range(1, splits + 1):

@@ -57,14 +57,6 @@ def run_file(**changes) -> RunConfig:
         return RunConfig.model_validate(table)
 
 
-def look(config: RunConfig, shape: ModelShape, hardware):
-    return memory(config, shape, hardware, layout_of(config, hardware))
-
-
-def speeds(config: RunConfig, shape: ModelShape, hardware) -> Speeds:
-    return Speeds(config, shape, hardware, layout_of(config, hardware))
-
-
 # -- shapes -----------------------------------------------------------------------------------------------------------
 
 
@@ -114,7 +106,7 @@ def test_a_model_that_is_not_here_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_static_state_by_hand(shape):
     """bfloat16: 2 bytes to sample, 2 to train, 4 master, 8 moments, 4 gradient sums, 2 fresh ones, by parameter."""
-    parts = look(run_file(), shape, parse("h200")).places[0].parts
+    parts = memory(run_file(), shape, parse("h200")).places[0].parts
     by_hand = {"engine weights": 2, "trainer weights": 2, "trainer masters": 4, "trainer moments": 8}
     by_hand |= {"trainer gradients": 4, "trainer fresh gradients": 2}
     for name, each in by_hand.items():
@@ -133,7 +125,7 @@ def test_more_ranks_never_need_more_each(ranks, shard, dtype, shape):
     hardware = parse("h200x64")
     settings = {"placement": "ray", "model__dtype": dtype, "trainer__parallel__shard": shard}
     few, more = (
-        look(run_file(**settings, trainer__parallel__ranks=count), shape, hardware).places[1].used
+        memory(run_file(**settings, trainer__parallel__ranks=count), shape, hardware).places[1].used
         for count in (ranks, ranks + 1)
     )
     assert more <= few * (1 + 1e-9)
@@ -151,12 +143,12 @@ def test_a_place_holds_the_sum_of_its_parts_and_savings_save(lora, offload, chec
     if lora:
         changes["model__lora"] = {"rank": 8}
     config = run_file(**changes)
-    there = look(config, LARGER, parse("h200x2"))
+    there = memory(config, LARGER, parse("h200x2"))
     for place in there.places:
         assert place.used == pytest.approx(math.fsum(place.parts.values()))
         assert all(size >= 0 for size in place.parts.values())
     assert any(place.name == "host" for place in there.places) == offload
-    thrifty = look(load(config, settings={"trainer.gradient_checkpointing": True}).config, LARGER, parse("h200x2"))
+    thrifty = memory(load(config, settings={"trainer.gradient_checkpointing": True}).config, LARGER, parse("h200x2"))
     assert max(p.used for p in thrifty.places) <= max(p.used for p in there.places)
 
 
@@ -180,7 +172,7 @@ def test_advice_that_is_followed_makes_the_run_fit(gigabytes, count, shape, dtyp
     plan = predict(config, hardware, WORK, shape)
     assert bool(plan.advice) != plan.memory.fits
     for advice in plan.advice:
-        after = look(load(config, settings=advice.overrides).config, shape, hardware)
+        after = memory(load(config, settings=advice.overrides).config, shape, hardware)
         assert after.fits == advice.enough, advice.sentence
 
 
@@ -253,20 +245,20 @@ def test_what_the_h200_measured_is_what_is_planned_for_it(name):
     for requests in (1, 64, 256):
         config = run_file(batch_size=requests, group_size=1, **{"algo.type": "reward"})
         work = replace(WORK, rollouts=requests, group=1)
-        seconds, _, running = speeds(config, shape, hardware).sample(work, look(config, shape, hardware))
+        seconds, _, running = Speeds(config, shape, hardware).sample(work, memory(config, shape, hardware))
         assert running == requests
         rate = engine[f"{name} {requests} requests, 128 in, 512 out"]["value"]
         assert requests * 512 / seconds == pytest.approx(rate, rel=0.1)
     for out in (128, 512):
         work = replace(WORK, prompt=1024, reply=out, longest=out)
-        seconds, _, _ = speeds(run_file(), shape, hardware).sample(work, look(run_file(), shape, hardware))
+        seconds, _, _ = Speeds(run_file(), shape, hardware).sample(work, memory(run_file(), shape, hardware))
         rate = engine[f"{name} groups of 8, 1,024-token prompt, {out} out"]["rate"]
         assert 256 * out / seconds == pytest.approx(rate, rel=0.25)
-    one = speeds(run_file(), shape, hardware)
+    one = Speeds(run_file(), shape, hardware)
     tokens = 4 * 16_384 * 0.98
     planned = tokens / (tokens * one.token_seconds(1004) + one.optimizer_seconds())
     assert planned == pytest.approx(trainer[f"{name} packed step"]["rate"], rel=0.1)
-    parts = look(run_file(), shape, hardware).places[0].parts
+    parts = memory(run_file(), shape, hardware).places[0].parts
     beyond = (parts["trainer activations"] + parts["trainer fresh gradients"]) / 1e9
     assert beyond == pytest.approx(trainer[f"{name} memory beyond static state"]["GB"], rel=0.15)
 
@@ -362,12 +354,12 @@ def taught(**more):
 def test_each_scorer_takes_a_gpu_and_halves_the_scoring():
     hardware = parse("h200x8")
     one, two = taught(cluster__scorers=1), taught(cluster__scorers=2)
-    places = [look(config, SMALL, hardware).places[-1] for config in (one, two)]
+    places = [memory(config, SMALL, hardware).places[-1] for config in (one, two)]
     assert [place.count for place in places] == [1, 2]
     assert places[0].parts == places[1].parts
     assert layout_of(two, hardware).devices == layout_of(one, hardware).devices + 1
-    assert speeds(one, SMALL, hardware).score_seconds(WORK) == 2 * speeds(two, SMALL, hardware).score_seconds(WORK) > 0
-    assert speeds(run_file(), SMALL, hardware).score_seconds(WORK) == 0
+    assert Speeds(one, SMALL, hardware).score_seconds(WORK) == 2 * Speeds(two, SMALL, hardware).score_seconds(WORK) > 0
+    assert Speeds(run_file(), SMALL, hardware).score_seconds(WORK) == 0
 
 
 def test_ranks_that_share_a_matrix_or_a_sequence_hold_less_of_it():
@@ -375,7 +367,7 @@ def test_ranks_that_share_a_matrix_or_a_sequence_hold_less_of_it():
 
     def parts(**more):
         config = run_file(placement="ray", trainer__parallel__ranks=4, **more)
-        return next(place for place in look(config, LARGER, hardware).places if place.name == "trainer GPU").parts
+        return next(place for place in memory(config, LARGER, hardware).places if place.name == "trainer GPU").parts
 
     whole = parts(trainer__parallel__shard="none")
     cut = parts(trainer__parallel__shard="none", trainer__parallel__tensor=2)
@@ -394,9 +386,9 @@ def test_colocated_ranks_need_no_gpus_beside_their_own():
     config = run_file(placement="colocated", trainer__parallel__ranks=4)
     layout = layout_of(config, hardware)
     assert (layout.engines, layout.ranks, layout.devices) == (4, 4, 4)
-    (place,) = [place for place in look(config, LARGER, hardware).places if place.name != "host"]
+    (place,) = [place for place in memory(config, LARGER, hardware).places if place.name != "host"]
     assert place.count == 4
-    apart = look(run_file(placement="ray", trainer__parallel__ranks=4), LARGER, hardware).places
+    apart = memory(run_file(placement="ray", trainer__parallel__ranks=4), LARGER, hardware).places
     assert place.used < sum(each.used for each in apart if each.name != "host")
 
 
@@ -405,8 +397,8 @@ def test_an_evaluation_is_planned_by_its_episodes():
     config = run_file(eval__examples=64, eval__samples=2)
     work = assumed(config, SMALL)
     assert work.evaluated == 128
-    once = speeds(config, SMALL, hardware).evaluate_seconds(work)
-    more = speeds(config, SMALL, hardware).evaluate_seconds(replace(work, evaluated=256))
+    once = Speeds(config, SMALL, hardware).evaluate_seconds(work)
+    more = Speeds(config, SMALL, hardware).evaluate_seconds(replace(work, evaluated=256))
     assert more == pytest.approx(2 * once)
     assert assumed(run_file(eval__every=0), SMALL).evaluated == 0
 

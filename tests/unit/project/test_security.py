@@ -254,6 +254,7 @@ def test_whatever_holds_a_key_does_not_show_it():
 
 MINE = """
 import itertools
+from paceline.config.env import RetrievalConfig
 from paceline.envs.retrieval import SearchClient
 
 played = itertools.count()
@@ -261,7 +262,7 @@ played = itertools.count()
 async def play(row, seat, url):
     await seat.chat(row["messages"])
     if next(played) % 2:
-        await SearchClient(url).search("anything")
+        await SearchClient(RetrievalConfig(url=url), url).search("anything")
     return 1.0
 """
 

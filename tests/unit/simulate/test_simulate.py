@@ -6,7 +6,7 @@ import pytest
 
 from paceline.engine import GenerateRequest
 from paceline.errors import PacelineError
-from paceline.simulate.cost import CARDS, Decoder, Lengths, Model, SimulationPlan, TrainingGpus
+from paceline.simulate.cost import CARDS, Lengths, SimulationPlan
 from paceline.simulate.engine import SimulatedEngine, SimulationDeadlock, run_virtual
 from paceline.simulate.run import best, simulate, sweep
 from paceline.weights.update import WeightUpdate
@@ -77,16 +77,16 @@ def test_a_running_request_is_longer_than_a_drawn_one():
 
 def test_the_roofline():
     """Few requests cost what reading the weights costs; the more there are, the cheaper each, until memory is full."""
-    decoder = Decoder(model=Model(7e9), card=CARDS["h100"], overhead=0.0)
-    alone = decoder.step_seconds(1, 1000)
+    plan = SimulationPlan(card=CARDS["h100"], gpus=200, sampling_gpus=100, decode_overhead=0.0, train_overhead=0.0)
+    alone = plan.decode_seconds(1, 1000)
     assert alone == pytest.approx(14e9 / 3.35e12 / 0.7, rel=0.02)
-    assert decoder.step_seconds(2, 1000) < 1.02 * alone
-    per_token = [decoder.step_seconds(n, 1000) / n for n in (1, 8, 64, 512)]
+    assert plan.decode_seconds(2, 1000) < 1.02 * alone
+    per_token = [plan.decode_seconds(n, 1000) / n for n in (1, 8, 64, 512)]
     assert per_token == sorted(per_token, reverse=True)
-    assert decoder.room(2000) == pytest.approx(decoder.room(1000) / 2, abs=1)
-    assert Decoder(model=Model(70e9), card=CARDS["h100"]).room(1000) == 0
-    learner = TrainingGpus(model=Model(7e9), card=CARDS["h100"], cards=100, overhead=0.0)
-    assert learner.step_seconds(1e6) == pytest.approx(8 * 7e9 * 1e6 / (100 * 989e12 * 0.4))
+    assert plan.room(2000) == pytest.approx(plan.room(1000) / 2, abs=1)
+    with pytest.raises(PacelineError, match="raise cards_per_engine"):
+        SimulationPlan(parameters=70e9, card=CARDS["h100"])
+    assert plan.train_seconds(1e6) == pytest.approx(8 * 7e9 * 1e6 / (100 * 989e12 * 0.4))
 
 
 # -- the engine -----------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_the_best_split_is_the_fastest_whose_trainer_hardly_waits():
     [
         ({"sampling_gpus": 40}, "leave some for each side"),
         ({"batch": 1000}, "give a multiple of 256"),
-        ({"model": Model(400e9)}, "raise cards_per_engine"),
+        ({"parameters": 400e9}, "raise cards_per_engine"),
     ],
 )
 def test_a_plan_that_cannot_be_says_why(settings, words):

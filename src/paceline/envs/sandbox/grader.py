@@ -27,7 +27,6 @@ encode: Callable = import_object(f"{HERE / 'cell.py'}:encode")
 decode: Callable = import_object(f"{HERE / 'cell.py'}:decode")
 
 ANSWER_BYTES = 1 << 20
-NO_JAIL = "no jail"
 # Raised inside `map` or a generator these end it early and quietly, and `all` of nothing is true.
 SILENT_ERRORS = (StopIteration, StopAsyncIteration)
 
@@ -121,7 +120,6 @@ def unbound_names(tree: ast.AST) -> set[str]:
 
 
 def calls(tree: ast.AST, name: str) -> bool:
-    """Whether a program calls this name."""
     found = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
     return any(isinstance(function, ast.Name) and function.id == name for function in found)
 
@@ -169,7 +167,11 @@ class SandboxObject:
 @contextlib.contextmanager
 def open_cell(source: str, limits: dict[str, Any], jailed: bool, deadline: float) -> Generator["Cell"]:
     """A cell with the solution loaded, if it can be; gone with all its processes and files at the end."""
-    with _work_folder(jailed) as work:
+    with contextlib.ExitStack() as stack:
+        work = HERE  # a jail hides whatever folder it is mounted on
+        if not jailed:
+            work = stack.enter_context(PrivateFolder()) / "work"
+            work.mkdir()
         theirs, requests = os.pipe()
         answers, theirs_too = os.pipe()
         keep = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons do not start without; the cell clears them
@@ -195,18 +197,6 @@ def open_cell(source: str, limits: dict[str, Any], jailed: bool, deadline: float
             stop_process(process)
 
 
-@contextlib.contextmanager
-def _work_folder(jailed: bool) -> Generator[str]:
-    """The folder a solution works in. A jail hides whatever folder it is mounted on, so that any will do."""
-    if jailed:
-        yield str(HERE)
-        return
-    with PrivateFolder() as private:
-        work = private / "work"
-        work.mkdir()
-        yield str(work)
-
-
 def stop_process(process: subprocess.Popen) -> None:
     """The cell's outer half ends the solution; if it does not, the group is killed."""
     process.terminate()
@@ -230,7 +220,7 @@ class Cell:
         try:
             self._send(settings)
             entered = self._receive()  # said before the solution runs, so it cannot talk itself out of the jail
-            if entered[0] == NO_JAIL:
+            if entered[0] == "no jail":
                 raise NoJail(entered[1])
             self.loaded = self._receive()[0] == "value"
         except CellError:

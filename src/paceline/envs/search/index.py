@@ -91,17 +91,13 @@ def _document(line: bytes, where: str) -> Document:
     name = row.get("id")
     if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
         raise DataError(f"{where}: a document needs an `id`, a string or a whole number")
-    title, text = _text(row, "title", where), _text(row, "text", where)
+    for key in ("title", "text"):
+        if row.get(key) is not None and not isinstance(row[key], str):
+            raise DataError(f"{where}: `{key}` must be a string, not {type(row[key]).__name__}")
+    title, text = row.get("title") or "", row.get("text") or ""
     if not text.strip():
         raise DataError(f"{where}: a document needs a `text` that is not empty")
     return Document(str(name), title, text)
-
-
-def _text(row: dict[str, Any], key: str, where: str) -> str:
-    value = row.get(key)
-    if value is not None and not isinstance(value, str):
-        raise DataError(f"{where}: `{key}` must be a string, not {type(value).__name__}")
-    return value or ""
 
 
 MAX_QUERY_CHARS = 4096
@@ -109,6 +105,8 @@ MAX_QUERY_CHARS = 4096
 K1, B = 1.2, 0.75
 """The usual choice: how soon repetition stops to count, and how much length is held against a document."""
 DEFAULT_TOP_K = 5
+Arrays = dict[str, NDArray]
+"""An index without its documents, as a file holds it."""
 
 _WORD = re.compile(r"[^\W_]+")
 
@@ -144,20 +142,19 @@ class BM25:
     `w` owns `places[starts[w] : starts[w + 1]]`, ascending positions in `documents`, and the weights beside them.
     """
 
-    def __init__(
-        self,
-        documents: Sequence[Document],
-        words: Sequence[str],
-        starts: NDArray[np.int64],
-        places: NDArray[np.int64],
-        weights: NDArray[np.float32],
-    ) -> None:
+    def __init__(self, documents: Sequence[Document], arrays: Arrays) -> None:
         self.documents = documents
-        self.words, self.starts, self.places, self.weights = words, starts, places, weights
+        self._starts, self._places, self._weights = arrays["starts"], arrays["places"], arrays["weights"]
+        words = arrays["words"].tobytes().decode().split("\n")  # a word holds no line break
         self._number = {word: number for number, word in enumerate(words)}
 
     @classmethod
     def build(cls, documents: Sequence[Document]) -> "BM25":
+        return cls(documents, cls.count_words(documents))
+
+    @staticmethod
+    def count_words(documents: Sequence[Document]) -> Arrays:
+        """The arrays of an index over these documents."""
         numbers: dict[str, int] = {}
         held, places, counts = array("q"), array("q"), array("q")
         lengths = np.zeros(len(documents))
@@ -168,21 +165,27 @@ class BM25:
             places.extend([place] * len(found))
             counts.extend(found.values())
         # Sorted by word; stable, so that each word's documents stay in their order.
-        word_of = np.frombuffer(held, np.int64) if held else np.empty(0, np.int64)
-        order = np.argsort(word_of, kind="stable")
-        word_of = word_of[order]
-        place_of = np.asarray(places, np.int64)[order]
+        order = np.argsort(np.asarray(held, np.int64), kind="stable")
+        word_of, place_of, count = (np.asarray(values, np.int64)[order] for values in (held, places, counts))
         starts = np.searchsorted(word_of, np.arange(len(numbers) + 1))
-        weights = _weights(np.asarray(counts, np.float64)[order], lengths, place_of, np.diff(starts)[word_of])
-        return cls(documents, list(numbers), starts.astype(np.int64), place_of, weights)
+        holding = np.diff(starts)[word_of]  # documents with the word
+        idf = np.log1p((len(lengths) - holding + 0.5) / (holding + 0.5))
+        usual = lengths.mean() if lengths.any() else 1.0
+        damping = K1 * (1 - B + B * lengths[place_of] / usual)
+        return {
+            "words": np.frombuffer("\n".join(numbers).encode(), np.uint8),
+            "starts": starts.astype(np.int64),
+            "places": place_of,
+            "weights": (idf * count * (K1 + 1) / (count + damping)).astype(np.float32),
+        }
 
     def search(self, query: str, top_k: int = DEFAULT_TOP_K) -> list[Hit]:
         scores = np.zeros(len(self.documents), np.float32)
         known = Counter(self._number[word] for word in tokenise(query) if word in self._number)
         # In one order whatever the query's was: the same sums for the same words, to the bit.
         for number, times in sorted(known.items()):
-            span = slice(self.starts[number], self.starts[number + 1])
-            scores[self.places[span]] += times * self.weights[span]  # a document stands only once among these
+            span = slice(self._starts[number], self._starts[number + 1])
+            scores[self._places[span]] += times * self._weights[span]  # a document stands only once among these
         return top_hits(self.documents, scores, top_k, above=0.0)
 
 
@@ -197,16 +200,7 @@ def top_hits(documents: Sequence[Document], scores: NDArray, top_k: int, above: 
     return [Hit(documents[place], float(scores[place])) for place in ranked]
 
 
-def _weights(counts: NDArray, lengths: NDArray, places: NDArray, documents_with: NDArray) -> NDArray[np.float32]:
-    """The score that each posting adds to its document."""
-    idf = np.log1p((len(lengths) - documents_with + 0.5) / (documents_with + 0.5))
-    usual = lengths.mean() if lengths.any() else 1.0
-    damping = K1 * (1 - B + B * lengths[places] / usual)
-    return (idf * counts * (K1 + 1) / (counts + damping)).astype(np.float32)
-
-
 EMBEDDING_BATCH_SIZE = 64
-"""Texts embedded by one request."""
 EMBEDDING_SECONDS = 60.0
 
 
@@ -221,9 +215,8 @@ class Embedder:
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """One row of length 1 per text."""
-        vectors = np.concatenate(
-            [self._embed_batch(texts[i : i + EMBEDDING_BATCH_SIZE]) for i in range(0, len(texts), EMBEDDING_BATCH_SIZE)]
-        )
+        starts = range(0, len(texts), EMBEDDING_BATCH_SIZE)
+        vectors = np.concatenate([self._embed_batch(texts[i : i + EMBEDDING_BATCH_SIZE]) for i in starts])
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         return (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
 
@@ -254,21 +247,16 @@ class Dense:
     """Search by meaning: the whole corpus as vectors, compared with the query's by their cosine."""
 
     def __init__(self, documents: Sequence[Document], vectors: NDArray[np.float32], embedder: Embedder) -> None:
-        self.documents, self.vectors = documents, vectors
-        self._embedder = embedder
-
-    @classmethod
-    def build(cls, documents: Sequence[Document], embedder: Embedder) -> "Dense":
-        return cls(documents, embedder.embed([document.words for document in documents]), embedder)
+        self.documents, self._vectors, self._embedder = documents, vectors, embedder
 
     def search(self, query: str, top_k: int = DEFAULT_TOP_K) -> list[Hit]:
         (vector,) = self._embedder.embed([query])
-        if len(vector) != self.vectors.shape[1]:
+        if len(vector) != self._vectors.shape[1]:
             raise EnvError(
                 f"{self._embedder.url} gives vectors of {len(vector)} numbers, the index holds such of "
-                f"{self.vectors.shape[1]}: it was made by another model, delete it"
+                f"{self._vectors.shape[1]}: it was made by another model, delete it"
             )
-        return top_hits(self.documents, self.vectors @ vector, top_k)
+        return top_hits(self.documents, self._vectors @ vector, top_k)
 
 
 Index = BM25 | Dense
@@ -278,65 +266,48 @@ Index = BM25 | Dense
 # dense.npz (vectors). Each index names the corpus it was made from by its digest, and is made anew when that differs.
 FORMAT = 1
 DOCUMENTS = "documents.jsonl"
-Arrays = dict[str, NDArray]
 
 
 def open_index(corpus: str | None = None, folder: str | None = None, embedder: Embedder | None = None) -> Index:
     """The index of a corpus: out of the folder if it is there and fits, else made and, given a folder, kept in it."""
-    path = Path(folder) if folder is not None else None
-    source = _source(corpus, path)
+
+    def build() -> Arrays:
+        if embedder is None:
+            return BM25.count_words(documents)
+        return {"vectors": embedder.embed([document.words for document in documents])}
+
+    def index(arrays: Arrays) -> Index:
+        return BM25(documents, arrays) if embedder is None else Dense(documents, arrays["vectors"], embedder)
+
+    if folder is None:
+        documents = load_corpus(BUILT_IN_CORPUS if corpus is None else corpus)
+        return index(build())
+    path = Path(folder)
+    source = path / DOCUMENTS if corpus is None else Path(corpus)
+    if corpus is None and not source.exists():
+        raise DataError(f"the index folder {folder} holds no documents yet: name them with --corpus")
     documents = load_corpus(source)
-    mark = f"{FORMAT} {digest(documents)}"
-    if path is None:
-        return BM25.build(documents) if embedder is None else Dense.build(documents, embedder)
+    mark = f"{FORMAT} {digest(documents)}" + (f" {embedder.model}" if embedder is not None else "")
+    file = path / ("bm25.npz" if embedder is None else "dense.npz")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if Path(source).resolve() != (path / DOCUMENTS).resolve():
+        if source.resolve() != (path / DOCUMENTS).resolve():
             save_corpus(documents, path / DOCUMENTS)
-        if embedder is None:
-            return _open_bm25(documents, path / "bm25.npz", mark)
-        return _open_dense(documents, path / "dense.npz", f"{mark} {embedder.model}", embedder)
+        if (arrays := _read(file, mark)) is None:
+            arrays = build()
+            _write(file, mark, arrays)
+        return index(arrays)
     except OSError as error:
         raise DataError(f"the index folder {path} cannot be used: {error.strerror or error}") from error
 
 
-def _source(corpus: str | None, folder: Path | None) -> str | Path:
-    if corpus is not None:
-        return corpus
-    if folder is None:
-        return BUILT_IN_CORPUS
-    if not (folder / DOCUMENTS).exists():
-        raise DataError(f"the index folder {folder} holds no documents yet: name them with --corpus")
-    return folder / DOCUMENTS
-
-
-def _open_bm25(documents: Sequence[Document], file: Path, mark: str) -> BM25:
-    if (saved := _read(file, mark, ("words", "starts", "places", "weights"))) is not None:
-        words = saved["words"].tobytes().decode().split("\n") if saved["words"].size else []
-        return BM25(documents, words, saved["starts"], saved["places"], saved["weights"])
-    index = BM25.build(documents)
-    words = np.frombuffer("\n".join(index.words).encode(), np.uint8)  # a word holds no line break
-    _write(file, mark, {"words": words, "starts": index.starts, "places": index.places, "weights": index.weights})
-    return index
-
-
-def _open_dense(documents: Sequence[Document], file: Path, mark: str, embedder: Embedder) -> Dense:
-    if (saved := _read(file, mark, ("vectors",))) is not None:
-        return Dense(documents, saved["vectors"], embedder)
-    index = Dense.build(documents, embedder)
-    _write(file, mark, {"vectors": index.vectors})
-    return index
-
-
-def _read(file: Path, mark: str, names: Sequence[str]) -> Arrays | None:
+def _read(file: Path, mark: str) -> Arrays | None:
     """The arrays of an index of this very corpus; None if there is none, or a damaged one."""
     if not file.exists():
         return None
     try:
         with np.load(file, allow_pickle=False) as saved:
-            if saved["mark"].item() != mark:
-                return None
-            return {name: saved[name] for name in names}
+            return dict(saved) if saved["mark"].item() == mark else None
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
 

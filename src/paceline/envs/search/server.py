@@ -8,7 +8,7 @@ With an API key, /search wants it as `Authorization: Bearer KEY`.
 
 import asyncio
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field, model_validator
@@ -120,10 +120,15 @@ def serve_search(options: SearchOptions) -> None:
 
 def build_app(index: Index, top_k: int = DEFAULT_TOP_K, api_key: str | None = None) -> FastAPI:
     """The service's application around an index."""
-    answer = Health(
-        status="ok", documents=len(index.documents), retrieval="dense" if isinstance(index, Dense) else "bm25"
-    )
+    app = FastAPI(title="Paceline search", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.max_body_bytes = MAX_BODY_BYTES
+    install_error_handlers(app)
+    app.add_middleware(ServerGuard, meter=Meter(), routes=["/search", "/health"], api_key=api_key)
+    answers: dict[int | str, dict[str, Any]] = {status: {"model": ErrorAnswer} for status in (400, 401, 413, 415, 502)}
+    answers[200] = {"model": SearchAnswer}
+    takes = {"required": True, "content": {"application/json": {"schema": SearchBody.model_json_schema()}}}
 
+    @app.post("/search", response_model=None, responses=answers, openapi_extra={"requestBody": takes})
     async def search(request: Request) -> Response:
         """The documents that fit a query."""
         body = await read_body(request, SearchBody)
@@ -135,23 +140,10 @@ def build_app(index: Index, top_k: int = DEFAULT_TOP_K, api_key: str | None = No
             raise Refusal(502, str(error), code="embeddings_unavailable") from error
         return FastJsonResponse({"results": [hit.as_dict() for hit in hits]})
 
+    @app.get("/health", response_model=None, responses={200: {"model": Health}})
     async def health(request: Request) -> Response:
         """Whether the service answers."""
-        return FastJsonResponse(answer.model_dump())
+        retrieval = "dense" if isinstance(index, Dense) else "bm25"
+        return FastJsonResponse({"status": "ok", "documents": len(index.documents), "retrieval": retrieval})
 
-    app = FastAPI(title="Paceline search", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.max_body_bytes = MAX_BODY_BYTES
-    refusals = {status: {"model": ErrorAnswer} for status in (400, 401, 413, 415, 502)}
-    takes = {"required": True, "content": {"application/json": {"schema": SearchBody.model_json_schema()}}}
-    app.add_api_route(
-        "/search",
-        search,
-        methods=["POST"],
-        response_model=None,
-        responses={200: {"model": SearchAnswer}, **refusals},
-        openapi_extra={"requestBody": takes},
-    )
-    app.add_api_route("/health", health, methods=["GET"], response_model=None, responses={200: {"model": Health}})
-    install_error_handlers(app)
-    app.add_middleware(ServerGuard, meter=Meter(), routes=["/search", "/health"], api_key=api_key)
     return app
