@@ -14,9 +14,9 @@ from paceline.engine.cpu.kv_cache import SlotCache, TensorMemory
 from paceline.engine.cpu.runner import EagerRunner
 from paceline.engine.engine import DecodingEngine
 from paceline.engine.pages import PAGE, PageCache, PageMemory
-from paceline.engine.sequence import BASE, GrammarMatcher
-from paceline.engine.weight_applier import StagedUpdate, WeightApplier
-from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch
+from paceline.engine.sequence import GrammarMatcher
+from paceline.engine.weight_applier import BASE, StagedUpdate, WeightApplier
+from paceline.errors import DeltaBaseMismatch, Mismatch
 from paceline.model import LMHead, set_cpu_threads
 from paceline.model.adapters import Adapters, install
 from paceline.model.background_compile import BackgroundCompile
@@ -24,7 +24,7 @@ from paceline.model.head import CanaryScorer, sequence_logprobs
 from paceline.model.native import NativeLinear
 from paceline.model.native import install as install_native
 from paceline.model.support import AttentionShape, attention_shape
-from paceline.weights.delta import DeltaError, WeightDelta
+from paceline.weights.delta import WeightDelta
 from paceline.weights.update import WeightUpdate, canary_ids, fingerprint
 
 FIRST_CACHE_LENGTH = 256
@@ -176,14 +176,9 @@ class TorchWeights(WeightApplier):
             ready[name] = tensor
         return ready
 
-    def _read_delta(self, update: WeightUpdate, check: bool) -> StagedUpdate:
-        assert update.delta is not None
-        try:
-            update.delta.check_fit(self._parameters)
-            update.delta.changes(self._model.device)
-        except DeltaError as error:
-            raise EngineError(str(error)) from error
-        return StagedUpdate(update, {}, check=check)
+    def _stage_delta(self, delta: WeightDelta) -> None:
+        delta.check_fit(self._parameters)
+        delta.changes(self._model.device)
 
     def apply(self, staged: StagedUpdate) -> str | None:
         if staged.ready_event is not None:
@@ -201,31 +196,21 @@ class TorchWeights(WeightApplier):
             linear.refresh()
 
     def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None:
-        assert update.delta is not None
-        self._check_complete()
-        sent = self._predict_fingerprint(update, update.delta)
-        with self._guard_write(update):
-            update.delta.write(self._parameters)
-            self._refresh()
-        return sent if check else None
-
-    def _predict_fingerprint(self, update: WeightUpdate, delta: WeightDelta) -> str:
-        """The fingerprint the weights will have once the delta is written to them. Nothing is changed yet.
-
-        The base is proved before: by the fingerprint it was proved with when it came, or else by looking at all of it.
-        What the changed elements make of that is the new one, and must be the sender's.
-        """
-        try:
-            self._check_base(delta)
-            sent = delta.result_fingerprint(self._parameters)
-        except DeltaError as error:
-            raise EngineError(str(error)) from error
+        """The delta's base is proved before: by the fingerprint it was proved with when it came, or else by looking at
+        all of it. What the changed elements make of that is the new fingerprint, and must be the sender's."""
+        delta = update.delta
+        assert delta is not None
+        self._check_base(delta)
+        sent = delta.result_fingerprint(self._parameters)
         if {sent} != {sent, update.expected or sent, delta.result.fingerprint}:
             raise Mismatch(
                 f"the delta to version {update.version} is damaged: it leads to weights {sent}, not to "
                 f"{update.expected or delta.result.fingerprint}"
             )
-        return sent
+        with self._guard_write(update):
+            delta.write(self._parameters)
+            self._refresh()
+        return sent if check else None
 
     def _check_base(self, delta: WeightDelta) -> None:
         version, base, held = self.catalog.versions[BASE], delta.base, None

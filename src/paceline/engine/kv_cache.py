@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 
-from paceline.engine.sequence import DecodeSequence, WeightsKey
+from paceline.engine.sequence import DecodeSequence
+from paceline.engine.weight_applier import WeightsKey
 
 
 class KVCache(ABC):

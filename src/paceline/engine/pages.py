@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.engine.kv_cache import KVCache
-from paceline.engine.sequence import DecodeSequence, WeightsKey
+from paceline.engine.sequence import DecodeSequence
+from paceline.engine.weight_applier import WeightsKey
 from paceline.model.support import AttentionShape
 
 PAGE = 16

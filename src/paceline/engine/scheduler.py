@@ -14,7 +14,8 @@ import heapq
 from collections.abc import Iterable
 
 from paceline.engine.kv_cache import KVCache
-from paceline.engine.sequence import Catalog, Chunk, DecodeSequence, WeightsKey
+from paceline.engine.sequence import Chunk, DecodeSequence
+from paceline.engine.weight_applier import Catalog, WeightsKey
 
 
 class Scheduler:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.errors import PacelineError
+from paceline.errors import EngineError
 from paceline.weights.update import INTEGERS, MASK, ServedPolicy, bits_of, fingerprint, mix_tensor, salt
 
 MAGIC = b"PLDELTA1"
@@ -48,7 +48,7 @@ DTYPES = {
 }
 
 
-class DeltaError(PacelineError):
+class DeltaError(EngineError):
     """A delta that cannot be read, or does not fit what it is applied to."""
 
 
