@@ -23,7 +23,7 @@ from paceline.model.background_compile import BackgroundCompile
 from paceline.model.head import CanaryScorer, sequence_logprobs
 from paceline.model.native import NativeLinear
 from paceline.model.native import install as install_native
-from paceline.model.support import AttentionShape, attention_shape
+from paceline.model.support import attention_shape
 from paceline.weights.delta import WeightDelta
 from paceline.weights.update import WeightUpdate, canary_ids, fingerprint
 
@@ -65,7 +65,10 @@ class EmbeddedEngine(DecodingEngine):
         native = install_native(model, config.products)
 
         def paged(memory: PageMemory, free_bytes: int) -> PageCache:
-            pages = _page_count(config, shape, model.dtype, max_context, free_bytes)
+            """As many pages as the budget holds, but no more than all requests could ever fill."""
+            page_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * PAGE * model.dtype.itemsize
+            budget = config.cache_gib * 2**30 if config.cache_gib else FREE_MEMORY_SHARE * free_bytes
+            pages = max(2, min(int(budget // page_bytes), config.max_running * -(-max_context // PAGE)))
             return PageCache(shape, config.max_running, pages, max_context, model.dtype, memory, deterministic)
 
         if device.type == "cuda":
@@ -95,15 +98,6 @@ class EmbeddedEngine(DecodingEngine):
             set_cpu_threads(self._threads)
         with torch.inference_mode(), self._runner.context():
             yield
-
-
-def _page_count(
-    config: inference.EngineConfig, shape: AttentionShape, dtype: torch.dtype, max_context: int, free_bytes: int
-) -> int:
-    """As many pages as the budget holds, but no more than all requests could ever fill."""
-    page_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * PAGE * dtype.itemsize
-    budget = config.cache_gib * 2**30 if config.cache_gib else FREE_MEMORY_SHARE * free_bytes
-    return max(2, min(int(budget // page_bytes), config.max_running * -(-max_context // PAGE)))
 
 
 class TorchWeights(WeightApplier):
@@ -145,9 +139,7 @@ class TorchWeights(WeightApplier):
         """How far the sender's work on the GPU has come."""
         if self._model.device.type != "cuda":
             return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._model.device))
-        return event
+        return torch.cuda.current_stream(self._model.device).record_event()
 
     def stage(
         self, update: WeightUpdate, check: bool = True, sender_event: "torch.cuda.Event | None" = None
@@ -157,9 +149,8 @@ class TorchWeights(WeightApplier):
                 return super().stage(update, check)
             sender_event.wait()  # bounded: orders two CUDA streams, the host goes on
             staged = super().stage(update, check)
-            sender_event.record(
-                torch.cuda.current_stream(self._model.device)
-            )  # what was left to the GPU comes before use
+            # What was left to the GPU comes before use.
+            sender_event.record(torch.cuda.current_stream(self._model.device))
             return replace(staged, ready_event=sender_event)
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -181,9 +172,12 @@ class TorchWeights(WeightApplier):
         delta.changes(self._model.device)
 
     def apply(self, staged: StagedUpdate) -> str | None:
-        if staged.ready_event is not None:
-            staged.ready_event.wait()  # bounded: orders two CUDA streams, the host goes on
-        return super().apply(staged)
+        if staged.ready_event is None:
+            return super().apply(staged)
+        staged.ready_event.wait()  # bounded: orders two CUDA streams, the host goes on
+        sent = super().apply(staged)
+        torch.cuda.current_stream(self._model.device).synchronize()
+        return sent
 
     def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
         mine: list[Tensor] = [self._parameters[name] for name in tensors]

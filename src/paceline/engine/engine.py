@@ -367,7 +367,6 @@ class DecodingEngine:
             self._quarantine(model, error, Mismatch)
             raise
         self._weights.quarantine.pop(model, None)
-        self._runner.sync()
         pause = time.perf_counter() - start
         self.swaps += 1
         self.pause_seconds += pause
@@ -436,8 +435,6 @@ class DecodingEngine:
 
 
 def _set_result(sequence: DecodeSequence, result: Any) -> None:
-    sequence.done_flag.is_set = (
-        True  # now: the future's callback may run later if the request is cancelled at this moment
-    )
+    sequence.done_flag.is_set = True  # now: the future's callback may run later if it is cancelled at this moment
     if sequence.future.set_running_or_notify_cancel():
         sequence.future.set_result(result)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.config import inference
+from paceline.engine.cpu.runner import score
 from paceline.engine.cpu.sampler import sample, tensor_factory
 from paceline.engine.cuda import attention
 from paceline.engine.cuda.sampler import sample_into
@@ -23,7 +24,7 @@ from paceline.engine.cuda.step import TILE_ROWS, StepShape, device_fields, is_de
 from paceline.engine.pages import PageCache
 from paceline.engine.runner import Runner, SamplerOutput, SamplingMetadata, StepInFlight
 from paceline.engine.sequence import Chunk, SampledToken
-from paceline.model import PLAN, LMHead, token_logprobs
+from paceline.model import PLAN, LMHead
 from paceline.model.adapters import Adapters
 from paceline.model.background_compile import BackgroundCompile, compile_blocks, number_layers
 from paceline.model.support import AttentionShape
@@ -248,7 +249,7 @@ class GraphRunner(Runner):
         singles = [c for c in chunks if c.length == 1]
         if singles:
             return self._launch(singles, chunks)
-        return GraphStepInFlight(chunks, [], self._output_buffers[0], _recorded_event())
+        return GraphStepInFlight(chunks, [], self._output_buffers[0], self._stream.record_event())
 
     def _launch(self, chunks: Sequence[Chunk], land: Sequence[Chunk] | None = None) -> GraphStepInFlight:
         order = chunks if is_decode_only(chunks) else sorted(chunks, key=lambda c: (c.length > 1, not c.samples))
@@ -306,10 +307,7 @@ class GraphRunner(Runner):
             if chunk.sequence.scores is None:
                 continue
             assert step.hidden is not None
-            targets = torch.tensor(chunk.targets, device=self._device)
-            temperatures = torch.full((len(targets),), chunk.sequence.request.temperature, device=self._device)
-            hidden = step.hidden[begin : begin + len(targets)]
-            flight.scored.append((chunk, token_logprobs(self._head, hidden, targets, temperatures)[0]))
+            flight.scored.append((chunk, score(self._head, step.hidden[begin:], chunk)))
 
 
 def needs_full_sampler(chunk: Chunk) -> bool:
@@ -338,9 +336,3 @@ def num_splits(programs: int) -> int:
     while splits < MOST_SPLITS and programs * splits < PROGRAMS:
         splits *= 2
     return splits
-
-
-def _recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record()
-    return event

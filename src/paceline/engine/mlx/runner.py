@@ -51,9 +51,6 @@ class MlxRunner(Runner):
     def context(self) -> AbstractContextManager[object]:
         return mx.stream(self._device)
 
-    def sync(self) -> None:
-        mx.synchronize()
-
     def close(self) -> None:
         self._last = mx.zeros(0, mx.int32)
 
