@@ -124,12 +124,10 @@ class TorchWeights(WeightApplier):
         if self._adapters is None:
             self._canary.logprobs(canary_ids(self._head.vocabulary))
         elif self._adapters.slots == len(self._free):
-            halves = {"lora_A": lambda layer: (1, layer.in_features), "lora_B": lambda layer: (layer.out_features, 1)}
-            zeros = {
-                f"{name}.{half}.weight": layer.weight.new_zeros(shape(layer))
-                for name, layer in self._adapters.layers.items()
-                for half, shape in halves.items()
-            }
+            zeros = {}
+            for name, layer in self._adapters.layers.items():
+                zeros[f"{name}.lora_A.weight"] = layer.weight.new_zeros(1, layer.in_features)
+                zeros[f"{name}.lora_B.weight"] = layer.weight.new_zeros(layer.out_features, 1)
             fingerprint(self._adapters.fit_to_slot(zeros).items())
             self._adapters.load(1, zeros, 1.0)
             fingerprint(self._adapters.tensors(1).items())

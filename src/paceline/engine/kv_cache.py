@@ -185,7 +185,6 @@ class BaseSlotCache(KVCache):
         self._owners.clear()
 
     def _reserve(self, length: int) -> None:
-        """Room for `length` positions in every slot."""
         if length > self.length:
             self.length = min(self.max_length, max(length, 2 * self.length))
             self._resize(self.length)

@@ -210,9 +210,6 @@ class PageCache(KVCache):
         self.kv[layer, 0][pages, :, positions % PAGE] = k
         self.kv[layer, 1][pages, :, positions % PAGE] = v
 
-    def layer_tensors(self, layer: int) -> None:
-        """Never: a sequence's pages lie apart."""
-
     def read(self, layer: int, slots: slice, width: int) -> tuple[Tensor, Tensor]:
         pages = torch.from_numpy(self.table)[slots, : -(-width // PAGE)].long()
         keys, values = (self.kv[layer, i][pages].transpose(2, 3).flatten(1, 2)[:, :width] for i in range(2))

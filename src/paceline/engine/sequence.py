@@ -169,8 +169,6 @@ class DecodeSequence:
 
 @dataclass(slots=True)
 class SampledToken:
-    """One sampled token."""
-
     token: int
     logprob: float
     log_z: float | None = None

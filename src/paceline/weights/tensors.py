@@ -31,17 +31,14 @@ def framework() -> str:
 
 
 def read_file(file: Path) -> dict[str, Array]:
-    """All tensors of a file."""
     return dict(_library_of({}).load_file(file))
 
 
 def deserialize(data: bytes) -> dict[str, Array]:
-    """All tensors of a file's bytes."""
     return dict(_library_of({}).load(data))
 
 
 def serialize(tensors: Mapping[str, Array], metadata: dict[str, str] | None = None) -> bytes:
-    """A file's bytes."""
     return _library_of(tensors).save({name: to_host(tensor) for name, tensor in tensors.items()}, metadata)
 
 

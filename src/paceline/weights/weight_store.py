@@ -63,7 +63,6 @@ class StoredTensors(Mapping[str, Array]):
 
 
 def read_delta(data: bytes) -> "WeightDelta":
-    """A delta from received bytes."""
     from paceline.weights.delta import DeltaError, WeightDelta  # which needs torch
 
     try:
@@ -73,7 +72,6 @@ def read_delta(data: bytes) -> "WeightDelta":
 
 
 def open_delta(file: Path) -> "WeightDelta":
-    """A delta that lies in a file."""
     try:
         return read_delta(file.read_bytes())
     except (OSError, RequestError) as error:
@@ -82,13 +80,11 @@ def open_delta(file: Path) -> "WeightDelta":
 
 def _apply_delta_file(tensors: dict[str, Array], file: Path) -> None:
     """The fingerprint that goes with the update proves the whole chain, so the links are not proved one by one."""
-    from paceline.weights.delta import DeltaError
-
     delta = open_delta(file)
     try:
         delta.check_fit(tensors)
         delta.write(tensors)
-    except DeltaError as error:
+    except EngineError as error:
         raise EngineError(f"{file.name} does not fit the weights before it: {error}") from error
 
 
@@ -242,7 +238,6 @@ class WeightFolders:
         return await asyncio.to_thread(self._link_folder, file, update.version)
 
     def clear(self) -> None:
-        """Remove the weights that lie there of ours."""
         self._store.clear()
 
     def _link_folder(self, file: Path, version: int) -> Path:

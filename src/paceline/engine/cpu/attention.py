@@ -67,11 +67,11 @@ class CachedPlan:
 
         In torch, the heads that share a KV head become the query positions of one call: the cache is read in place and
         never repeated."""
-        slots = self.slots[: self._singles]
-        whole = self._cache.layer_tensors(layer)
-        if whole is not None and native.has_kernel(whole[0], q.shape[1]):
-            return native.attend(*whole, q, slots, self.positions[: self._singles], scale, window)
-        keys, values = self._cache.read(layer, slice(self._rows), self._width)
+        slots, cache = self.slots[: self._singles], self._cache
+        if isinstance(cache, SlotCache) and native.has_kernel(cache.keys[layer], q.shape[1]):
+            positions = self.positions[: self._singles]
+            return native.attend(cache.keys[layer], cache.values[layer], q, slots, positions, scale, window)
+        keys, values = cache.read(layer, slice(self._rows), self._width)
         heads, (kv_heads, dim) = q.shape[1], keys.shape[2:]
         rows = q if self._dense else q.new_zeros(self._rows, heads, dim).index_copy_(0, slots, q)
         rows = rows.reshape(self._rows, kv_heads, heads // kv_heads, dim)
