@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 from backends import paged
 from paceline.engine.pages import PAGE, PageCache
 from paceline.engine.runner import Runner, StepInFlight
-from paceline.engine.sequence import Catalog, DecodeSequence, SampledToken
+from paceline.engine.sequence import DecodeSequence, SampledToken
+from paceline.engine.weight_applier import Catalog
 from paceline.model import clone_model
 from paceline.weights.update import mix_int
 

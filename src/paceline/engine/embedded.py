@@ -14,17 +14,17 @@ from paceline.engine.cpu.kv_cache import SlotCache, TensorMemory
 from paceline.engine.cpu.runner import EagerRunner
 from paceline.engine.engine import DecodingEngine
 from paceline.engine.pages import PAGE, PageCache, PageMemory
-from paceline.engine.sequence import BASE, GrammarMatcher
-from paceline.engine.weight_applier import StagedUpdate, WeightApplier
-from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch
+from paceline.engine.sequence import GrammarMatcher
+from paceline.engine.weight_applier import BASE, StagedUpdate, WeightApplier
+from paceline.errors import DeltaBaseMismatch, Mismatch
 from paceline.model import LMHead, set_cpu_threads
 from paceline.model.adapters import Adapters, install
 from paceline.model.background_compile import BackgroundCompile
 from paceline.model.head import CanaryScorer, sequence_logprobs
 from paceline.model.native import NativeLinear
 from paceline.model.native import install as install_native
-from paceline.model.support import AttentionShape, attention_shape
-from paceline.weights.delta import DeltaError, WeightDelta
+from paceline.model.support import attention_shape
+from paceline.weights.delta import WeightDelta
 from paceline.weights.update import WeightUpdate, canary_ids, fingerprint
 
 FIRST_CACHE_LENGTH = 256
@@ -65,7 +65,10 @@ class EmbeddedEngine(DecodingEngine):
         native = install_native(model, config.products)
 
         def paged(memory: PageMemory, free_bytes: int) -> PageCache:
-            pages = _page_count(config, shape, model.dtype, max_context, free_bytes)
+            """As many pages as the budget holds, but no more than all requests could ever fill."""
+            page_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * PAGE * model.dtype.itemsize
+            budget = config.cache_gib * 2**30 if config.cache_gib else FREE_MEMORY_SHARE * free_bytes
+            pages = max(2, min(int(budget // page_bytes), config.max_running * -(-max_context // PAGE)))
             return PageCache(shape, config.max_running, pages, max_context, model.dtype, memory, deterministic)
 
         if device.type == "cuda":
@@ -97,15 +100,6 @@ class EmbeddedEngine(DecodingEngine):
             yield
 
 
-def _page_count(
-    config: inference.EngineConfig, shape: AttentionShape, dtype: torch.dtype, max_context: int, free_bytes: int
-) -> int:
-    """As many pages as the budget holds, but no more than all requests could ever fill."""
-    page_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * PAGE * dtype.itemsize
-    budget = config.cache_gib * 2**30 if config.cache_gib else FREE_MEMORY_SHARE * free_bytes
-    return max(2, min(int(budget // page_bytes), config.max_running * -(-max_context // PAGE)))
-
-
 class TorchWeights(WeightApplier):
     """The base and the adapters beside it, changed in place, and proved to be what was sent."""
 
@@ -130,12 +124,10 @@ class TorchWeights(WeightApplier):
         if self._adapters is None:
             self._canary.logprobs(canary_ids(self._head.vocabulary))
         elif self._adapters.slots == len(self._free):
-            halves = {"lora_A": lambda layer: (1, layer.in_features), "lora_B": lambda layer: (layer.out_features, 1)}
-            zeros = {
-                f"{name}.{half}.weight": layer.weight.new_zeros(shape(layer))
-                for name, layer in self._adapters.layers.items()
-                for half, shape in halves.items()
-            }
+            zeros = {}
+            for name, layer in self._adapters.layers.items():
+                zeros[f"{name}.lora_A.weight"] = layer.weight.new_zeros(1, layer.in_features)
+                zeros[f"{name}.lora_B.weight"] = layer.weight.new_zeros(layer.out_features, 1)
             fingerprint(self._adapters.fit_to_slot(zeros).items())
             self._adapters.load(1, zeros, 1.0)
             fingerprint(self._adapters.tensors(1).items())
@@ -145,9 +137,7 @@ class TorchWeights(WeightApplier):
         """How far the sender's work on the GPU has come."""
         if self._model.device.type != "cuda":
             return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._model.device))
-        return event
+        return torch.cuda.current_stream(self._model.device).record_event()
 
     def stage(
         self, update: WeightUpdate, check: bool = True, sender_event: "torch.cuda.Event | None" = None
@@ -157,9 +147,8 @@ class TorchWeights(WeightApplier):
                 return super().stage(update, check)
             sender_event.wait()  # bounded: orders two CUDA streams, the host goes on
             staged = super().stage(update, check)
-            sender_event.record(
-                torch.cuda.current_stream(self._model.device)
-            )  # what was left to the GPU comes before use
+            # What was left to the GPU comes before use.
+            sender_event.record(torch.cuda.current_stream(self._model.device))
             return replace(staged, ready_event=sender_event)
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -176,19 +165,17 @@ class TorchWeights(WeightApplier):
             ready[name] = tensor
         return ready
 
-    def _read_delta(self, update: WeightUpdate, check: bool) -> StagedUpdate:
-        assert update.delta is not None
-        try:
-            update.delta.check_fit(self._parameters)
-            update.delta.changes(self._model.device)
-        except DeltaError as error:
-            raise EngineError(str(error)) from error
-        return StagedUpdate(update, {}, check=check)
+    def _stage_delta(self, delta: WeightDelta) -> None:
+        delta.check_fit(self._parameters)
+        delta.changes(self._model.device)
 
     def apply(self, staged: StagedUpdate) -> str | None:
-        if staged.ready_event is not None:
-            staged.ready_event.wait()  # bounded: orders two CUDA streams, the host goes on
-        return super().apply(staged)
+        if staged.ready_event is None:
+            return super().apply(staged)
+        staged.ready_event.wait()  # bounded: orders two CUDA streams, the host goes on
+        sent = super().apply(staged)
+        torch.cuda.current_stream(self._model.device).synchronize()
+        return sent
 
     def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
         mine: list[Tensor] = [self._parameters[name] for name in tensors]
@@ -201,31 +188,21 @@ class TorchWeights(WeightApplier):
             linear.refresh()
 
     def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None:
-        assert update.delta is not None
-        self._check_complete()
-        sent = self._predict_fingerprint(update, update.delta)
-        with self._guard_write(update):
-            update.delta.write(self._parameters)
-            self._refresh()
-        return sent if check else None
-
-    def _predict_fingerprint(self, update: WeightUpdate, delta: WeightDelta) -> str:
-        """The fingerprint the weights will have once the delta is written to them. Nothing is changed yet.
-
-        The base is proved before: by the fingerprint it was proved with when it came, or else by looking at all of it.
-        What the changed elements make of that is the new one, and must be the sender's.
-        """
-        try:
-            self._check_base(delta)
-            sent = delta.result_fingerprint(self._parameters)
-        except DeltaError as error:
-            raise EngineError(str(error)) from error
+        """The delta's base is proved before: by the fingerprint it was proved with when it came, or else by looking at
+        all of it. What the changed elements make of that is the new fingerprint, and must be the sender's."""
+        delta = update.delta
+        assert delta is not None
+        self._check_base(delta)
+        sent = delta.result_fingerprint(self._parameters)
         if {sent} != {sent, update.expected or sent, delta.result.fingerprint}:
             raise Mismatch(
                 f"the delta to version {update.version} is damaged: it leads to weights {sent}, not to "
                 f"{update.expected or delta.result.fingerprint}"
             )
-        return sent
+        with self._guard_write(update):
+            delta.write(self._parameters)
+            self._refresh()
+        return sent if check else None
 
     def _check_base(self, delta: WeightDelta) -> None:
         version, base, held = self.catalog.versions[BASE], delta.base, None

@@ -25,7 +25,7 @@ from paceline.engine.runner import Runner, StepInFlight
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Chunk, DecodeSequence, GrammarMatcher, SampledToken, TokenStreamer, check_request
 from paceline.engine.weight_applier import StagedUpdate, WeightApplier
-from paceline.errors import DeltaBaseMismatch, EngineError, Overloaded, RequestError
+from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch, Overloaded, PartialUpdateError, RequestError
 from paceline.weights.update import ServedPolicy, WeightUpdate
 
 CLOSE_SECONDS = 30.0
@@ -347,17 +347,61 @@ class DecodingEngine:
     # -- between two steps --------------------------------------------------------------------------------------------
 
     def _apply_update(self, staged: StagedUpdate) -> float:
-        """Apply a weight update. Steps in flight land with the old version; running requests go on with the new."""
+        """Apply a weight update and verify it. Steps in flight land with the old version; nothing drains, and what runs
+        goes on with the new."""
         self._land(0)
         start = time.perf_counter()
-        self._weights.apply_and_verify(
-            staged, self._scheduler, self._config.on_swap == "recompute", self._fail, self._make_matcher
-        )
-        self._runner.sync()
+        update, before = staged.update, dict(self._catalog.fingerprints)
+        model = None if update.adapter is None else update.adapter.name
+        try:
+            staged_fingerprint = self._weights.apply(staged)
+        except PartialUpdateError as error:
+            self._quarantine(model, error, PartialUpdateError)
+            raise
+        self._carry_over(model, update.version, before, staged_fingerprint)
+        self._scheduler.on_weight_update(model, self._config.on_swap == "recompute")
+        try:
+            if staged_fingerprint is not None:
+                self._weights.verify(update, staged_fingerprint)
+        except Exception as error:  # whatever it was, these weights are not proved
+            self._quarantine(model, error, Mismatch)
+            raise
+        self._weights.quarantine.pop(model, None)
         pause = time.perf_counter() - start
         self.swaps += 1
         self.pause_seconds += pause
         return pause
+
+    def _quarantine(self, model: str | None, error: Exception, kind: type[EngineError]) -> None:
+        """Sample nothing more from these weights, None being the base's and so all: running, waiting and later
+        requests fail with the reason."""
+        self._weights.quarantine[model] = kind(str(error))
+        self._scheduler.on_weight_update(model, recompute=True)
+        for sequence in self._scheduler.abort_model(model):
+            self._fail(sequence, str(error), kind)
+
+    def _carry_over(
+        self, model: str | None, version: int, before: dict[str, dict[int, str]], staged_fingerprint: str | None
+    ) -> None:
+        """Sequences that go on under new weights keep the fingerprints of the old. After a roll-back a version comes
+        again with other weights: a completion that already holds tokens of that number begins anew, for one that mixed
+        both could not say which is which."""
+        carried: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
+        for sequence in self._scheduler.sampled_sequences(model):
+            old, last = before[sequence.request.model], sequence.versions[-1]
+            if self._catalog.fingerprints[sequence.request.model] is old:
+                continue  # an adapter beside a new base
+            sampled_from = (sequence.fingerprints or {}) | ({last: old[last]} if last in old else {})
+            if version not in sequence.versions or sampled_from.get(version) == staged_fingerprint:
+                sequence.fingerprints = carried.setdefault(tuple(sampled_from.items()), sampled_from)
+            elif sequence.num_streamed:
+                self._scheduler.abort([sequence])
+                why = f"version {version} has other weights now than when this request began to stream: retry it"
+                self._fail(sequence, why)
+            else:
+                sequence.restart()
+                if sequence.request.grammar is not None:
+                    sequence.matcher = self._make_matcher(sequence.request.grammar)
 
     def _set_paused(self, paused: bool) -> None:
         self._land(0)
@@ -391,8 +435,6 @@ class DecodingEngine:
 
 
 def _set_result(sequence: DecodeSequence, result: Any) -> None:
-    sequence.done_flag.is_set = (
-        True  # now: the future's callback may run later if the request is cancelled at this moment
-    )
+    sequence.done_flag.is_set = True  # now: the future's callback may run later if it is cancelled at this moment
     if sequence.future.set_running_or_notify_cancel():
         sequence.future.set_result(result)

@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 
-from paceline.engine.sequence import DecodeSequence, WeightsKey
+from paceline.engine.sequence import DecodeSequence
+from paceline.engine.weight_applier import WeightsKey
 
 
 class KVCache(ABC):
@@ -184,7 +185,6 @@ class BaseSlotCache(KVCache):
         self._owners.clear()
 
     def _reserve(self, length: int) -> None:
-        """Room for `length` positions in every slot."""
         if length > self.length:
             self.length = min(self.max_length, max(length, 2 * self.length))
             self._resize(self.length)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.engine.kv_cache import KVCache
-from paceline.engine.sequence import DecodeSequence, WeightsKey
+from paceline.engine.sequence import DecodeSequence
+from paceline.engine.weight_applier import WeightsKey
 from paceline.model.support import AttentionShape
 
 PAGE = 16
@@ -208,9 +209,6 @@ class PageCache(KVCache):
         pages = torch.from_numpy(self.table)[slots, positions // PAGE].long()
         self.kv[layer, 0][pages, :, positions % PAGE] = k
         self.kv[layer, 1][pages, :, positions % PAGE] = v
-
-    def layer_tensors(self, layer: int) -> None:
-        """Never: a sequence's pages lie apart."""
 
     def read(self, layer: int, slots: slice, width: int) -> tuple[Tensor, Tensor]:
         pages = torch.from_numpy(self.table)[slots, : -(-width // PAGE)].long()

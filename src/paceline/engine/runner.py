@@ -39,9 +39,6 @@ class Runner:
     def warm_up(self) -> None:
         """Build whatever must be there before the first request."""
 
-    def sync(self) -> None:
-        """Wait until all that was launched is done."""
-
     def should_use_compiled(self, busy_seconds: float, swaps: int) -> bool:
         """Whether faster code is ready, given how long the runner has computed and how often the weights have changed:
         by that it decides whether such code is worth making."""

@@ -14,7 +14,8 @@ import heapq
 from collections.abc import Iterable
 
 from paceline.engine.kv_cache import KVCache
-from paceline.engine.sequence import Catalog, Chunk, DecodeSequence, WeightsKey
+from paceline.engine.sequence import Chunk, DecodeSequence
+from paceline.engine.weight_applier import Catalog, WeightsKey
 
 
 class Scheduler:
@@ -112,9 +113,8 @@ class Scheduler:
             sequence.num_cached = sequence.num_computed
             self.prompt_tokens += len(sequence.tokens)
             self.cached_tokens += sequence.num_computed
-        sequence.num_cached = min(
-            sequence.num_cached, sequence.num_computed
-        )  # what it once computed itself was never shared
+        # What it once computed itself was never shared.
+        sequence.num_cached = min(sequence.num_cached, sequence.num_computed)
         assert sequence.weights_key is not None
         self._prefix_owners.setdefault((sequence.weights_key, sequence.request.prompt_ids), sequence)
 
@@ -223,8 +223,11 @@ class Scheduler:
 
     def sampled_sequences(self, model: str | None) -> list[DecodeSequence]:
         """Sequences that have sampled something from this model, or from any (None), and are not done."""
-        alive = (*self.running.values(), *(entry[-1] for entry in self._waiting))
-        return [s for s in _sequences_of(model, alive) if s.num_sampled]
+        return [s for s in self._alive(model) if s.num_sampled]
+
+    def _alive(self, model: str | None) -> list[DecodeSequence]:
+        """Sequences of this model, or of any (None), that are not done."""
+        return _sequences_of(model, (*self.running.values(), *(entry[-1] for entry in self._waiting)))
 
     def abort(self, sequences: Iterable[DecodeSequence]) -> None:
         """Take them out, wherever they are."""
@@ -236,13 +239,13 @@ class Scheduler:
 
     def abort_model(self, model: str | None) -> list[DecodeSequence]:
         """Take out all that waits for this model or runs with it, or with any (None)."""
-        out = _sequences_of(model, (*(entry[-1] for entry in self._waiting), *self.running.values()))
+        out = self._alive(model)
         self.abort(out)
         return out
 
     def drain(self) -> Iterable[DecodeSequence]:
         """Take everything out, for shutting down."""
-        everything = [*self.running.values(), *self._leaving, *(entry[-1] for entry in self._waiting)]
+        everything = [*self._alive(None), *self._leaving]
         self._waiting.clear()
         for sequence in everything:
             sequence.pending_steps, sequence.may_hold_nan = 0, False  # a device that failed cannot be asked to clean up

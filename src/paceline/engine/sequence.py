@@ -5,12 +5,13 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.engine.base import MAX_TOP_LOGPROBS, Completion, Finish, GenerateRequest, Listener, Piece, TopLogprobs
+from paceline.engine.weight_applier import Catalog, WeightsKey
 from paceline.errors import RequestError, UnknownModel
 from paceline.weights.update import Array
 
@@ -27,41 +28,8 @@ class GrammarMatcher(Protocol):
         ...
 
 
-WeightsKey = tuple[int, int, int]
-"""The weights that keys and values were computed with: adapter slot, its version, the base's version."""
-POLICY = ""
-BASE = "base"
-"""The name of the plain base, beside a policy that is an adapter."""
-BROKEN_VERSION = -1
-"""The version of weights that are no version: an update broke off while they were written."""
 MIN_TEMPERATURE = 1e-20
 INT64_MAX = (1 << 63) - 1
-
-
-@dataclass(slots=True)
-class Catalog:
-    """The policy, the base, and adapters by name."""
-
-    adapter_slots: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
-    """0 for a model without an adapter."""
-    versions: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
-    fingerprints: dict[str, dict[int, str]] = field(default_factory=lambda: {POLICY: {}, BASE: {}})
-    """Version and fingerprint of what each model holds, as far as they were proved: of an adapter, its own tensors.
-    Replaced, never changed, so that all completions of the same weights share one."""
-
-    def set_version(self, models: Iterable[str], version: int) -> None:
-        """Record that these models hold new weights, which are not verified yet."""
-        self.versions |= dict.fromkeys(models, version)
-        self.fingerprints |= {model: {} for model in models}
-
-    def weights_key(self, model: str) -> WeightsKey:
-        """Identifies the weights that keys and values are computed with."""
-        return (self.adapter_slots[model], self.versions[model], self.versions[BASE])
-
-    @property
-    def adapters(self) -> dict[str, int]:
-        """Named adapters with their versions."""
-        return {name: version for name, version in self.versions.items() if name not in (POLICY, BASE)}
 
 
 def check_request(request: GenerateRequest, catalog: Catalog, longest_prompt: int, vocabulary: int) -> None:
@@ -201,8 +169,6 @@ class DecodeSequence:
 
 @dataclass(slots=True)
 class SampledToken:
-    """One sampled token."""
-
     token: int
     logprob: float
     log_z: float | None = None

@@ -1,21 +1,51 @@
 """Applies weight updates between two steps: reads, checks, copies and verifies them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.engine.base import Grammar
-from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import BASE, BROKEN_VERSION, POLICY, Catalog, DecodeSequence, GrammarMatcher
 from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch, PartialUpdateError
 from paceline.model.adapter_names import AdapterError, check_scale
-from paceline.weights.update import Adapter, Array, Canary, ServedPolicy, WeightUpdate, dtype_tolerance, fingerprint
+from paceline.weights.update import Adapter, Array, ServedPolicy, WeightUpdate, dtype_tolerance, fingerprint
 
-FailRequest = Callable[[DecodeSequence, str, type[EngineError]], None]
-"""Ends a request with an error."""
-MakeMatcher = Callable[[Grammar], GrammarMatcher]
+if TYPE_CHECKING:
+    from paceline.weights.delta import WeightDelta
+
+WeightsKey = tuple[int, int, int]
+"""The weights that keys and values were computed with: adapter slot, its version, the base's version."""
+POLICY = ""
+BASE = "base"
+"""The name of the plain base, beside a policy that is an adapter."""
+BROKEN_VERSION = -1
+"""The version of weights that are no version: an update broke off while they were written."""
+
+
+@dataclass(slots=True)
+class Catalog:
+    """The policy, the base, and adapters by name."""
+
+    adapter_slots: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
+    """0 for a model without an adapter."""
+    versions: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
+    fingerprints: dict[str, dict[int, str]] = field(default_factory=lambda: {POLICY: {}, BASE: {}})
+    """Version and fingerprint of what each model holds, as far as they were proved: of an adapter, its own tensors.
+    Replaced, never changed, so that all completions of the same weights share one."""
+
+    def set_version(self, models: Iterable[str], version: int) -> None:
+        """Record that these models hold new weights, which are not verified yet."""
+        self.versions |= dict.fromkeys(models, version)
+        self.fingerprints |= {model: {} for model in models}
+
+    def weights_key(self, model: str) -> WeightsKey:
+        """Identifies the weights that keys and values are computed with."""
+        return (self.adapter_slots[model], self.versions[model], self.versions[BASE])
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """Named adapters with their versions."""
+        return {name: version for name, version in self.versions.items() if name not in (POLICY, BASE)}
 
 
 class AdapterSlots(Protocol):
@@ -60,7 +90,7 @@ class WeightApplier(ABC):
         self._free = list(range(adapters.slots, 0, -1)) if adapters is not None else []
         self._partial: set[str] = set()
         """Parameters that an update which broke off may have changed."""
-        self._quarantine: dict[str | None, EngineError] = {}
+        self.quarantine: dict[str | None, EngineError] = {}
         """Models whose last update failed its checks, and why; None for the base and so for all."""
 
     # -- what a library does ------------------------------------------------------------------------------------------
@@ -82,11 +112,12 @@ class WeightApplier(ABC):
     def _copy_weights(self, tensors: Mapping[str, Array]) -> None:
         """Put these in place of the base's own."""
 
-    @abstractmethod
-    def _read_delta(self, update: WeightUpdate, check: bool) -> StagedUpdate: ...
+    def _stage_delta(self, delta: "WeightDelta") -> None:  # noqa: B027 - one that is refused is not read
+        """Read a delta and check that it fits, while decoding goes on."""
 
     def _apply_delta(self, update: WeightUpdate, check: bool) -> str | None:
-        raise AssertionError("a delta is refused when it is read")
+        """Write the update's delta to the base's tensors; answers as `apply` does."""
+        raise DeltaBaseMismatch("this engine takes no deltas: send all weights")
 
     def warm_up(self) -> None:  # noqa: B027 - only where the first time takes long
         """Do once what an update does."""
@@ -110,8 +141,18 @@ class WeightApplier(ABC):
             if len(ids) < 2 or len(ids) != len(canary.logprobs) or min(ids) < 0 or max(ids) >= most:
                 raise EngineError(f"the canary needs two or more tokens from 0 to {most - 1}, each with its logprob")
         if update.delta is not None:
-            return self._read_delta(update, check)
-        tensors = self._fit_base(update.tensors) if update.adapter is None else self._fit_adapter(update.tensors)
+            self._stage_delta(update.delta)
+            return StagedUpdate(update, {}, check=check)
+        if update.adapter is None:
+            tensors = self._fit_base(update.tensors)
+        elif self._slots is None:
+            raise EngineError("this engine has no adapter slots: set engine.adapters to 1 or more")
+        else:
+            try:
+                check_scale(update.adapter.scale)
+                tensors = self._slots.fit_to_slot(update.tensors)
+            except AdapterError as error:
+                raise EngineError(str(error)) from error
         staged_fingerprint = fingerprint(tensors.items()) if check else None
         if check and update.expected not in (None, staged_fingerprint):
             raise Mismatch(
@@ -135,15 +176,6 @@ class WeightApplier(ABC):
                 )
         return staged
 
-    def _fit_adapter(self, tensors: Mapping[str, Array]) -> dict[str, Array]:
-        """The adapter as its slot would hold it; refuses what does not fit."""
-        if self._slots is None:
-            raise EngineError("this engine has no adapter slots: set engine.adapters to 1 or more")
-        try:
-            return self._slots.fit_to_slot(tensors)
-        except AdapterError as error:
-            raise EngineError(str(error)) from error
-
     # -- while decoding waits -----------------------------------------------------------------------------------------
 
     def apply(self, staged: StagedUpdate) -> str | None:
@@ -151,14 +183,18 @@ class WeightApplier(ABC):
         breaks off in the middle leaves weights without a fingerprint, and raises `PartialUpdateError`."""
         update, staged_fingerprint = staged.update, staged.staged_fingerprint
         if update.delta is not None:
+            if self._partial:
+                raise DeltaBaseMismatch(
+                    "an update broke off here, so nothing can build on what this engine holds: send all weights"
+                )
             staged_fingerprint = self._apply_delta(update, staged.check)
         elif update.adapter is not None:
             self._apply_adapter(staged, update.adapter)
+        elif left := self._partial - staged.tensors.keys():
+            raise DeltaBaseMismatch(
+                f"an update broke off here, and this one leaves {sorted(left)[:3]} as they are: send all"
+            )
         else:
-            if left := self._partial - staged.tensors.keys():
-                raise DeltaBaseMismatch(
-                    f"an update broke off here, and this one leaves {sorted(left)[:3]} as they are: send all"
-                )
             with self._guard_write(update):
                 self._copy_weights(staged.tensors)
         self.catalog.set_version(_updated_models(update), update.version)
@@ -166,7 +202,7 @@ class WeightApplier(ABC):
 
     @contextmanager
     def _guard_write(self, update: WeightUpdate) -> Generator[None]:
-        """Guard the write of an update: if it fails midway, the weights have no version and serve no request."""
+        """If the write of an update fails midway, the weights have no version and serve no request."""
         try:
             yield
         except Exception as error:
@@ -181,13 +217,6 @@ class WeightApplier(ABC):
         if update.adapter is None:
             self._partial.clear()
 
-    def _check_complete(self) -> None:
-        """Refuse a delta after a partial update: its base is gone."""
-        if self._partial:
-            raise DeltaBaseMismatch(
-                "an update broke off here, so nothing can build on what this engine holds: send all weights"
-            )
-
     def _apply_adapter(self, staged: StagedUpdate, adapter: Adapter) -> None:
         assert self._slots is not None
         name, slots = adapter.name, self.catalog.adapter_slots
@@ -196,10 +225,6 @@ class WeightApplier(ABC):
         slot = slots.get(name, 0) or (self._free[-1] if self._free else 0)
         if not slot:
             raise EngineError(f"all adapter slots are taken by {sorted(self.catalog.adapters)}: raise engine.adapters")
-        try:
-            check_scale(adapter.scale)
-        except AdapterError as error:
-            raise EngineError(str(error)) from error
         with self._guard_write(staged.update):
             self._slots.load(slot, staged.tensors, adapter.scale)
         if not slots.get(name):
@@ -209,15 +234,21 @@ class WeightApplier(ABC):
     # -- before anything is sampled from them -------------------------------------------------------------------------
 
     def verify(self, update: WeightUpdate, staged_fingerprint: str) -> None:
-        """Check that the weights held are those sent, and compute what the trainer computes. Whatever is sampled from
-        now on carries their fingerprint."""
+        """Check that the weights held are those sent, and that they give the trainer's log probabilities of the canary.
+        Whatever is sampled from now on carries their fingerprint."""
         name, known = POLICY if update.adapter is None else update.adapter.name, self.catalog.fingerprints
-        mine = self.parameters
+        mine, canary = self.parameters, update.canary
         held = self._served_tensors(name) if update.adapter is not None else {key: mine[key] for key in update.names}
         if fingerprint(held.items()) != staged_fingerprint:
             raise Mismatch(f"the engine does not hold the weights of version {update.version} it was sent")
-        if update.canary is not None:
-            self.check_canary(update.canary, name)
+        if canary is not None:
+            gap = canary.gap(self.logprobs(canary.token_ids, name))
+            allowed = max(canary.tolerance, self._tolerance)
+            if not gap <= allowed:
+                raise Mismatch(
+                    f"version {update.version} failed its canary: log probabilities of engine and trainer "
+                    f"differ by {gap:.2g} on average (allowed: {allowed:.2g})"
+                )
         if update.adapter is None and update.names != mine.keys():
             staged_fingerprint = fingerprint(mine.items())
         verified = {update.version: staged_fingerprint}
@@ -225,84 +256,17 @@ class WeightApplier(ABC):
         if update.adapter is None and self.catalog.adapter_slots[POLICY]:
             known[POLICY] = {update.version: fingerprint(self._served_tensors(POLICY).items())}
 
-    def check_canary(self, canary: Canary, model: str) -> None:
-        """The trainer's log probabilities of a short prompt must be found again."""
-        gap = canary.gap(self.logprobs(canary.token_ids, model))
-        allowed = max(canary.tolerance, self._tolerance)
-        if not gap <= allowed:
-            raise Mismatch(
-                f"version {self.catalog.versions[model]} failed its canary: log probabilities of engine and trainer "
-                f"differ by {gap:.2g} on average (allowed: {allowed:.2g})"
-            )
-
     def _served_tensors(self, model: str) -> dict[str, Array]:
         slot = self.catalog.adapter_slots[model]
         if slot and self._slots is not None:
             return self._slots.tensors(slot)
         return dict(self.parameters)
 
-    # -- all of it, between two steps ---------------------------------------------------------------------------------
-
     def check_trusted(self, model: str) -> None:
         """Refuse a request for weights whose last update failed its checks."""
         for name in (None, model):
-            if (error := self._quarantine.get(name)) is not None:
+            if (error := self.quarantine.get(name)) is not None:
                 raise type(error)(str(error))
-
-    def apply_and_verify(
-        self, staged: StagedUpdate, scheduler: Scheduler, recompute: bool, fail: FailRequest, make_matcher: MakeMatcher
-    ) -> None:
-        """Apply an update and verify it. Nothing drains: what runs goes on with the new weights."""
-        update = staged.update
-        name = None if update.adapter is None else update.adapter.name
-        before = dict(self.catalog.fingerprints)
-
-        def quarantine(error: Exception) -> None:
-            """Sample nothing more from these weights: running, waiting and later requests fail with the reason."""
-            kind = PartialUpdateError if isinstance(error, PartialUpdateError) else Mismatch
-            self._quarantine[name] = kind(str(error))
-            scheduler.on_weight_update(name, recompute=True)
-            for sequence in scheduler.abort_model(name):
-                fail(sequence, str(error), kind)
-
-        try:
-            staged_fingerprint = self.apply(staged)
-        except PartialUpdateError as error:
-            quarantine(error)
-            raise
-        self._carry_over(name, before, update.version, staged_fingerprint, scheduler, fail, make_matcher)
-        scheduler.on_weight_update(name, recompute)
-        try:
-            if staged_fingerprint is not None:
-                self.verify(update, staged_fingerprint)
-        except Exception as error:  # whatever it was, these weights are not proved
-            quarantine(error)
-            raise
-        self._quarantine.pop(name, None)
-
-    def _carry_over(
-        self, name: str | None, before: dict[str, dict[int, str]], version: int, staged_fingerprint: str | None,
-        scheduler: Scheduler, fail: FailRequest, make_matcher: MakeMatcher,
-    ) -> None:  # fmt: skip
-        """Sequences that go on under new weights keep the fingerprints of the old. After a roll-back a version comes
-        again with other weights: a completion that already holds tokens of that number begins anew, for one that mixed
-        both could not say which is which."""
-        carried: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
-        for sequence in scheduler.sampled_sequences(name):
-            old, last = before[sequence.request.model], sequence.versions[-1]
-            if self.catalog.fingerprints[sequence.request.model] is old:
-                continue  # an adapter beside a new base
-            sampled_from = (sequence.fingerprints or {}) | ({last: old[last]} if last in old else {})
-            if version not in sequence.versions or sampled_from.get(version) == staged_fingerprint:
-                sequence.fingerprints = carried.setdefault(tuple(sampled_from.items()), sampled_from)
-            elif sequence.num_streamed:
-                scheduler.abort([sequence])
-                why = f"version {version} has other weights now than when this request began to stream: retry it"
-                fail(sequence, why, EngineError)
-            else:
-                sequence.restart()
-                if sequence.request.grammar is not None:
-                    sequence.matcher = make_matcher(sequence.request.grammar)
 
 
 def _updated_models(update: WeightUpdate) -> tuple[str, ...]:

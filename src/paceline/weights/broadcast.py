@@ -11,7 +11,8 @@ between two tokens. Every wait has a bound: a member that is lost costs the othe
 """
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple
@@ -79,7 +80,7 @@ class BroadcastGroup:
         """Wait for the others, and connect to each."""
         limit = timedelta(seconds=self.seconds)
         store.set_timeout(limit)
-        try:
+        with self._close_on_failure(f"the group of {self.world} for weights did not form"):
             if self.device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = limit
@@ -87,9 +88,6 @@ class BroadcastGroup:
             else:
                 self._group = dist.ProcessGroupGloo(store, self.rank, self.world, limit)
             self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # connected, and not only promised
-        except (RuntimeError, ValueError) as error:
-            self.close()
-            raise EngineError(f"the group of {self.world} for weights did not form: {first_line(error)}") from error
 
     def _broadcast(self, part: Tensor) -> None:
         options = dist.BroadcastOptions()
@@ -101,11 +99,16 @@ class BroadcastGroup:
     def _broadcast_or_close(self, part: Tensor) -> None:
         if self._group is None:
             raise EngineError("there is no group to broadcast weights in: it must be formed first")
-        try:
+        with self._close_on_failure("a member of the group for weights is gone"):
             self._broadcast(part)
+
+    @contextmanager
+    def _close_on_failure(self, failure: str) -> Generator[None]:
+        try:
+            yield
         except (RuntimeError, ValueError) as error:
             self.close()
-            raise EngineError(f"a member of the group for weights is gone: {first_line(error)}") from error
+            raise EngineError(f"{failure}: {first_line(error)}") from error
 
 
 class Sender(BroadcastGroup):
@@ -160,11 +163,9 @@ class Receiver(BroadcastGroup):
     def form(self) -> None:
         """Find the sender and the others."""
         limit = timedelta(seconds=min(self.seconds, CONNECT_SECONDS))
-        try:
-            self._store = dist.TCPStore(*self._address, None, False, limit)
-        except (RuntimeError, ValueError) as error:
-            address, port = self._address
-            raise EngineError(f"no sender listens at {address} port {port}: {first_line(error)}") from error
+        address, port = self._address
+        with self._close_on_failure(f"no sender listens at {address} port {port}"):
+            self._store = dist.TCPStore(address, port, None, False, limit)
         self._join(self._store)
 
     def receive(self, layout: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

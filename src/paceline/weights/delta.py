@@ -16,19 +16,18 @@ blocks   which blocks of 256 hold any (again as gaps), and a bitmap of 32 bytes 
 """
 
 import hashlib
-import json
-import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 from torch import Tensor
 
-from paceline.errors import PacelineError
+from paceline.errors import EngineError
 from paceline.weights.update import INTEGERS, MASK, ServedPolicy, bits_of, fingerprint, mix_tensor, salt
 
 MAGIC = b"PLDELTA1"
@@ -48,7 +47,11 @@ DTYPES = {
 }
 
 
-class DeltaError(PacelineError):
+Count = Annotated[int, Meta(ge=0)]
+Fingerprint = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+
+
+class DeltaError(EngineError):
     """A delta that cannot be read, or does not fit what it is applied to."""
 
 
@@ -61,24 +64,35 @@ class TensorChange(NamedTuple):
     """The new values there, as integers of the same width."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaEntry:
-    """A tensor in the header, and where its part of the payload lies."""
+class DeltaEntry(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor in the header, and how much of the payload is its own."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    name: str
+    kind: str
+    shape: tuple[Count, ...]
     form: str
-    count: int
-    index_bytes: int
-    start: int
+    count: Count
+    index_bytes: Count
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.kind]
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
     @property
-    def end(self) -> int:
-        return self.start + self.index_bytes + self.count * self.dtype.itemsize
+    def nbytes(self) -> int:
+        return self.index_bytes + self.count * self.dtype.itemsize
+
+
+class DeltaHeader(msgspec.Struct):
+    """What a delta builds on, what it leads to, each a version and its fingerprint, and all tensors of both."""
+
+    base: tuple[int, Fingerprint]
+    result: tuple[int, Fingerprint]
+    tensors: Annotated[list[DeltaEntry], Meta(min_length=1)]
 
 
 class WeightDelta:
@@ -86,13 +100,25 @@ class WeightDelta:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        header, self._payload = _parse(data)
+        if len(data) < HEADER.size or data[:8] != MAGIC:
+            raise DeltaError(f"these {len(data)} bytes are no delta of weights")
+        _, length, digest = HEADER.unpack_from(data)
+        body = memoryview(data)[HEADER.size :]
+        if _digest(body) != digest:
+            raise DeltaError("the delta is damaged: its digest is not that of its bytes")
         try:
-            self.base, self.result = _parse_policy(header["base"]), _parse_policy(header["result"])
-            self.entries = _parse_entries(header["tensors"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DeltaError(f"the delta's header makes no sense ({type(error).__name__}: {error})") from error
-        if (end := max((entry.end for entry in self.entries.values()), default=0)) != len(self._payload):
+            header = msgspec.json.decode(body[:length], type=DeltaHeader)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise DeltaError(f"the delta's header makes no sense: {error}") from error
+        self.base, self.result = ServedPolicy(*header.base), ServedPolicy(*header.result)
+        self.entries: dict[str, DeltaEntry] = {}
+        for entry in header.tensors:
+            known = entry.kind in DTYPES and entry.name not in self.entries
+            if not known or entry.count > entry.numel or (entry.index_bytes and not entry.count):
+                raise DeltaError(f"the delta's header makes no sense: the entry of `{entry.name}`")
+            self.entries[entry.name] = entry
+        self._payload = body[length:]
+        if length + (end := sum(entry.nbytes for entry in header.tensors)) != len(body):
             raise DeltaError(f"the delta is not whole: {len(self._payload)} bytes where its header announces {end}")
         self._changes: dict[torch.device, dict[str, TensorChange]] = {}
 
@@ -105,8 +131,10 @@ class WeightDelta:
         device = torch.device(device)
         if device not in self._changes:
             payload = torch.from_numpy(np.frombuffer(self._payload, np.uint8).copy()).to(device)
-            entries = ((name, entry) for name, entry in self.entries.items() if entry.count)
-            self._changes[device] = {name: _decode_change(name, entry, payload) for name, entry in entries}
+            entries = list(self.entries.values())
+            parts = payload.split([entry.nbytes for entry in entries])
+            pairs = zip(entries, parts, strict=True)
+            self._changes[device] = {entry.name: _decode_change(entry, part) for entry, part in pairs if entry.count}
         return self._changes[device]
 
     def check_fit(self, tensors: Mapping[str, Tensor]) -> None:
@@ -135,10 +163,6 @@ class WeightDelta:
             if not tensor.is_contiguous():
                 tensor.copy_(bits.view(tensor.dtype).view(tensor.shape))
 
-    def free_unpacked(self) -> None:
-        """Free the decoded changes; they are decoded again when needed."""
-        self._changes.clear()
-
 
 class DeltaEncoder:
     """Keeps a copy of the last published tensors, on their device, and encodes the delta to the next."""
@@ -163,14 +187,14 @@ class DeltaEncoder:
         self.policy = None  # a write that breaks off leaves nothing to build on
         delta.write(self._copy)
         self.policy = delta.result
-        delta.free_unpacked()
+        delta._changes.clear()  # decoded again where needed
         return delta
 
     def _encode(self, version: int, tensors: Mapping[str, Tensor]) -> bytes | None:
         assert self.policy is not None
         room = self._share * sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         total = int(self.policy.fingerprint, 16)
-        listed: list[list[Any]] = []
+        entries: list[DeltaEntry] = []
         parts: list[bytes] = []
         for name, tensor in tensors.items():
             old, new = bits_of(self._copy[name]), bits_of(tensor)
@@ -189,10 +213,9 @@ class DeltaEncoder:
                 parts += [index, _raw(values.view(torch.uint8))]
                 room -= len(index)
             kind = str(tensor.dtype).removeprefix("torch.")
-            listed.append([name, kind, list(tensor.shape), form, count, len(index)])
-        base = [self.policy.version, self.policy.fingerprint]
-        head = {"base": base, "result": [version, f"{total & MASK:016x}"], "tensors": listed}
-        written = json.dumps(head, separators=(",", ":")).encode()
+            entries.append(DeltaEntry(name, kind, tuple(tensor.shape), form, count, len(index)))
+        base, result = (self.policy.version, self.policy.fingerprint), (version, f"{total & MASK:016x}")
+        written = msgspec.json.encode(DeltaHeader(base, result, entries))
         if len(written) > room:
             return None
         body = b"".join([written, *parts])
@@ -220,54 +243,12 @@ def _device(tensors: Mapping[str, Tensor]) -> torch.device:
     return next(iter(tensors.values())).device
 
 
-def _parse(data: bytes) -> tuple[dict[str, Any], memoryview]:
-    """Header and payload of bytes that are as they were sent."""
-    if len(data) < HEADER.size or data[:8] != MAGIC:
-        raise DeltaError(f"these {len(data)} bytes are no delta of weights")
-    _, length, digest = HEADER.unpack_from(data)
-    body = memoryview(data)[HEADER.size :]
-    if _digest(body) != digest:
-        raise DeltaError("the delta is damaged: its digest is not that of its bytes")
+def _decode_change(entry: DeltaEntry, part: Tensor) -> TensorChange:
     try:
-        header = json.loads(bytes(body[:length]))
-    except (ValueError, RecursionError) as error:
-        raise DeltaError(f"the delta's header is not JSON: {error}") from error
-    if length > len(body) or not isinstance(header, dict):
-        raise DeltaError("the delta's header is not whole")
-    return header, body[length:]
-
-
-def _parse_policy(value: Any) -> ServedPolicy:
-    version, digest = value
-    if type(version) is not int or not re.fullmatch("[0-9a-f]{16}", digest):
-        raise ValueError(f"{value} is no version with its fingerprint")
-    return ServedPolicy(version, digest)
-
-
-def _parse_entries(listed: list[list[Any]]) -> dict[str, DeltaEntry]:
-    entries: dict[str, DeltaEntry] = {}
-    start = 0
-    for name, kind, shape, form, count, index_bytes in listed:
-        numbers = (count, index_bytes, *shape)
-        if not all(type(number) is int and number >= 0 for number in numbers) or name in entries:
-            raise ValueError(f"the entry of `{name}`")
-        entry = DeltaEntry(DTYPES[kind], tuple(shape), form, count, index_bytes, start)
-        if count > entry.numel or (not count and index_bytes):
-            raise ValueError(f"{count} changes in the {entry.numel} elements of `{name}`")
-        entries[name] = entry
-        start = entry.end
-    if not entries:
-        raise ValueError("no tensors")
-    return entries
-
-
-def _decode_change(name: str, entry: DeltaEntry, payload: Tensor) -> TensorChange:
-    middle = entry.start + entry.index_bytes
-    try:
-        positions = decode_positions(entry.form, payload[entry.start : middle], entry.count, entry.numel)
+        positions = decode_positions(entry.form, part[: entry.index_bytes], entry.count, entry.numel)
     except DeltaError as error:
-        raise DeltaError(f"the positions of `{name}` cannot be read: {error}") from error
-    raw = payload[middle : entry.end].clone()  # aligned, whatever came before
+        raise DeltaError(f"the positions of `{entry.name}` cannot be read: {error}") from error
+    raw = part[entry.index_bytes :].clone()  # aligned, whatever came before
     return TensorChange(positions, raw.view(getattr(torch, INTEGERS[entry.dtype.itemsize])))
 
 

@@ -77,14 +77,10 @@ def _hash_files(files: Sequence[Path], chunk: int = CHUNK) -> list[str]:
     """Of each file, on several threads: hashing leaves Python's lock alone."""
     parts = [(file, start) for file in files for start in range(0, max(1, file.stat().st_size), chunk)]
     with ThreadPoolExecutor(max(1, min(MOST_THREADS, os.cpu_count() or 1, len(parts))), "paceline-digest") as threads:
-        hashed = iter(threads.map(lambda part: _hash_chunk(*part, chunk), parts))
-        out = []
-        for file in files:
-            whole = blake2b(digest_size=DIGEST_BYTES)
-            for _ in range(0, max(1, file.stat().st_size), chunk):
-                whole.update(next(hashed))
-            out.append(whole.hexdigest())
-    return out
+        digests = dict.fromkeys(files, b"")
+        for (file, _), digest in zip(parts, threads.map(lambda part: _hash_chunk(*part, chunk), parts), strict=True):
+            digests[file] += digest
+    return [blake2b(digests[file], digest_size=DIGEST_BYTES).hexdigest() for file in files]
 
 
 def _hash_chunk(file: Path, start: int, size: int) -> bytes:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -32,18 +31,15 @@ def framework() -> str:
 
 
 def read_file(file: Path) -> dict[str, Array]:
-    """All tensors of a file."""
     return dict(_library_of({}).load_file(file))
 
 
 def deserialize(data: bytes) -> dict[str, Array]:
-    """All tensors of a file's bytes."""
     return dict(_library_of({}).load(data))
 
 
 def serialize(tensors: Mapping[str, Array], metadata: dict[str, str] | None = None) -> bytes:
-    """A file's bytes."""
-    return _library_of(tensors).save(_all_to_host(tensors), metadata)
+    return _library_of(tensors).save({name: to_host(tensor) for name, tensor in tensors.items()}, metadata)
 
 
 def to_host(tensor: Array) -> Array:
@@ -54,10 +50,6 @@ def to_host(tensor: Array) -> Array:
 def clone_to_host(tensor: Array) -> Array:
     """The same numbers in memory of their own, on the host. An array of mlx never changes, so it needs none."""
     return to_host(tensor).clone() if hasattr(tensor, "detach") else tensor
-
-
-def _all_to_host(tensors: Mapping[str, Array]) -> dict[str, Any]:
-    return {name: to_host(tensor) for name, tensor in tensors.items()}
 
 
 def _library_of(tensors: Mapping[str, Array]) -> ModuleType:
@@ -78,4 +70,4 @@ def raise_os_errors() -> Generator[None]:
 
 def write_tensors(tensors: Mapping[str, Array], path: Path, metadata: dict[str, str] | None = None) -> None:
     with raise_os_errors():
-        _library_of(tensors).save_file(_all_to_host(tensors), path, metadata)
+        _library_of(tensors).save_file({name: to_host(tensor) for name, tensor in tensors.items()}, path, metadata)

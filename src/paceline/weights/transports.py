@@ -44,9 +44,8 @@ class WeightTransport(ABC):
     this process. With `deltas`, an engine that holds the version before is sent what changed since."""
 
     def __init__(self, folder: Path | None = None, deltas: bool = False) -> None:
-        self._private = None
         if folder is None:
-            self._private = PrivateFolder()
+            self._private = PrivateFolder()  # which goes with this object
             folder = self._private.path
         self._deltas = deltas
         self._store = WeightStore(folder, deltas=deltas)
@@ -76,9 +75,8 @@ class DiskTransport(WeightTransport):
     """A file in a folder both sides see under the same path, and that the server was started to `--allow`."""
 
     async def _send_full(self, channel: WeightChannel, head: dict[str, Any], update: WeightUpdate) -> Any:
-        return await channel.post(
-            "/weights/load", head | {"path": str((await self._store.full_path(update)).resolve())}
-        )
+        path = await self._store.full_path(update)
+        return await channel.post("/weights/load", head | {"path": str(path.resolve())})
 
 
 class HttpTransport(WeightTransport):
@@ -119,10 +117,9 @@ class BroadcastTransport(WeightTransport):
 
         sender = Sender(members=1)
         try:
+            reply = asyncio.ensure_future(channel.post("/weights/group", sender.invitation(1)))
             joining = asyncio.ensure_future(asyncio.to_thread(sender.form))
-            await _await_both(
-                asyncio.ensure_future(channel.post("/weights/group", sender.invitation(1))), joining, sender.seconds
-            )
+            await _await_both(reply, joining, sender.seconds)
         except BaseException:
             sender.close()
             raise

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from paceline.errors import EngineError, RequestError
-from paceline.weights import tensors as libraries
-from paceline.weights.tensors import framework, read_file, write_tensors
+from paceline.weights.tensors import clone_to_host, framework, read_file, write_tensors
 from paceline.weights.update import Array, WeightUpdate
 
 if TYPE_CHECKING:
@@ -30,8 +29,7 @@ PEFT_PREFIX = "base_model.model."
 
 class StoredTensors(Mapping[str, Array]):
     """Tensors by name, in files that are read when the first of them is needed. Another process can be given the files
-    instead of the bytes. `deltas` are files too: what was changed, one after the other, since `files` were written.
-    """
+    instead of the bytes. `deltas` are files too: what was changed, one after the other, since `files` were written."""
 
     def __init__(self, files: Sequence[Path], deltas: Sequence[Path] = ()) -> None:
         self.files, self.deltas = tuple(files), tuple(deltas)
@@ -65,7 +63,6 @@ class StoredTensors(Mapping[str, Array]):
 
 
 def read_delta(data: bytes) -> "WeightDelta":
-    """A delta from received bytes."""
     from paceline.weights.delta import DeltaError, WeightDelta  # which needs torch
 
     try:
@@ -75,7 +72,6 @@ def read_delta(data: bytes) -> "WeightDelta":
 
 
 def open_delta(file: Path) -> "WeightDelta":
-    """A delta that lies in a file."""
     try:
         return read_delta(file.read_bytes())
     except (OSError, RequestError) as error:
@@ -84,13 +80,11 @@ def open_delta(file: Path) -> "WeightDelta":
 
 def _apply_delta_file(tensors: dict[str, Array], file: Path) -> None:
     """The fingerprint that goes with the update proves the whole chain, so the links are not proved one by one."""
-    from paceline.weights.delta import DeltaError
-
     delta = open_delta(file)
     try:
         delta.check_fit(tensors)
         delta.write(tensors)
-    except DeltaError as error:
+    except EngineError as error:
         raise EngineError(f"{file.name} does not fit the weights before it: {error}") from error
 
 
@@ -116,11 +110,11 @@ class WeightStore:
         self.folder = folder.resolve()
         self._most = most
         self._stored_files: deque[tuple[Path, ...]] = deque()
-        self._last = None
+        self._encoder = None
         if deltas:
             from paceline.weights.delta import DeltaEncoder  # which needs torch
 
-            self._last = DeltaEncoder()
+            self._encoder = DeltaEncoder()
         self._file: Path | None = None
         self._chain: tuple[Path, ...] = ()
         self.last_delta: Path | None = None
@@ -183,15 +177,15 @@ class WeightStore:
 
     def _encode_delta(self, update: WeightUpdate) -> tuple["WeightDelta | None", str | None]:
         """The delta from the last stored update, and the new fingerprint."""
-        if self._last is None or update.adapter is not None:
+        if self._encoder is None or update.adapter is not None:
             return None, None
         tensors = update.tensors.values()
         narrow = sum(tensor.nbytes for tensor in tensors if tensor.itemsize <= MOST_DELTA_ITEMSIZE)
         if 2 * narrow <= sum(tensor.nbytes for tensor in tensors):
             return None, None
-        delta = self._last.advance(update.version, update.tensors)
-        assert self._last.policy is not None
-        return delta, self._last.policy.fingerprint
+        delta = self._encoder.advance(update.version, update.tensors)
+        assert self._encoder.policy is not None
+        return delta, self._encoder.policy.fingerprint
 
     def _remove_old(self, most: int) -> None:
         while len(self._stored_files) > most:
@@ -217,9 +211,7 @@ class WeightStore:
 
 def clone_update(update: WeightUpdate) -> WeightUpdate:
     """The same update in memory of its own: right for adapters, which are small."""
-    return dataclasses.replace(
-        update, tensors={name: libraries.clone_to_host(tensor) for name, tensor in update.tensors.items()}
-    )
+    return dataclasses.replace(update, tensors={name: clone_to_host(tensor) for name, tensor in update.tensors.items()})
 
 
 class WeightFolders:
@@ -245,12 +237,7 @@ class WeightFolders:
         file = await self._store.full_path(await self.keep(update))
         return await asyncio.to_thread(self._link_folder, file, update.version)
 
-    async def adapter_folder(self, update: WeightUpdate) -> Path:
-        """A folder with an adapter, to stay for as long as it is served: engines may read it again."""
-        return await asyncio.to_thread(self._write_adapter, update)
-
     def clear(self) -> None:
-        """Remove the weights that lie there of ours."""
         self._store.clear()
 
     def _link_folder(self, file: Path, version: int) -> Path:
@@ -260,6 +247,10 @@ class WeightFolders:
             with safe_open(file, framework=framework()) as opened:
                 self._write(folder / "head.safetensors", {"lm_head.weight": opened.get_tensor(self.tied_embedding)})
         return folder
+
+    async def adapter_folder(self, update: WeightUpdate) -> Path:
+        """A folder with an adapter, to stay for as long as it is served: engines may read it again."""
+        return await asyncio.to_thread(self._write_adapter, update)
 
     def _write_adapter(self, update: WeightUpdate) -> Path:
         assert update.adapter is not None
@@ -271,15 +262,8 @@ class WeightFolders:
             raise EngineError(f"an adapter of ranks {sorted(ranks)} cannot be served: give all its modules one rank")
         (rank,) = ranks
         modules = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in named})
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": "",
-            "r": rank,
-            "lora_alpha": update.adapter.scale * rank,
-            "target_modules": modules,
-            "bias": "none",
-        }
+        kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "", "bias": "none"}
+        config = kind | {"r": rank, "lora_alpha": update.adapter.scale * rank, "target_modules": modules}
         (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
         return folder
 

@@ -18,7 +18,7 @@ from paceline.data import Ticket
 from paceline.engine import Completion, GenerateRequest, noise_key
 from paceline.engine.runner import SamplingMetadata
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import POLICY
+from paceline.engine.weight_applier import POLICY
 from paceline.errors import EngineError, RequestError
 from paceline.model import WeightUpdate, clone_model, fingerprint
 from paceline.model.support import attention_shape

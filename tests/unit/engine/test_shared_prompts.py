@@ -10,7 +10,8 @@ import torch
 from backends import SlotCache
 from paceline.engine import GenerateRequest
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import Catalog, DecodeSequence
+from paceline.engine.sequence import DecodeSequence
+from paceline.engine.weight_applier import Catalog
 from paceline.model.support import AttentionShape
 
 PROMPTS = [(5, 6, 7), (5, 6, 8, 9), (5, 6, 7, 1, 1)]

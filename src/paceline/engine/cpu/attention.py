@@ -1,7 +1,6 @@
 """Attention of one eager step: what each token sees of the cache, in plain torch."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,48 +8,43 @@ from torch import Tensor
 
 from paceline.engine.cpu.kv_cache import SlotCache
 from paceline.engine.pages import PageCache
+from paceline.engine.sequence import Chunk
 from paceline.model import native
 from paceline.model.attention import PackedPlan, sdpa, window_mask
-
-
-class SlotSpan(NamedTuple):
-    """`length` tokens of one slot, from position `start`."""
-
-    slot: int
-    start: int
-    length: int
 
 
 class CachedPlan:
     """Attention of one engine step: single tokens over their slots, fresh prompts among themselves, then the rest.
 
-    The tokens of a step lie in that order: `singles`, `fresh`, `resumed`.
+    The tokens of a step lie in that order: `singles`, `fresh`, `resumed`. After them come as many of the scratch slot
+    as are missing from the full batch that decodes with `deterministic`.
     """
 
     def __init__(
-        self, cache: SlotCache | PageCache, singles: Sequence[SlotSpan], fresh: Sequence[SlotSpan],
-        resumed: Sequence[SlotSpan], deterministic: bool,
+        self, cache: SlotCache | PageCache, singles: Sequence[Chunk], fresh: Sequence[Chunk],
+        resumed: Sequence[Chunk], deterministic: bool,
     ) -> None:  # fmt: skip
         device = cache.device
         self._cache = cache
-        spans = [*singles, *fresh, *resumed]
-        lengths = torch.tensor([span.length for span in spans])
-        self.slots = torch.tensor([span.slot for span in spans]).repeat_interleave(lengths).to(device)
-        starts = torch.tensor([span.start for span in spans]).repeat_interleave(lengths)
+        spans = [(chunk.sequence.slot, chunk.start, chunk.length) for chunk in (*singles, *fresh, *resumed)]
+        self.padding = cache.slots - len(singles) if deterministic and singles else 0
+        padded = spans + [(cache.slots, 0, 1)] * self.padding
+        slots, starts, lengths = map(torch.tensor, zip(*padded, strict=True))
         first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-        self.positions = (starts + torch.arange(len(starts)) - first).to(device)
-        self._singles = len(singles)
-        self._rows = cache.slots + 1 if deterministic else max((span.slot for span in singles), default=-1) + 1
-        self._width = cache.max_length if deterministic else max((span.start for span in singles), default=-1) + 1
+        self.slots = slots.repeat_interleave(lengths).to(device)
+        self.positions = (starts.repeat_interleave(lengths) + torch.arange(len(first)) - first).to(device)
+        self._singles = len(singles) + self.padding
+        self._rows = cache.slots + 1 if deterministic else max((c.sequence.slot for c in singles), default=-1) + 1
+        self._width = cache.max_length if deterministic else max((c.start for c in singles), default=-1) + 1
         self._dense = self._rows == len(singles) and not deterministic
         """Every row has its query, in order: nothing to scatter or gather."""
-        here = slice(len(singles))
+        here = slice(self._singles)
         self._last = torch.zeros(self._rows, dtype=torch.long, device=device)
         self._last[self.slots[here]] = self.positions[here]
         """The position each row's query stands at; rows without a query look at position 0 and are thrown away."""
         self._masks: dict[int | None, Tensor] = {}
-        self._fresh = PackedPlan([span.length for span in fresh], device) if fresh else None
-        self._fresh_tokens = sum(span.length for span in fresh)
+        self._fresh = PackedPlan([chunk.length for chunk in fresh], device) if fresh else None
+        self._fresh_tokens = sum(chunk.length for chunk in fresh)
         self._resumed = resumed
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
@@ -63,9 +57,9 @@ class CachedPlan:
             here = slice(at, at + self._fresh_tokens)
             parts.append(self._fresh.attend(layer, q[here], k[here], v[here], scale, window))
             at += self._fresh_tokens
-        for span in self._resumed:
-            parts.append(self._attend_resumed(layer, q[at : at + span.length], span, scale, window))
-            at += span.length
+        for chunk in self._resumed:
+            parts.append(self._attend_resumed(layer, q[at : at + chunk.length], chunk, scale, window))
+            at += chunk.length
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_singles(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
@@ -73,11 +67,11 @@ class CachedPlan:
 
         In torch, the heads that share a KV head become the query positions of one call: the cache is read in place and
         never repeated."""
-        slots = self.slots[: self._singles]
-        whole = self._cache.layer_tensors(layer)
-        if whole is not None and native.has_kernel(whole[0], q.shape[1]):
-            return native.attend(*whole, q, slots, self.positions[: self._singles], scale, window)
-        keys, values = self._cache.read(layer, slice(self._rows), self._width)
+        slots, cache = self.slots[: self._singles], self._cache
+        if isinstance(cache, SlotCache) and native.has_kernel(cache.keys[layer], q.shape[1]):
+            positions = self.positions[: self._singles]
+            return native.attend(cache.keys[layer], cache.values[layer], q, slots, positions, scale, window)
+        keys, values = cache.read(layer, slice(self._rows), self._width)
         heads, (kv_heads, dim) = q.shape[1], keys.shape[2:]
         rows = q if self._dense else q.new_zeros(self._rows, heads, dim).index_copy_(0, slots, q)
         rows = rows.reshape(self._rows, kv_heads, heads // kv_heads, dim)
@@ -91,10 +85,10 @@ class CachedPlan:
         out = out.reshape(self._rows, heads, dim)
         return out if self._dense else out.index_select(0, slots)
 
-    def _attend_resumed(self, layer: int, q: Tensor, span: SlotSpan, scale: float, window: int | None) -> Tensor:
+    def _attend_resumed(self, layer: int, q: Tensor, chunk: Chunk, scale: float, window: int | None) -> Tensor:
         """A later piece of a long prompt looks at all that came before it in its slot."""
-        end = span.start + span.length
-        keys, values = self._cache.read(layer, slice(span.slot, span.slot + 1), end)
-        queries = torch.arange(span.start, end, device=q.device)
+        slot, end = chunk.sequence.slot, chunk.start + chunk.length
+        keys, values = self._cache.read(layer, slice(slot, slot + 1), end)
+        queries = torch.arange(chunk.start, end, device=q.device)
         mask = window_mask(queries, torch.arange(end, device=q.device), window)
         return sdpa(q[None], keys, values, scale, mask)[0]

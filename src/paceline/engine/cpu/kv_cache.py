@@ -19,19 +19,15 @@ class SlotCache(BaseSlotCache):
         self, shape: AttentionShape, slots: int, length: int, max_length: int, dtype: torch.dtype, device: str,
         deterministic: bool = False,
     ) -> None:  # fmt: skip
-        self._shape, self._dtype, self._device = shape, dtype, device
+        self._shape, self._dtype, self.device = shape, dtype, torch.device(device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         super().__init__(slots, length, max_length, deterministic)
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self._device)
-
     def wake(self) -> None:
         shape = (self.slots + 1, self.length, self._shape.kv_heads, self._shape.head_dim)
         self.keys, self.values = (
-            [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(self._shape.layers)]
+            [torch.zeros(shape, dtype=self._dtype, device=self.device) for _ in range(self._shape.layers)]
             for _ in range(2)
         )
 
@@ -39,7 +35,7 @@ class SlotCache(BaseSlotCache):
         self.keys, self.values = [], []
 
     def _copy_slot(self, source: int, length: int, targets: Sequence[int]) -> None:
-        slots = torch.tensor(targets, device=self._device)
+        slots = torch.tensor(targets, device=self.device)
         for layer in (*self.keys, *self.values):
             layer[slots, :length] = layer[source, :length]
 
@@ -59,9 +55,6 @@ class SlotCache(BaseSlotCache):
         else:
             keys[slots, positions] = k
             values[slots, positions] = v
-
-    def layer_tensors(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.keys[layer], self.values[layer]
 
     def read(self, layer: int, slots: slice, width: int) -> tuple[Tensor, Tensor]:
         """Keys and values of some slots, in place: [slots, width, kv heads, dim]."""

@@ -1,12 +1,13 @@
 """Runs one step of the model eagerly, in torch: tokens in, sampled tokens out."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.engine.cpu.attention import CachedPlan, SlotSpan
+from paceline.engine.cpu.attention import CachedPlan
 from paceline.engine.cpu.kv_cache import SlotCache
 from paceline.engine.cpu.sampler import sample, tensor_factory
 from paceline.engine.pages import PageCache
@@ -33,73 +34,49 @@ class EagerRunner(Runner):
         self._metadata: SamplingMetadata | None = None
 
     def launch(self, chunks: Sequence[Chunk]) -> StepInFlight:
+        if not self._deterministic:
+            self._forward(chunks)
+        else:
+            for chunk in chunks:
+                if chunk.length > 1:
+                    self._forward([chunk])
+            if singles := [c for c in chunks if c.length == 1]:
+                self._forward(singles)
+        return StepInFlight(chunks)
+
+    def _forward(self, chunks: Sequence[Chunk]) -> None:
         singles = sorted((c for c in chunks if c.length == 1), key=lambda c: c.sequence.slot)
         fresh = [c for c in chunks if c.length > 1 and c.start == 0]
         resumed = [c for c in chunks if c.length > 1 and c.start > 0]
-        if not self._deterministic:
-            self._forward(singles, fresh, resumed)
-        else:
-            for chunk in fresh:
-                self._forward([], [chunk], [])
-            for chunk in resumed:
-                self._forward([], [], [chunk])
-            if singles:
-                self._forward(singles, [], [])
-        return StepInFlight(chunks)
-
-    def _forward(self, singles: Sequence[Chunk], fresh: Sequence[Chunk], resumed: Sequence[Chunk]) -> None:
         chunks = [*singles, *fresh, *resumed]
-        spans = _spans(singles)
+        plan = CachedPlan(self._cache, singles, fresh, resumed, self._deterministic)
         ids = [
             t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.length] or [self._last[c.sequence.slot]]
         ]
-        routes = [c.adapter for c in chunks for _ in range(c.length)]
-        if self._deterministic and singles:
-            missing = self._cache.slots - len(singles)
-            spans += [SlotSpan(self._cache.slots, 0, 1)] * missing
-            ids += [0] * missing
-            routes += [0] * missing
-        plan = CachedPlan(self._cache, spans, _spans(fresh), _spans(resumed), self._deterministic)
-        hidden = self._run_model(torch.tensor(ids), plan, routes)
-        self._score(chunks, hidden)
+        hidden = self._run_model(ids + [0] * plan.padding, plan, chunks)
+        ends = list(itertools.accumulate(c.length for c in chunks))
+        for chunk, end in zip(chunks, ends, strict=True):
+            if chunk.sequence.scores is not None:
+                chunk.scores = score(self._head, hidden[end - chunk.length :], chunk).tolist()
         sampled_chunks = [c for c in chunks if c.samples]
         if sampled_chunks:
-            ends = self._last_rows(chunks)
-            logits = (
-                self._head(hidden).index_select(0, ends)
-                if self._deterministic
-                else self._head(hidden.index_select(0, ends))
-            )
+            rows = torch.tensor([e - 1 for c, e in zip(chunks, ends, strict=True) if c.samples], device=self._device)
+            if self._deterministic:
+                logits = self._head(hidden).index_select(0, rows)
+            else:
+                logits = self._head(hidden.index_select(0, rows))
             sample(logits, self._sampling_metadata(sampled_chunks)).assign_to(sampled_chunks)
             self._last.update(
                 (c.sequence.slot, c.sampled_token.token) for c in sampled_chunks if c.sampled_token is not None
             )
 
-    def _run_model(self, ids: Tensor, plan: CachedPlan, routes: list[int]) -> Tensor:
+    def _run_model(self, ids: list[int], plan: CachedPlan, chunks: Sequence[Chunk]) -> Tensor:
         if self._adapters is not None:
+            routes = [c.adapter for c in chunks for _ in range(c.length)] + [0] * plan.padding
             self._adapters.route(torch.tensor(routes, device=self._device))
-        ids, positions = ids.to(self._device)[None], plan.positions.to(self._device)[None]
-        out = self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **{PLAN: plan})
+        tokens, positions = torch.tensor(ids, device=self._device)[None], plan.positions[None]
+        out = self._decoder(input_ids=tokens, position_ids=positions, use_cache=False, **{PLAN: plan})
         return out.last_hidden_state[0]
-
-    def _last_rows(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Where the last token of each sampling chunk lies in the step."""
-        ends, at = [], 0
-        for chunk in chunks:
-            at += chunk.length
-            if chunk.samples:
-                ends.append(at - 1)
-        return torch.tensor(ends, device=self._device)
-
-    def _score(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
-        at = 0
-        for chunk in chunks:
-            if chunk.sequence.scores is not None:
-                targets = torch.tensor(chunk.targets, device=self._device)
-                temperatures = torch.full((len(targets),), chunk.sequence.request.temperature, device=self._device)
-                logprobs, _ = token_logprobs(self._head, hidden[at : at + len(targets)], targets, temperatures)
-                chunk.scores = logprobs.tolist()
-            at += chunk.length
 
     def _sampling_metadata(self, chunks: list[Chunk]) -> SamplingMetadata:
         """How these rows are sampled; built anew only when the rows change."""
@@ -110,5 +87,8 @@ class EagerRunner(Runner):
         return self._metadata.for_step(chunks, self._head.vocabulary, tensor_factory(self._device))
 
 
-def _spans(chunks: Sequence[Chunk]) -> list[SlotSpan]:
-    return [SlotSpan(c.sequence.slot, c.start, c.length) for c in chunks]
+def score(head: LMHead, hidden: Tensor, chunk: Chunk) -> Tensor:
+    """Log probability of the known token after each of a chunk's own; `hidden` begins with its first."""
+    targets = torch.tensor(chunk.targets, device=hidden.device)
+    temperatures = torch.full((len(targets),), chunk.sequence.request.temperature, device=hidden.device)
+    return token_logprobs(head, hidden[: len(targets)], targets, temperatures)[0]

@@ -38,13 +38,8 @@ class _Bytes:
     """A raw address range, in the form torch wraps without copying."""
 
     def __init__(self, address: int, size: int, owner: object) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-            "strides": None,
-        }
+        described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None}
+        self.__cuda_array_interface__ = described
         self.owner = owner
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.config import inference
+from paceline.engine.cpu.runner import score
 from paceline.engine.cpu.sampler import sample, tensor_factory
 from paceline.engine.cuda import attention
 from paceline.engine.cuda.sampler import sample_into
@@ -23,7 +24,7 @@ from paceline.engine.cuda.step import TILE_ROWS, StepShape, device_fields, is_de
 from paceline.engine.pages import PageCache
 from paceline.engine.runner import Runner, SamplerOutput, SamplingMetadata, StepInFlight
 from paceline.engine.sequence import Chunk, SampledToken
-from paceline.model import PLAN, LMHead, token_logprobs
+from paceline.model import PLAN, LMHead
 from paceline.model.adapters import Adapters
 from paceline.model.background_compile import BackgroundCompile, compile_blocks, number_layers
 from paceline.model.support import AttentionShape
@@ -143,14 +144,11 @@ class GraphRunner(Runner):
     def context(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def sync(self) -> None:
-        self._stream.synchronize()
-
     def close(self) -> None:
         """Let go of the graphs and their memory."""
         if self._background is not None:
             self._background.close()
-        self.sync()
+        self._stream.synchronize()
         _runners.pop(self._runner_id, None)
         self._drop_graphs()
 
@@ -174,7 +172,7 @@ class GraphRunner(Runner):
 
     def use_compiled(self) -> None:
         """Capture every graph anew, from compiled layers. Requests, their KV and the page table stay as they are."""
-        self.sync()
+        self._stream.synchronize()
         self._drop_graphs()
         self._compile = True
         self.warm_up()
@@ -188,7 +186,9 @@ class GraphRunner(Runner):
             compile_blocks(self._decoder)
         pool = torch.cuda.graph_pool_handle()
         for step in sorted((*self._mixed, *self._decoding), key=lambda s: -s.shape.size):
-            step.inputs.copy_(torch.from_numpy(self._padding_inputs(step.shape)))
+            padding = np.zeros(step.shape.size, np.int64)
+            step.shape.fill(padding, [], {}, self._cache.columns, self._cache.scratch)
+            step.inputs.copy_(torch.from_numpy(padding))
             self._compute_step(step)
             self._stream.synchronize()
             step.graph = torch.cuda.CUDAGraph()
@@ -201,12 +201,6 @@ class GraphRunner(Runner):
             self._background.write_marker()
             self._background.mark_switched()
 
-    def _padding_inputs(self, shape: StepShape) -> np.ndarray:
-        """Inputs of a step without any sequence."""
-        buffer = np.zeros(shape.size, np.int64)
-        shape.fill(buffer, [], {}, self._cache.columns, self._cache.scratch)
-        return buffer
-
     def _compute_step(self, step: CapturedStep) -> None:
         """The work of one graph, from the step's integers to its sampled tokens."""
         f = step.fields
@@ -215,14 +209,11 @@ class GraphRunner(Runner):
         if self._adapters is not None:
             self._adapters.route(f.adapters)
         ids = torch.where(f.ids >= 0, f.ids, self._last[f.slots])[None]
-        step.hidden = self._run_model(ids, f.positions[None])[0]
+        out = self._decoder(input_ids=ids, position_ids=f.positions[None], use_cache=False, **{PLAN: self._plan})
+        step.hidden = out.last_hidden_state[0]
         step.logits = self._head.native_logits(step.hidden if not step.shape.prefill_tokens else step.hidden[f.rows])
         tokens, logprobs = self._out[0], self._out[1].view(torch.float64)
         sample_into(step.logits, f.temperatures, f.keys, f.indices, f.targets, tokens, logprobs, self._last)
-
-    def _run_model(self, ids: Tensor, positions: Tensor) -> Tensor:
-        out = self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **{PLAN: self._plan})
-        return out.last_hidden_state
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         shape, f = self._current_step.shape, self._current_step.fields
@@ -248,7 +239,7 @@ class GraphRunner(Runner):
         singles = [c for c in chunks if c.length == 1]
         if singles:
             return self._launch(singles, chunks)
-        return GraphStepInFlight(chunks, [], self._output_buffers[0], _recorded_event())
+        return GraphStepInFlight(chunks, [], self._output_buffers[0], self._stream.record_event())
 
     def _launch(self, chunks: Sequence[Chunk], land: Sequence[Chunk] | None = None) -> GraphStepInFlight:
         order = chunks if is_decode_only(chunks) else sorted(chunks, key=lambda c: (c.length > 1, not c.samples))
@@ -292,9 +283,8 @@ class GraphRunner(Runner):
         chunks = [sampled_chunks[row] for row in step.special]
         logits = step.logits[torch.tensor(step.special, device=self._device)].float()
         column = tensor_factory(self._device)
-        sampled = sample(
-            logits, SamplingMetadata.from_chunks(chunks, column).for_step(chunks, logits.shape[-1], column)
-        )
+        metadata = SamplingMetadata.from_chunks(chunks, column).for_step(chunks, logits.shape[-1], column)
+        sampled = sample(logits, metadata)
         self._last[torch.tensor([c.sequence.slot for c in chunks], device=self._device)] = sampled.tokens
         flight.special.append((chunks, sampled))
 
@@ -306,10 +296,7 @@ class GraphRunner(Runner):
             if chunk.sequence.scores is None:
                 continue
             assert step.hidden is not None
-            targets = torch.tensor(chunk.targets, device=self._device)
-            temperatures = torch.full((len(targets),), chunk.sequence.request.temperature, device=self._device)
-            hidden = step.hidden[begin : begin + len(targets)]
-            flight.scored.append((chunk, token_logprobs(self._head, hidden, targets, temperatures)[0]))
+            flight.scored.append((chunk, score(self._head, step.hidden[begin:], chunk)))
 
 
 def needs_full_sampler(chunk: Chunk) -> bool:
@@ -338,9 +325,3 @@ def num_splits(programs: int) -> int:
     while splits < MOST_SPLITS and programs * splits < PROGRAMS:
         splits *= 2
     return splits
-
-
-def _recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record()
-    return event

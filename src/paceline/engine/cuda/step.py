@@ -69,13 +69,9 @@ class StepShape:
         those that are done shall not be kept for the sake of a size that is seldom used."""
 
     def fill(
-        self,
-        buffer: np.ndarray,
-        chunks: Sequence[Chunk],
-        changed: dict[tuple[int, int], int],
-        columns: int,
-        scratch: int,
-    ) -> Sequence[Chunk]:
+        self, buffer: np.ndarray, chunks: Sequence[Chunk], changed: dict[tuple[int, int], int],
+        columns: int, scratch: int,
+    ) -> Sequence[Chunk]:  # fmt: skip
         """Write a step's inputs; answers with the chunks that are sampled from, in the order of their draws.
 
         `chunks` come single tokens first, and among those the ones that are sampled from: where nothing but single

@@ -14,12 +14,12 @@ from paceline.engine.mlx.kv_cache import MlxSlotCache, kv_shape
 from paceline.engine.mlx.runner import MlxRunner
 from paceline.engine.mlx.sampler import token_logprobs
 from paceline.engine.sequence import GrammarMatcher
-from paceline.engine.weight_applier import StagedUpdate, WeightApplier
-from paceline.errors import DeltaBaseMismatch, EngineError
+from paceline.engine.weight_applier import WeightApplier
+from paceline.errors import EngineError
 from paceline.model.mlx.loading import MlxModel, clone_model
 from paceline.model.mlx.lora import replace_layer
 from paceline.weights.mlx_arrays import as_array, evaluate
-from paceline.weights.update import Array, WeightUpdate
+from paceline.weights.update import Array
 
 FIRST_CACHE_LENGTH = 256
 
@@ -43,10 +43,6 @@ class MlxWeights(WeightApplier):
     def _copy_weights(self, tensors: Mapping[str, mx.array]) -> None:
         for name, array in tensors.items():
             replace_layer(self._model.net, name, array)
-
-    def _read_delta(self, update: WeightUpdate, check: bool) -> StagedUpdate:
-        self._check_complete()
-        raise DeltaBaseMismatch("an engine on MLX takes no deltas: send all weights")
 
     def logprobs(self, token_ids: tuple[int, ...], model: str) -> list[float]:
         if self._adapters is not None:

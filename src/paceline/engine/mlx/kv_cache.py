@@ -135,8 +135,7 @@ class LayerCache:
     """The cache object of one layer, as mlx-lm's models use it."""
 
     def __init__(self, step: MlxDecodePass, layer: int) -> None:
-        self._step, self._layer = step, layer
-        self.offset = step.offset
+        self._step, self._layer, self.offset = step, layer, step.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return self._step.update_and_fetch(self._layer, keys, values)
@@ -165,14 +164,14 @@ def prompt_passes(cache: MlxSlotCache, chunks: Sequence[Chunk], deterministic: b
     for number, chunk in enumerate(chunks):
         kind = number if deterministic else (chunk.start > 0, chunk.length.bit_length())
         alike.setdefault(kind, []).append(chunk)
-    return [_prompt_pass(cache, group, deterministic) for group in alike.values()]
-
-
-def _prompt_pass(cache: MlxSlotCache, chunks: Sequence[Chunk], deterministic: bool) -> MlxDecodePass:
-    if chunks[0].start == 0:
-        return MlxDecodePass(cache, chunks)
-    width = chunks[0].start + chunks[0].length if deterministic else _width(cache, chunks)
-    return MlxDecodePass(cache, chunks, width, [chunk.sequence.slot for chunk in chunks])
+    passes = []
+    for group in alike.values():
+        first, width, slots = group[0], None, None
+        if first.start > 0:
+            width = first.start + first.length if deterministic else _width(cache, group)
+            slots = [chunk.sequence.slot for chunk in group]
+        passes.append(MlxDecodePass(cache, group, width, slots))
+    return passes
 
 
 def _width(cache: MlxSlotCache, chunks: Sequence[Chunk]) -> int:

@@ -18,8 +18,6 @@ SCORED_ROWS = 256
 
 
 class MlxStepInFlight(StepInFlight):
-    """A step that is being computed."""
-
     def __init__(self, chunks: Sequence[Chunk], sampled_chunks: list[Chunk], sampled: SamplerOutput | None) -> None:
         super().__init__(chunks)
         self._sampled_chunks, self._sampled = sampled_chunks, sampled
@@ -50,9 +48,6 @@ class MlxRunner(Runner):
 
     def context(self) -> AbstractContextManager[object]:
         return mx.stream(self._device)
-
-    def sync(self) -> None:
-        mx.synchronize()
 
     def close(self) -> None:
         self._last = mx.zeros(0, mx.int32)
@@ -105,10 +100,8 @@ class MlxRunner(Runner):
         return self._model.logits(hidden[rows, mx.array([chunk.length - 1 for _, chunk in ends])])
 
     def _sample(self, sampled_chunks: list[Chunk], logits: mx.array) -> SamplerOutput:
-        sampled = sample(
-            logits,
-            SamplingMetadata.from_chunks(sampled_chunks, np.array).for_step(sampled_chunks, logits.shape[-1], np.array),
-        )
+        metadata = SamplingMetadata.from_chunks(sampled_chunks, np.array)
+        sampled = sample(logits, metadata.for_step(sampled_chunks, logits.shape[-1], np.array))
         self._last[mx.array([chunk.sequence.slot for chunk in sampled_chunks])] = sampled.tokens
         return sampled
 
