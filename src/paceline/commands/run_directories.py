@@ -45,13 +45,11 @@ def replay(known: argparse.Namespace, overrides: list[str]) -> None:
     if not file.is_file():
         raise PacelineError(f"there is no run at {run}: name a run directory, such as runs/quickstart")
     config = load(str(file), overrides).config
-    from paceline.commands.replay import loss_table, replay, replay_dump, samples_table
+    from paceline.commands.replay import as_json, loss_table, replay, replay_dump, samples_table
 
     if (known.step is None) == (known.dump is None):
         raise PacelineError("name one batch: a STEP whose batch was recorded, or --dump with one whose step was bad")
     if known.json:
-        from paceline.commands.replay_json import as_json
-
         if known.dump is not None:
             raise PacelineError("--json tells of a STEP: leave --dump out")
 
