@@ -29,7 +29,6 @@ _HELP_FORMATTER = argparse.RawDescriptionHelpFormatter
 
 
 def arg(*names: str, **options: Any) -> Argument:
-    """An argument of a command, as `add_argument` takes it."""
     return names, options
 
 

@@ -32,8 +32,6 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
-    """One row rendered."""
-
     text: str
     trained_spans: list[Span]
     tokens: int
