@@ -63,7 +63,7 @@ def test_a_person_who_says_what_the_policy_would_have_said_plays_its_games():
         records = asyncio.run(play_episodes(player, RolloutOptions(count=6)))
         said = [record["messages"][at]["content"] for record in records[::2] for at in record["sampled"]]
         person = Person(Console(file=io.StringIO()), script(*said))
-        guests = {"first": lambda n: PersonSeat(person, n, "first", config.sampling, house.recorder, house.spell)}
+        guests = {"first": lambda n: PersonSeat(person, n, "first", config.sampling, house)}
         games = []
         asyncio.run(play_games(replace(player, guests=guests), PlayOptions(), person, games.append))
     assert [record["actor"] for record in records] == ["first", "second"] * 6

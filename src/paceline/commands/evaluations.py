@@ -139,7 +139,8 @@ def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Eval
         known = ", ".join(f"`{name}`" for name in envs)
         raise PacelineError(f"{target.name}: {known} has no held-out rows (the `eval` split of its dataset)")
     progress(f"loading {config.model.name}")
-    sampling, rollouts = split_sampling(config, "eval"), []
+    rollouts: list[Rollout] = []
+    sampling = split_sampling(config, "eval")
     with open_episode_runtime(config, sampling, None, config.eval.concurrency, target.checkpoint) as runtime:
         assert isinstance(runtime.client, SamplingClient)
         runner = RolloutRunner(runtime.client, Clock(), config.seed, EVAL)

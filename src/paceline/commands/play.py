@@ -24,11 +24,11 @@ from paceline.envs import Split, build_environment
 from paceline.errors import PacelineError
 from paceline.observe.monitor.show_rollout import show_rollout
 from paceline.observe.monitor.text import format_amount, format_score
-from paceline.rollout import Message, RecordingServer, Reply
+from paceline.rollout import Message, Reply
 from paceline.rollout.endpoint import TextSeat
 from paceline.rollout.history import Tools, same_conversation
 from paceline.rollout.seat import SeatClosed
-from paceline.runtime.episode_runtime import OpenAIServer, is_checkpoint, open_episode_runtime
+from paceline.runtime.episode_runtime import EpisodeRuntime, OpenAIServer, is_checkpoint, open_episode_runtime
 from paceline.runtime.local import with_sections
 from paceline.util.interrupts import on_interrupt
 
@@ -97,16 +97,10 @@ class Person:
 
 class PersonSeat(TextSeat):
     def __init__(
-        self,
-        person: Person,
-        name: str,
-        actor: str,
-        sampling: SamplingConfig,
-        recorder: RecordingServer,
-        spell: Callable[[Sequence[int]], str],
+        self, person: Person, name: str, actor: str, sampling: SamplingConfig, runtime: EpisodeRuntime
     ) -> None:
-        super().__init__(sampling, recorder, actor)
-        self._person, self._name, self._spell = person, name, spell
+        super().__init__(sampling, runtime.recorder, actor)
+        self._person, self._name, self._spell = person, name, runtime.spell
 
     async def answer(self, messages: Sequence[Message], tools: Tools | None) -> dict[str, Any]:
         known = self._known_messages(messages)
@@ -199,7 +193,7 @@ def play(
         _show_game(console, played, total.games + total.failed, seat, options.reveal)
 
     with open_episode_runtime(config, sampling, address, MOST_CONCURRENT_SEATS, checkpoint) as runtime:
-        guests = {seat: lambda name: PersonSeat(person, name, seat, sampling, runtime.recorder, runtime.spell)}
+        guests = {seat: lambda name: PersonSeat(person, name, seat, sampling, runtime)}
         player = EpisodePlayer(section, environment, runtime, options.split, config.seed, guests)
         try:
             asyncio.run(play_games(player, options, person, on_game))

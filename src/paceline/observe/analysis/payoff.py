@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
+from rich.table import Column, Table
 
 ELO_SCALE = 400 / np.log(10)
 """Elo points to one unit of log odds."""
@@ -112,9 +112,8 @@ class Payoff:
         """A table for the terminal: ratings with their intervals, then each player's score against each other one."""
         ratings = self.ratings()
         names = [rating.player for rating in ratings]
-        table = Table(title=title, caption="row's mean points against column")
-        for heading in ("player", "rating", "95%", "games", *names):
-            table.add_column(heading, justify="left" if heading == "player" else "right")
+        columns = [Column(heading, justify="right") for heading in ("rating", "95%", "games", *names)]
+        table = Table("player", *columns, title=title, caption="row's mean points against column")
         for r in ratings:
             scores = ["." if (s := self.score(r.player, other)) is None else f"{s:.2f}" for other in names]
             table.add_row(r.player, f"{r.points:+.0f}", f"{r.low:+.0f} to {r.high:+.0f}", f"{r.games:.0f}", *scores)

@@ -92,7 +92,7 @@ def run_charts(run: RunFolder) -> list[dict[str, Any]]:
                 if not title.startswith("Dropped") or any(value for _, value in points):
                     series[matched[1].replace("_", " ") or "sum"] = points
         found.append(build_chart(title, hint, series, least))
-    return [one for one in found if one is not None]
+    return list(filter(None, found))
 
 
 def build_chart(

@@ -84,9 +84,8 @@ TEMPLATES.filters |= {"timestamp": format_timestamp, "event_text": event_text}
 def render_report(run: RunFolder, rollouts: int, now: float | None = None) -> str:
     shown, window = vitals(run, now), advice_window(run)
     found, status = advise(window), shown.status
-    return TEMPLATES.get_template(
-        "report.html"
-    ).render(
+    page = TEMPLATES.get_template("report.html")
+    return page.render(
         run=shown,
         policy=CONTENT_SECURITY_POLICY,
         style=Markup(STYLE),  # the one text that must not be escaped: the browser hashes it as it stands

@@ -81,9 +81,10 @@ def token_card(run: RunFolder, rollout: StoredRollout, strip: TokenStrip, at: in
         return card | {"why": UNKNOWN_CONFIG}
     if strip.sample is None or row.domain != "training":
         return card | {"why": state_text(row.state) if row.domain != "training" or not rollout.samples else ""}
-    why = "" if weights else _why_untrained(rollout, strip, at, config)
-    lines = _lines(run, rollout, strip, at, config, weights)
-    return card | {"lines": lines, "why": why if row.state in TRAINED_STATES else state_text(row.state)}
+    why = state_text(row.state)
+    if row.state in TRAINED_STATES:
+        why = "" if weights else _why_untrained(rollout, strip, at, config)
+    return card | {"lines": _lines(run, rollout, strip, at, config, weights), "why": why}
 
 
 def _lines(

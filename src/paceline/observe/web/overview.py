@@ -201,7 +201,7 @@ def _section_title(path: KeyPath, table: Any) -> str:
     words = []
     for key in path[:-1]:
         table = table[key]
-        words.append(str((isinstance(key, int) and (table.get("name") or table.get("type"))) or key))
+        words.append(str(table.get("name") or table.get("type") or key) if isinstance(key, int) else str(key))
     return " · ".join(words)
 
 

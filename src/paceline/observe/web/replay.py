@@ -151,6 +151,8 @@ MOST_RESULTS = 6
 
 
 class RecentResults:
+    """The last few results, by run and name; of one run the newest is last."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._results: dict[tuple[Path, str], ReplayResult] = {}
@@ -163,9 +165,10 @@ class RecentResults:
                 del self._results[next(iter(self._results))]
 
     def get(self, path: Path, key: str) -> ReplayResult | None:
-        if (found := self._results.get((path, key))) is not None:
-            self.put(path, key, found)  # the newest is last
-        return found
+        with self._lock:
+            if (found := self._results.pop((path, key), None)) is not None:
+                self._results[path, key] = found  # the newest is last
+            return found
 
     def of_run(self, path: Path) -> dict[str, ReplayResult]:
         with self._lock:
