@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paceline.algorithms.echo import MessageLocator
-from paceline.commands.rollouts import RolloutOptions, pick_env, play_episodes, split_sampling
+from paceline.commands.rollouts import EpisodePlayer, RolloutOptions, pick_env, play_episodes, split_sampling
 from paceline.config import load
+from paceline.envs import build_environment
 from paceline.model import load_tokenizer
 from paceline.rollout import Message, Turn
 from paceline.runtime.episode_runtime import open_episode_runtime
@@ -24,7 +25,9 @@ def conversations(run: Path, count: int) -> list[Conversation]:
     config = load(run / "config.toml", ["--model.name", str(run / "export")]).config
     options = RolloutOptions(count=count, split="eval", concurrency=32)
     with open_episode_runtime(config, split_sampling(config, "eval"), None, options.concurrency) as house:
-        played = asyncio.run(play_episodes(pick_env(config, None), options, house, seed=config.seed))
+        section = pick_env(config, None)
+        player = EpisodePlayer(section, build_environment(section), house, options.split, config.seed)
+        played = asyncio.run(play_episodes(player, options))
     return [record["messages"] for record in played]
 
 

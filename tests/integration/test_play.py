@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from test_rollouts import listening
 
 from child_processes import Launched
 from paceline.commands.play import MOST_SILENT_GAMES, Person, PersonSeat, PlayOptions, play, play_games
-from paceline.commands.rollouts import RolloutOptions, play_episodes
+from paceline.commands.rollouts import EpisodePlayer, RolloutOptions, play_episodes
 from paceline.config import RunConfig, load
 from paceline.config.env import CustomEnvConfig
 from paceline.config.model import ModelConfig
@@ -58,15 +59,13 @@ def test_a_person_who_says_what_the_policy_would_have_said_plays_its_games():
     config = kuhn()
     section, environment = config.env[0], build_environment(config.env[0])
     with open_episode_runtime(config, config.sampling, None, 8) as house:
-        records = asyncio.run(play_episodes(section, RolloutOptions(count=6), house, environment, seed=config.seed))
+        player = EpisodePlayer(section, environment, house, seed=config.seed)
+        records = asyncio.run(play_episodes(player, RolloutOptions(count=6)))
         said = [record["messages"][at]["content"] for record in records[::2] for at in record["sampled"]]
         person = Person(Console(file=io.StringIO()), script(*said))
-        guests = {"first": lambda n: PersonSeat(person, n, "first", config.sampling, house.recorder, house.spell)}
+        guests = {"first": lambda n: PersonSeat(person, n, "first", config.sampling, house)}
         games = []
-        playing = play_games(
-            section, PlayOptions(), house, environment, person, guests, seed=config.seed, on_game=games.append
-        )
-        asyncio.run(playing)
+        asyncio.run(play_games(replace(player, guests=guests), PlayOptions(), person, games.append))
     assert [record["actor"] for record in records] == ["first", "second"] * 6
     assert person.turns == len(said)
     for first, second, game in zip(records[::2], records[1::2], games, strict=True):

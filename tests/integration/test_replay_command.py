@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.commands import main
-from paceline.commands.replay import replay
-from paceline.commands.replay_json import as_json
+from paceline.commands.replay import as_json, replay
 from paceline.config import load
 from paceline.errors import PacelineError
 from replayable_run import replayable

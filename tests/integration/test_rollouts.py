@@ -24,7 +24,7 @@ from rich.console import Console
 
 from child_processes import Launched
 from corpus_facts import plan
-from paceline.commands.rollouts import RolloutOptions, pick_env, play_episodes, preview_rollouts
+from paceline.commands.rollouts import EpisodePlayer, RolloutOptions, pick_env, play_episodes, preview_rollouts
 from paceline.config import ConfigError, RunConfig
 from paceline.config.env import RetrievalConfig, ReverseTextConfig
 from paceline.config.inference import EngineConfig
@@ -226,7 +226,8 @@ def played(environment: Environment, options: RolloutOptions, config: RunConfig 
     section = changes.get("section") or config.env[0]
     address = OpenAIServer(options.endpoint, options.endpoint_model, options.api_key) if options.endpoint else None
     with open_episode_runtime(config, config.sampling, address, options.concurrency) as house:
-        return asyncio.run(play_episodes(section, options, house, environment, seed=config.seed))
+        player = EpisodePlayer(section, environment, house, options.split, config.seed)
+        return asyncio.run(play_episodes(player, options))
 
 
 def test_a_plain_endpoint_plays_retrieval_against_the_real_service(service):

@@ -35,8 +35,7 @@ def folder(tmp_path_factory):
 def address(folder):
     """A server that remembers two results of step 3, and of step 2 one with a token that reads like markup. It comes
     before the browser, whose driver has an event loop on this thread: training needs its own."""
-    from paceline.commands.replay import replay
-    from paceline.commands.replay_json import as_json
+    from paceline.commands.replay import as_json, replay
 
     desk, run = ReplayRunner(), folder / "kept"
     for changes in ({}, TIGHT):

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import NoReturn, get_args
 
 from paceline.commands import policies, run_directories, run_files, serving  # noqa: F401 - they register their commands
-from paceline.commands.commands import COMMANDS, CommandParsers, build_parser
+from paceline.commands.commands import COMMANDS, command_parsers
 from paceline.config import ConfigError
 from paceline.config.keys import key_nodes
 from paceline.errors import PacelineError
@@ -16,37 +16,6 @@ from paceline.util.gc_tuning import raise_gc_thresholds
 from paceline.util.process_exit import exit_process
 
 __all__ = ["command", "main"]
-
-EXAMPLES = """
-examples:
-  paceline train quickstart                                train the quickstart, about half a minute on a laptop
-  paceline train quickstart --staleness 0                  the same, sampling and training in turn
-  paceline init reward                                     files to begin with: rows and a reward function
-  paceline train runs/quickstart/config.toml --resume latest --steps 80
-  paceline check my-run.toml                               is it valid, does it fit, how long is a step?
-  paceline rollout reverse-text -n 4                       look at episodes before training
-  paceline play arenas/kuhn_poker                          take a seat yourself, against the policy
-  paceline league runs/tic-tac-toe                         who beats whom among the versions of a self-play run
-  paceline data rows.jsonl                                 look at rows as the model will see them
-  paceline replay runs/quickstart 20                       a recorded batch's loss once more, component by component
-  paceline doctor runs/quickstart                          is it alive, what does it wait for, how to resume it
-  paceline top runs/quickstart                             watch it in a terminal
-  paceline report runs/quickstart                          one HTML file to send to a colleague
-  paceline ui                                              look at all runs in a browser, live
-  paceline diff runs/a runs/b                              the first thing in which two runs differ
-  paceline ab my-run.toml --b.env.0.algo.type max_rl       which of two settings is better, and how sure that is
-  paceline eval runs/quickstart paceline:quickstart        a run and the model it began from, on held-out rows
-  paceline export runs/quickstart@30 -o my-model           a checkpoint as a Hugging Face folder
-  paceline serve paceline:quickstart                       a model behind the OpenAI API
-  paceline config trainer.optimizer                        keys of the run file: default, type, meaning
-  paceline schema > paceline.schema.json                   completion and help in your editor
-"""
-
-COMMAND_ORDER = (
-    *("init", "train", "ab", "check", "eval", "export", "serve", "rollout", "up", "status", "down", "play", "league"),
-    *("replay", "doctor", "top", "report", "diff", "ui", "data", "search-server", "config", "schema"),
-)
-"""The order of `paceline --help`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,10 +62,6 @@ def command() -> NoReturn:
     """Run `main` as the `paceline` executable."""
     raise_gc_thresholds()
     exit_process(main())
-
-
-def command_parsers() -> CommandParsers:
-    return build_parser(COMMAND_ORDER, EXAMPLES)
 
 
 def _join_values(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:

@@ -115,7 +115,6 @@ class ArmComparison:
             self._signals.stop(REAL_DIFFERENCE, f"{found.sentence}: stopping after this step")
 
     def print_verdict(self) -> None:
-        """Print the verdict once both arms have ended."""
         if (found := self.verdict()) is None:
             return
         self.print(found.sentence)

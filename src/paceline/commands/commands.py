@@ -24,12 +24,42 @@ COMMON_KEYS = (
     *("device", "placement", "deterministic"),
 )
 
+EXAMPLES = """
+examples:
+  paceline train quickstart                                train the quickstart, about half a minute on a laptop
+  paceline train quickstart --staleness 0                  the same, sampling and training in turn
+  paceline init reward                                     files to begin with: rows and a reward function
+  paceline train runs/quickstart/config.toml --resume latest --steps 80
+  paceline check my-run.toml                               is it valid, does it fit, how long is a step?
+  paceline rollout reverse-text -n 4                       look at episodes before training
+  paceline play arenas/kuhn_poker                          take a seat yourself, against the policy
+  paceline league runs/tic-tac-toe                         who beats whom among the versions of a self-play run
+  paceline data rows.jsonl                                 look at rows as the model will see them
+  paceline replay runs/quickstart 20                       a recorded batch's loss once more, component by component
+  paceline doctor runs/quickstart                          is it alive, what does it wait for, how to resume it
+  paceline top runs/quickstart                             watch it in a terminal
+  paceline report runs/quickstart                          one HTML file to send to a colleague
+  paceline ui                                              look at all runs in a browser, live
+  paceline diff runs/a runs/b                              the first thing in which two runs differ
+  paceline ab my-run.toml --b.env.0.algo.type max_rl       which of two settings is better, and how sure that is
+  paceline eval runs/quickstart paceline:quickstart        a run and the model it began from, on held-out rows
+  paceline export runs/quickstart@30 -o my-model           a checkpoint as a Hugging Face folder
+  paceline serve paceline:quickstart                       a model behind the OpenAI API
+  paceline config trainer.optimizer                        keys of the run file: default, type, meaning
+  paceline schema > paceline.schema.json                   completion and help in your editor
+"""
+
+COMMAND_ORDER = (
+    *("init", "train", "ab", "check", "eval", "export", "serve", "rollout", "up", "status", "down", "play", "league"),
+    *("replay", "doctor", "top", "report", "diff", "ui", "data", "search-server", "config", "schema"),
+)
+"""The order of `paceline --help`."""
+
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 _HELP_FORMATTER = argparse.RawDescriptionHelpFormatter
 
 
 def arg(*names: str, **options: Any) -> Argument:
-    """An argument of a command, as `add_argument` takes it."""
     return names, options
 
 
@@ -83,18 +113,18 @@ class CommandParsers(NamedTuple):
     parsers: dict[str, argparse.ArgumentParser]
 
 
-def build_parser(names: Sequence[str], epilog: str) -> CommandParsers:
-    """A parser of these commands, in the order of the help."""
+def command_parsers() -> CommandParsers:
+    """The parser of all commands; importing the modules of commands has registered them."""
     parser = argparse.ArgumentParser(
         prog="paceline",
         description="Reinforcement learning for language models, on a laptop as on a cluster.",
-        epilog=epilog,
+        epilog=EXAMPLES,
         formatter_class=_HELP_FORMATTER,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in names:
+    for name in COMMAND_ORDER:
         spec = COMMANDS[name]
         text, _, more = inspect.cleandoc(spec.run.__doc__ or "").partition("\n")
         more = f"{_fill_paragraphs(more)}\n{spec.epilog}"

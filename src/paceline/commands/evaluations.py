@@ -55,16 +55,14 @@ class Evaluation:
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON has it: counts as numbers, means with their intervals."""
-        checkpoint = self.target.checkpoint
+        """Counts as numbers, means with their intervals."""
+        checkpoint, tables = self.target.checkpoint, self.tables.items()
         return {
             "target": self.target.name,
             "model": self.target.config.model.name,
-            "checkpoint": None if checkpoint is None else str(checkpoint),
+            "checkpoint": checkpoint and str(checkpoint),
             "seconds": round(self.seconds, 3),
-            "environments": {
-                name: {key: value.as_json() for key, value in table.items()} for name, table in self.tables.items()
-            },
+            "environments": {name: {key: value.as_json() for key, value in table.items()} for name, table in tables},
         }
 
 
@@ -80,20 +78,19 @@ def find_targets(
         raise PacelineError("--env and --file both say where the rows come from: leave one of them out")
     source = file or env or ""
     shared = _load_for_eval(lambda more: load_target(source, more).config, overrides) if source else None
-    runs = {name: find_run(name) for name in names}
     # With a shared config the overrides are its keys, not the run's.
-    own = {name: _own_config(name, run, () if shared else overrides) for name, run in runs.items()}
-    rows = shared or next(filter(None, own.values()), None)
-    return [_build_target(name, runs[name], own[name], shared, rows) for name in names]
+    runs = [find_run(name) for name in names]
+    own = [_own_config(name, run, () if shared else overrides) for name, run in zip(names, runs, strict=True)]
+    rows = shared or next(filter(None, own), None)
+    return [_build_target(*named, shared, rows) for named in zip(names, runs, own, strict=True)]
 
 
 def _own_config(name: str, run: RunTarget | None, overrides: Sequence[str]) -> RunConfig | None:
     """The config of a run or run file with the overrides of the command line; None for a model, which has none."""
     if run is not None:
         return _load_for_eval(lambda more: load(run.root, more).config, overrides)
-    if names_run_file(name) or names_environment(name):
-        return _load_for_eval(lambda more: load_target(name, more).config, overrides)
-    return None
+    named = names_run_file(name) or names_environment(name)
+    return _load_for_eval(lambda more: load_target(name, more).config, overrides) if named else None
 
 
 def _build_target(
@@ -142,21 +139,19 @@ def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Eval
         known = ", ".join(f"`{name}`" for name in envs)
         raise PacelineError(f"{target.name}: {known} has no held-out rows (the `eval` split of its dataset)")
     progress(f"loading {config.model.name}")
-    with open_episode_runtime(
-        config, split_sampling(config, "eval"), None, config.eval.concurrency, target.checkpoint
-    ) as runtime:
+    rollouts: list[Rollout] = []
+    sampling = split_sampling(config, "eval")
+    with open_episode_runtime(config, sampling, None, config.eval.concurrency, target.checkpoint) as runtime:
         assert isinstance(runtime.client, SamplingClient)
         runner = RolloutRunner(runtime.client, Clock(), config.seed, EVAL)
 
-        async def play() -> list[Rollout]:
-            played: list[Rollout] = []
+        async def play() -> None:
             try:
-                await evaluate(envs, runner, config.eval, progress, played.extend)
+                await evaluate(envs, runner, config.eval, progress, rollouts.extend)
             finally:
                 await runtime.close()
-            return played
 
-        rollouts = run_until_complete(play())
+        run_until_complete(play())
     tables = {
         name: _estimates(played, config.eval.samples)
         for env in envs.values()

@@ -28,12 +28,7 @@ MODEL_FILES = ("model*.safetensors", "model*.index.json", "adapter_*", "adapter/
 
 
 def export_run(
-    target: RunTarget,
-    folder: Path | None = None,
-    form: ExportForm = "all",
-    dtype: Dtype | None = None,
-    *,
-    overwrite: bool,
+    target: RunTarget, folder: Path | None, form: ExportForm, dtype: Dtype | None, *, overwrite: bool
 ) -> Path:
     """Write the model folder of a checkpoint and return its path. A new folder appears atomically.
 

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,28 +15,19 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.clients.tools import reply_message
-from paceline.commands.rollouts import (
-    PlayedEpisode,
-    draw_tickets,
-    episode_records,
-    pick_env,
-    play_episode,
-    prepare_row,
-    split_rows,
-    split_sampling,
-)
+from paceline.commands.rollouts import EpisodePlayer, PlayedEpisode, episode_records, pick_env, split_sampling
 from paceline.commands.show import show_messages
 from paceline.config import RunConfig
 from paceline.config.env import BaseEnvConfig
 from paceline.config.inference import SamplingConfig
-from paceline.envs import Environment, Split, build_environment
+from paceline.envs import Split, build_environment
 from paceline.errors import PacelineError
 from paceline.observe.monitor.show_rollout import show_rollout
 from paceline.observe.monitor.text import format_amount, format_score
-from paceline.rollout import Message, RecordingServer, Reply
+from paceline.rollout import Message, Reply
 from paceline.rollout.endpoint import TextSeat
 from paceline.rollout.history import Tools, same_conversation
-from paceline.rollout.seat import SeatClosed, SeatFactories
+from paceline.rollout.seat import SeatClosed
 from paceline.runtime.episode_runtime import EpisodeRuntime, OpenAIServer, is_checkpoint, open_episode_runtime
 from paceline.runtime.local import with_sections
 from paceline.util.interrupts import on_interrupt
@@ -62,8 +53,6 @@ def read_line(prompt: str) -> str:
 
 
 class Person:
-    """A person at the keyboard."""
-
     def __init__(self, console: Console, read: Callable[[str], str] = read_line) -> None:
         self._console, self._read = console, read
         self.turns = 0
@@ -107,40 +96,28 @@ class Person:
 
 
 class PersonSeat(TextSeat):
-    """A person's seat in one episode."""
-
     def __init__(
-        self,
-        person: Person,
-        name: str,
-        actor: str,
-        sampling: SamplingConfig,
-        recorder: RecordingServer,
-        spell: Callable[[Sequence[int]], str],
+        self, person: Person, name: str, actor: str, sampling: SamplingConfig, runtime: EpisodeRuntime
     ) -> None:
-        super().__init__(sampling, recorder, actor)
-        self._person, self._name, self._spell = person, name, spell
+        super().__init__(sampling, runtime.recorder, actor)
+        self._person, self._name, self._spell = person, name, runtime.spell
 
     async def answer(self, messages: Sequence[Message], tools: Tools | None) -> dict[str, Any]:
         known = self._known_messages(messages)
         text = self._person.ask(self._name, messages[known:], None if known else tools)
-        return _choice(reply_message(text, tools))
+        return {"message": reply_message(text, tools), "finish": "stop", "usage": None}
 
     async def complete(self, token_ids: Sequence[int]) -> Reply:
         if self._closed:
             raise SeatClosed("the episode is over: this seat takes no more calls")
         prompt: Message = {"role": "tokens", "content": self._spell(token_ids)}
-        text = self._person.ask(self._name, [prompt], None)
-        return self.record_reply(_choice({"role": "assistant", "content": text}), [prompt])
+        reply = {"role": "assistant", "content": self._person.ask(self._name, [prompt], None)}
+        return self.record_reply({"message": reply, "finish": "stop", "usage": None}, [prompt])
 
     def _known_messages(self, messages: Sequence[Message]) -> int:
         """How many messages the person has seen; a conversation may branch off at any earlier turn."""
         histories = ([*(turn.messages or []), turn.message] for turn in self.turns)
         return max((len(old) for old in histories if same_conversation(messages[: len(old)], old)), default=0)
-
-
-def _choice(message: Message) -> dict[str, Any]:
-    return {"message": message, "finish": "stop", "usage": None}
 
 
 MOST_CONCURRENT_SEATS = 8
@@ -216,11 +193,10 @@ def play(
         _show_game(console, played, total.games + total.failed, seat, options.reveal)
 
     with open_episode_runtime(config, sampling, address, MOST_CONCURRENT_SEATS, checkpoint) as runtime:
-        guests = {seat: lambda name: PersonSeat(person, name, seat, sampling, runtime.recorder, runtime.spell)}
+        guests = {seat: lambda name: PersonSeat(person, name, seat, sampling, runtime)}
+        player = EpisodePlayer(section, environment, runtime, options.split, config.seed, guests)
         try:
-            asyncio.run(
-                play_games(section, options, runtime, environment, person, guests, seed=config.seed, on_game=on_game)
-            )
+            asyncio.run(play_games(player, options, person, on_game))
         except KeyboardInterrupt:  # while the others were speaking
             console.print()
     line = Text(f"score after {format_amount(total.games, 'game')}", "bold")
@@ -239,25 +215,17 @@ def pick_seat(section: BaseEnvConfig, actors: Sequence[str], name: str | None) -
 
 
 async def play_games(
-    section: BaseEnvConfig,
-    options: PlayOptions,
-    runtime: EpisodeRuntime,
-    environment: Environment,
-    person: Person,
-    guests: SeatFactories,
-    *,
-    seed: int,
-    on_game: Callable[[PlayedEpisode], None],
+    player: EpisodePlayer, options: PlayOptions, person: Person, on_game: Callable[[PlayedEpisode], None]
 ) -> None:
     """One game after another, on the rows a run would draw."""
-    rows = split_rows(section, environment, options.split)
-    patient = section.model_copy(update={"timeout": math.inf})  # a person has no time limit
+    player = replace(
+        player, section=player.section.model_copy(update={"timeout": math.inf})
+    )  # a person takes their time
     silent = 0
     try:
-        for ticket, member in islice(draw_tickets(section, options.split, options.row, rows, seed), options.count):
+        for ticket, member in islice(player.draw(options.row), options.count):
             spoken = person.turns
-            row = asyncio.ensure_future(prepare_row(environment, options.split, rows[ticket.row], ticket, seed))
-            played = await play_episode(patient, environment, runtime, row, ticket, member, seed, guests)
+            played = await player.play(asyncio.ensure_future(player.prepare(ticket)), ticket, member)
             if person.input_error:
                 raise PacelineError(person.input_error)
             if person.has_left:
@@ -265,11 +233,10 @@ async def play_games(
             on_game(played)
             silent = silent + 1 if person.turns == spoken else 0
             if silent == MOST_SILENT_GAMES:
-                raise PacelineError(
-                    f"{MOST_SILENT_GAMES} games went by without a turn of `{', '.join(guests)}`: take another seat"
-                )
+                seats = ", ".join(player.guests or ())
+                raise PacelineError(f"{silent} games went by without a turn of `{seats}`: take another seat")
     finally:
-        await runtime.close()
+        await player.runtime.close()
 
 
 def opponent_model(config: RunConfig, options: PlayOptions) -> tuple[RunConfig, Path | None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from paceline.commands.commands import FILE_HELP, OVERRIDES_HELP, arg, deprecated_option, flag, subcommand
 from paceline.config.target import load_target
@@ -125,12 +125,9 @@ def _print_evaluations(done: "list[Evaluation]") -> None:
     console = Console(highlight=False)
     for name in dict.fromkeys(name for evaluation in done for name in evaluation.tables):
         tables = [evaluation.tables.get(name, {}) for evaluation in done]
-        table = Table(
-            box=SIMPLE, pad_edge=False, title=f"{name}, held-out rows", title_justify="left", title_style="bold"
-        )
-        table.add_column("", no_wrap=True)
-        for evaluation in done:
-            table.add_column(evaluation.target.name, justify="right", overflow="fold")
+        columns = [Column(evaluation.target.name, justify="right", overflow="fold") for evaluation in done]
+        table = Table(Column(no_wrap=True), *columns, box=SIMPLE, pad_edge=False, title=f"{name}, held-out rows")
+        table.title_justify, table.title_style = "left", "bold"
         for key in dict.fromkeys(key for own in tables for key in own):
             table.add_row(LABELS.get(key, key), *(_format_estimate(own.get(key)) for own in tables))
         console.print(table)

@@ -10,14 +10,18 @@ setting given on the command line.
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
+import orjson
 import torch
 from numpy.typing import NDArray
 from rich.table import Column, Table
@@ -27,7 +31,7 @@ from paceline.config import RunConfig
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, WireError, decode, minibatches
 from paceline.errors import PacelineError
-from paceline.model import attach_lora, load_model
+from paceline.model import attach_lora, load_model, load_tokenizer
 from paceline.observe.monitor import RunDirectory
 from paceline.observe.record import Query, RolloutNotFound, RunFolder, open_run
 from paceline.observe.record.layout import REPLAYED, SKIPPED, TRAINED
@@ -45,22 +49,22 @@ from paceline.trainer.terms import TrainedTokens, find_clipped
 
 @dataclass(frozen=True, slots=True)
 class RecordedTokens:
-    """The tokens of one sample that train, in their order."""
+    """The tokens of one sample that train, in their order; `--json` prints it as it is."""
 
     places: NDArray
     """Their positions in the sample."""
-    logprobs: NDArray
+    logprob: NDArray
     """The policy's."""
     sampler: NDArray
     """The sampler's; NaN where that was a frozen model."""
     ratio: NDArray
     """Policy over where the rl term measures: the sampler, or under `proximal` the batch's start."""
-    advantages: NDArray
+    advantage: NDArray
     entropy: NDArray
-    shares: dict[str, NDArray]
-    """Of the optimizer step's loss, by component."""
-    held_back: list[tuple[int, str, str]]
-    """Tokens that a bound held back: index in these arrays, component, and rule."""
+    share: dict[str, NDArray]
+    """Of the loss of all optimizer steps, by component."""
+    held_back: list[dict[str, Any]]
+    """Tokens that a bound held back: `token` (index in these arrays), `component` and `rule`."""
     skipped: bool
     """The whole sample was left out (`clip_skip_threshold`)."""
 
@@ -68,39 +72,39 @@ class RecordedTokens:
 class TokenLossRecorder:
     """A `Learner.watch` callback that records tokens by sample. A micro-batch that runs again replaces its record."""
 
-    def __init__(self, c: config.TrainerConfig, progress: Callable[[int], None]) -> None:
-        self._config, self._progress = c, progress
+    def __init__(self, c: config.TrainerConfig, optimizer_steps: int, progress: Callable[[int], None]) -> None:
+        self._config, self._optimizer_steps, self._progress = c, optimizer_steps, progress
         self.tokens: dict[int, RecordedTokens] = {}
         """By the sample's place in the batch."""
 
     def __call__(self, micro_batch: MicroBatch, tokens: TrainedTokens, losses: TokenLosses) -> None:
         starts = np.cumsum(micro_batch.lengths) - micro_batch.lengths
         places, segments = trained_positions(micro_batch), tokens.segments.cpu().numpy()
-        shares = {name: values.numpy(force=True) for name, values in losses.scaled().items()}
+        shares = {name: values.numpy(force=True) / self._optimizer_steps for name, values in losses.scaled().items()}
         used = {name: scale.numpy(force=True) != 0 for name, scale in losses.scales.items()}
-        left = {name: values.numpy(force=True) & used[name] for name, values in losses.clipped.items()}
+        clipped = {name: values.numpy(force=True) & used[name] for name, values in losses.clipped.items()}
         ratio = losses.ratio
         streams = [tokens.logprobs, tokens.rollout_logprobs, ratio.value, tokens.advantages, tokens.entropy]
-        streams, rl = [stream.numpy(force=True) for stream in streams], used["rl"]
-        differences = ratio.difference.numpy(force=True)
+        streams = [stream.numpy(force=True) for stream in streams]
+        bounds = [streams[2], ratio.difference.numpy(force=True), streams[3], used["rl"]]
         for number, member in enumerate(micro_batch.members):
             at = np.flatnonzero(segments == number)
             if not len(at):
                 continue
-            skipped = bool(losses.skipped[number])
-            own = (streams[2][at], differences[at], streams[3][at], rl[at])
+            skipped, own = bool(losses.skipped[number]), {name: values[at] for name, values in clipped.items()}
+            held = () if skipped else find_clipped(self._config.loss, *(stream[at] for stream in bounds), own)
             self.tokens[member] = RecordedTokens(
                 places[at] - starts[number],
                 *(stream[at] for stream in streams),
-                shares={name: values[at] for name, values in shares.items() if used[name][at].any()},
-                held_back=[] if skipped else find_clipped(self._config.loss, *own, {k: v[at] for k, v in left.items()}),
+                share={name: values[at] for name, values in shares.items() if used[name][at].any()},
+                held_back=[{"token": token, "component": name, "rule": rule} for token, name, rule in held],
                 skipped=skipped,
             )
         self._progress(len(self.tokens))
 
 
-MOST_NAMED_SAMPLES = 3
-"""Samples that the verdict names."""
+MOST_NAMED_SAMPLES, MOST_ROWS = 3, 20
+"""Samples of a bad batch that the verdict names, and that the table lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ class SampleFinding:
 
 
 def examine_samples(learner: Learner, samples: Sequence[Sample], version: int) -> list[SampleFinding]:
-    """Compute loss and gradient of each sample alone at the current weights, without an optimizer step."""
+    """Each sample's loss and gradient alone, at the current weights: no optimizer step is taken."""
     found = []
     for sample, micro_batch in zip(samples, learner.one_per_micro_batch(samples), strict=True):
         sums = learner.backward(micro_batch, version).values
@@ -132,7 +136,6 @@ def examine_samples(learner: Learner, samples: Sequence[Sample], version: int) -
 
 
 def nonfinite_weights(learner: Learner) -> list[str]:
-    """Weights that are not finite, by name."""
     # Zero times what is not finite is NaN, in torch and in mlx.
     return [name for name, master in learner.optimizer.masters.items() if not (master * 0 == 0).all()]
 
@@ -161,8 +164,6 @@ def findings_verdict(findings: Sequence[SampleFinding], weights: Sequence[str]) 
 UNCOMPARED_METRICS = ("train_tokens/s", "micro_batches", "lr", "optimizer_steps")
 """Metrics of a step that a replay does not compare."""
 DUMP_PREFIX = "bad-batch-"
-MOST_ROWS = 20
-"""Samples of a bad batch that are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,18 +178,18 @@ class ReplayedStep:
     """Whether they are those the step began with."""
     recorded: dict[str, float]
     replayed: dict[str, float]
-    findings: list[SampleFinding] = field(default_factory=list)
-    """Of a bad batch: each sample examined alone."""
-    verdict: str = ""
-    """Of a bad batch: what was wrong with it, in a sentence."""
+    remarks: list[str]
+    """Reasons why the figures may not be those of the run."""
     source: str = ""
     """Where the samples came from."""
     tokens: dict[int, RecordedTokens] = field(default_factory=dict)
     """Each sample's recorded tokens, by its place in the batch."""
     optimizer_steps: int = 1
     """Over which the loss that is reported is a mean."""
-    remarks: list[str] = field(default_factory=list)
-    """Reasons why the figures may not be those of the run."""
+    findings: list[SampleFinding] = field(default_factory=list)
+    """Of a bad batch: each sample examined alone."""
+    verdict: str = ""
+    """Of a bad batch: what was wrong with it, in a sentence."""
 
     def differences(self) -> dict[str, float]:
         """Replayed minus recorded, where both are known."""
@@ -199,37 +200,25 @@ def replay(
     run: Path, step: int, config: RunConfig, progress: Callable[[str], None] = lambda sentence: None
 ) -> ReplayedStep:
     """Train the samples of a step again."""
-    directory = RunDirectory(run)
     progress(f"reading the samples of step {step}")
-    folder = open_run(run)
+    folder, directory = open_run(run), RunDirectory(run)
     samples, source, remarks = _read_batch(folder, directory, step)
+    count, steps = len(samples), sum(map(bool, minibatches(samples, config.trainer.minibatches)))
+    recorder = TokenLossRecorder(config.trainer, steps, lambda done: progress(f"{done} of {count} samples computed"))
     progress("loading the model")
     with _open_trainer(directory, step, config) as (trainer, weights):
         exact = trainer.version == step - 1
-        recorder = TokenLossRecorder(
-            config.trainer, lambda done: progress(f"{done} of {len(samples)} samples computed")
-        )
         trainer.learner.watch = recorder
-        progress(f"computing the loss of {len(samples)} samples")
+        progress(f"computing the loss of {count} samples")
         replayed = _train_step(trainer, samples)
-    return ReplayedStep(
-        step,
-        samples,
-        weights,
-        exact,
-        folder.step_metrics(step),
-        replayed,
-        source=source,
-        tokens=recorder.tokens,
-        optimizer_steps=sum(map(bool, minibatches(samples, config.trainer.minibatches))),
-        remarks=[*remarks, *folder.problems(patient=False)],
-    )
+    recorded, remarks = folder.step_metrics(step), [*remarks, *folder.problems(patient=False)]
+    return ReplayedStep(step, samples, weights, exact, recorded, replayed, remarks, source, recorder.tokens, steps)
 
 
 def replay_dump(run: Path, dump: str, config: RunConfig) -> ReplayedStep:
     """Train the dumped batch of a bad step again, by the step's number or the file's path, and find the samples that
     made it bad."""
-    directory = RunDirectory(run)
+    folder, directory = open_run(run), RunDirectory(run)
     path = _dump_path(directory, dump)
     step = _dump_step(path)
     try:
@@ -241,10 +230,10 @@ def replay_dump(run: Path, dump: str, config: RunConfig) -> ReplayedStep:
         short = [truncate(sample, trainer.max_tokens) for sample in samples]
         broken, findings = nonfinite_weights(trainer.learner), examine_samples(trainer.learner, short, trainer.version)
         replayed = _train_step(trainer, samples)
-    folder = open_run(run)
-    recorded, problems = folder.step_metrics(step), folder.problems(patient=False)
-    sentence = findings_verdict(findings, broken)
-    return ReplayedStep(step, samples, weights, exact, recorded, replayed, findings, sentence, remarks=problems)
+    recorded, remarks = folder.step_metrics(step), folder.problems(patient=False)
+    verdict = findings_verdict(findings, broken)
+    shown = step, samples, weights, exact, recorded, replayed, remarks
+    return ReplayedStep(*shown, findings=findings, verdict=verdict)
 
 
 @contextmanager
@@ -256,11 +245,10 @@ def _open_trainer(directory: RunDirectory, step: int, config: RunConfig) -> Gene
     trainer = torch_trainer(with_sections(config, trainer={"on_bad_step": "skip", "max_bad_steps": 1 << 30}), model)
     try:
         earlier = [path for path in Checkpoints(directory.checkpoints, keep=1).all() if step_of(path) < step]
-        checkpoint = earlier[-1] if earlier else None
-        if checkpoint is not None:
-            check_files(checkpoint)
-            asyncio.run(trainer.load(checkpoint))
-        yield trainer, str(checkpoint) if checkpoint else f"{config.model.name}, untrained"
+        if earlier:
+            check_files(earlier[-1])
+            asyncio.run(trainer.load(earlier[-1]))
+        yield trainer, str(earlier[-1]) if earlier else f"{config.model.name}, untrained"
     finally:
         trainer.close()
 
@@ -271,16 +259,13 @@ def _train_step(trainer: TorchTrainer, samples: Sequence[Sample]) -> dict[str, f
 
 
 def loss_table(result: ReplayedStep) -> Table:
-    """The table of recorded and replayed metrics."""
     title = f"step {result.step}: {len(result.samples)} samples, {sum(map(len, result.samples)):,} tokens"
     figures = [Column(heading, justify="right") for heading in ("recorded", "replayed", "difference")]
-    shown = Table("", *figures, title=title)
-    differences = result.differences()
+    shown, differences = Table("", *figures, title=title), result.differences()
     for name in sorted(result.replayed, key=lambda name: (not name.startswith("loss"), name)):
-        was = f"{result.recorded[name]:.6g}" if name in result.recorded else "-"
-        shown.add_row(
-            name, was, f"{result.replayed[name]:.6g}", f"{differences[name]:+.2g}" if name in differences else "-"
-        )
+        known = name in differences
+        was, apart = (f"{result.recorded[name]:.6g}", f"{differences[name]:+.2g}") if known else ("-", "-")
+        shown.add_row(name, was, f"{result.replayed[name]:.6g}", apart)
     return shown
 
 
@@ -337,14 +322,11 @@ def _read_batch(folder: RunFolder, directory: RunDirectory, step: int) -> tuple[
 
 
 def _missing_remarks(folder: RunFolder, step: int) -> list[str]:
-    """A remark where some of the step's rows were recorded without their samples."""
     query = Query(step=(step, step), state=[TRAINED, REPLAYED, SKIPPED], domain="training", limit=None)
     rows = folder.rollouts.find(query).rows
-    incomplete = sum(not row.whole for row in rows)
-    if not incomplete:
-        return []
-    count = f"{incomplete} of the step's {len(rows)} rollouts"
-    return [f"{count} were kept without their tokens: this is the loss of the others"]
+    count = f"{sum(not row.whole for row in rows)} of the step's {len(rows)} rollouts"
+    remark = f"{count} were kept without their tokens: this is the loss of the others"
+    return [] if all(row.whole for row in rows) else [remark]
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
@@ -352,3 +334,83 @@ def _format_ranges(numbers: Sequence[int]) -> str:
     places = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in run] for _, run in places]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+
+
+SUM_TOLERANCE = 1e-4
+"""Relative error up to which the float32 shares of a component count as adding up to its loss."""
+
+
+def as_json(run: Path, result: ReplayedStep, config: RunConfig) -> bytes:
+    """The step as `paceline replay --json` prints it. Numbers that are not finite become null."""
+    decode_token, remarks = _token_decoder(config)
+    indices, numbers, samples = _rollout_indices(run, result.step), Counter(), []
+    for at, sample in enumerate(result.samples):
+        owner = None if sample.ticket is None else (sample.ticket.number, sample.rollout)
+        ids = sample.token_ids.tolist()
+        samples.append(
+            {
+                "env": sample.env,
+                "ticket": None if sample.ticket is None else sample.ticket.number,
+                "member": sample.rollout,
+                "ids": ids,
+                "text": None if decode_token is None else [decode_token(token) for token in ids],
+                "trained": result.tokens.get(at),
+                "rollout": indices.get(owner),
+                "number": numbers[owner],
+            }
+        )
+        numbers[owner] += owner is not None
+    components = list(dict.fromkeys(name for tokens in result.tokens.values() for name in tokens.share))
+    document = {
+        "step": result.step,
+        "weights": {"from": result.weights, "exact": result.exact},
+        "samples_from": result.source,
+        "settings": config.trainer.model_dump(mode="json", exclude={"optimizer", "parallel"}),
+        "optimizer_steps": result.optimizer_steps,
+        "components": components,
+        "loss": {
+            name: {"recorded": result.recorded.get(name), "replayed": value} for name, value in result.replayed.items()
+        },
+        "remarks": [*result.remarks, *remarks, *_sum_remarks(result, components)],
+        "samples": samples,
+    }
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def _sum_remarks(result: ReplayedStep, components: list[str]) -> list[str]:
+    """A remark for each component whose shares do not add up to its loss, as in a bad step."""
+    remarks = []
+    for name in components:
+        shares = [tokens.share[name] for tokens in result.tokens.values() if name in tokens.share]
+        values = np.concatenate(shares).astype(np.float64)
+        loss = result.replayed.get(f"loss/{name}")
+        if loss is not None and not abs(values.sum() - loss) <= SUM_TOLERANCE * max(1e-6, float(np.abs(values).sum())):
+            remarks.append(
+                f"the shares of `{name}` add up to {values.sum():.6g}, and its loss is {loss:.6g}: a step was bad"
+            )
+    return remarks
+
+
+def _rollout_indices(run: Path, step: int) -> dict[tuple[int, int] | None, int]:
+    """The number in the record of each rollout of the step, by ticket and member."""
+    rollouts = open_run(run).rollouts
+    if not rollouts.keeps_all:
+        return {}
+    rows = rollouts.find(Query(step=(step, step), domain="training", limit=None)).rows
+    return {(row.ticket, row.member): row.index for row in rows}
+
+
+def _token_decoder(config: RunConfig) -> tuple[Callable[[int], str] | None, list[str]]:
+    """A function that decodes one token, where the tokenizer is at hand; else None and a remark."""
+    try:
+        tokenizer = load_tokenizer(config.model)
+    except PacelineError as error:
+        return None, [f"tokens are shown by their numbers: {error}"]
+
+    @cache
+    def decode_token(token: int) -> str:
+        text, raw = str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token))
+        # SentencePiece drops the space before what it takes for the first word.
+        return f" {text}" if raw.startswith("\u2581") and not text.startswith(" ") else text
+
+    return decode_token, []

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count, islice
 from typing import Any, TextIO
 
@@ -87,7 +88,8 @@ def preview_rollouts(config: RunConfig, options: RolloutOptions, stream: TextIO 
                 f"{options.endpoint} is asked in words, so its tokens are unknown here: leave --raw and --ids out, or "
                 "let the model of the run file play in this process or behind `paceline serve`"
             )
-        played = run_until_complete(play_episodes(section, options, runtime, environment, seed=config.seed, show=show))
+        player = EpisodePlayer(section, environment, runtime, options.split, config.seed)
+        played = run_until_complete(play_episodes(player, options, show))
     show_summary(played, console)
     return int(any(record["error"] for record in played))
 
@@ -108,30 +110,20 @@ def pick_env(config: RunConfig, name: str | None) -> BaseEnvConfig:
 
 
 async def play_episodes(
-    section: BaseEnvConfig,
-    options: RolloutOptions,
-    runtime: EpisodeRuntime,
-    environment: Environment | None = None,
-    *,
-    seed: int = 0,
-    show: Callable[[Record], None] = lambda record: None,
+    player: "EpisodePlayer", options: RolloutOptions, show: Callable[[Record], None] = lambda record: None
 ) -> list[Record]:
     """Play episodes; a record for each seat that spoke. They are shown in order, each as soon as it is finished."""
-    environment = environment or build_environment(section)
-    rows = split_rows(section, environment, options.split)
     gate = asyncio.Semaphore(options.concurrency)
     prepared: dict[int, asyncio.Task[Row]] = {}
 
     async def one(ticket: Ticket, member: int) -> list[Record]:
         async with gate:  # bounded: each episode before it has a timeout
             if ticket.number not in prepared:
-                row = prepare_row(environment, options.split, rows[ticket.row], ticket, seed)
-                prepared[ticket.number] = asyncio.ensure_future(row)
-            played = await play_episode(section, environment, runtime, prepared[ticket.number], ticket, member, seed)
+                prepared[ticket.number] = asyncio.ensure_future(player.prepare(ticket))
+            played = await player.play(prepared[ticket.number], ticket, member)
             return episode_records(played, raw=options.raw, ids=options.ids)
 
-    drawn = islice(draw_tickets(section, options.split, options.row, rows, seed), options.count)
-    tasks = [asyncio.create_task(one(*draw)) for draw in drawn]
+    tasks = [asyncio.create_task(one(*draw)) for draw in islice(player.draw(options.row), options.count)]
     found: list[Record] = []
     try:
         for task in tasks:
@@ -142,43 +134,12 @@ async def play_episodes(
         for task in (*tasks, *prepared.values()):
             task.cancel()
         await asyncio.gather(*tasks, *prepared.values(), return_exceptions=True)  # bounded: they are cancelled
-        await runtime.close()
+        await player.runtime.close()
     return found
-
-
-def split_rows(section: BaseEnvConfig, environment: Environment, split: Split) -> Sequence[Row]:
-    rows = environment.examples(split)
-    if not rows:
-        raise EnvError(f"environment `{section.name}` has no {split} rows")
-    return rows
-
-
-async def prepare_row(environment: Environment, split: Split, row: Row, ticket: Ticket, seed: int) -> Row:
-    """Prepare a row as a run with this seed would."""
-    if split == "train":
-        return await assign_row(environment, row, ticket, seed)
-    return await environment.prepare(copy.deepcopy(row))
-
-
-def draw_tickets(
-    section: BaseEnvConfig, split: Split, row: int | None, rows: Sequence[Row], seed: int
-) -> Iterator[tuple[Ticket, int]]:
-    """Endless tickets: of one row, of the held-out rows in order, or in the order a run with this seed trains."""
-    if row is not None:
-        if not 0 <= row < len(rows):
-            raise EnvError(f"environment `{section.name}` has {split} rows 0 to {len(rows) - 1}, not {row}")
-        for member in count():
-            yield Ticket(0, section.name, 0, 0, row), member
-    cursor = make_cursor(rows, seed, section.name, section.curriculum)
-    for number in count():
-        drawn = (number // len(rows), number, number % len(rows)) if split == "eval" else cursor.draw()
-        yield Ticket(number, section.name, *drawn), 0
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedEpisode:
-    """One finished or failed episode."""
-
     ticket: Ticket
     member: int
     sessions: SessionMap
@@ -188,61 +149,87 @@ class PlayedEpisode:
     runtime: EpisodeRuntime
 
 
-async def play_episode(
-    section: BaseEnvConfig,
-    environment: Environment,
-    runtime: EpisodeRuntime,
-    row: "asyncio.Task[Row]",
-    ticket: Ticket,
-    member: int,
-    seed: int,
-    guests: SeatFactories | None = None,
-) -> PlayedEpisode:
-    """Play one episode. A failure is stored in `error`; only a lost engine is raised."""
-    noise = (seed, PREVIEW_DOMAIN, ticket.number, member)
-    sessions = SessionMap(runtime.client, noise, 0, environment.actors, guests)
-    outcome, error, began = None, None, time.perf_counter()
+@dataclass(frozen=True)
+class EpisodePlayer:
+    """Plays episodes of an environment, on the rows and with the noise of a run with this seed."""
 
-    async def play() -> Outcome | None:
-        own_row = copy.deepcopy(await asyncio.shield(row))  # bounded: by the episode's timeout
-        return await environment.play(own_row, sessions)
+    section: BaseEnvConfig
+    environment: Environment
+    runtime: EpisodeRuntime
+    split: Split = "train"
+    seed: int = 0
+    guests: SeatFactories | None = None
 
-    try:
-        outcome = await Clock().wait_within(section.timeout, f"an episode of `{section.name}`", play())
-        spoke = {name: seat for name, seat in sessions.items() if seat.turns and seat.trained}
-        error = "dropped by the environment" if outcome is None else outcome_error(spoke, outcome)
-    except DeadlineError as failure:
-        error = f"{failure}: {section.raise_hint('timeout')}"
-    except asyncio.CancelledError:
-        if is_cancelled():
-            raise
-        error = "something the environment awaited was cancelled"
-    except PacelineError as failure:
-        if isinstance(failure, EngineError) and not isinstance(failure, RequestError | Overloaded):
-            raise
-        error = str(failure)
-    except BaseException as failure:  # a user's code: shown with its file and line
-        if is_ctrl_c(failure):
-            raise
-        frames = traceback.extract_tb(failure.__traceback__)
-        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        error = f"{type(failure).__name__}: {failure}{place}"
-    finally:
-        sessions.leave()
-    if not isinstance(outcome, Outcome):
-        outcome = None
-    else:  # only its numeric metrics; `error` names the others
-        numbers = {key: metric_value(value) for key, value in outcome.metrics.items()}
-        outcome = replace(outcome, metrics={key: value for key, value in numbers.items() if value is not None})
-    return PlayedEpisode(ticket, member, sessions, outcome, error, time.perf_counter() - began, runtime)
+    @cached_property
+    def rows(self) -> Sequence[Row]:
+        if not (rows := self.environment.examples(self.split)):
+            raise EnvError(f"environment `{self.section.name}` has no {self.split} rows")
+        return rows
+
+    def draw(self, row: int | None) -> Iterator[tuple[Ticket, int]]:
+        """Endless tickets: of one row, of the held-out rows in order, or in the order a run with this seed trains."""
+        name, rows = self.section.name, self.rows
+        if row is not None:
+            if not 0 <= row < len(rows):
+                raise EnvError(f"environment `{name}` has {self.split} rows 0 to {len(rows) - 1}, not {row}")
+            for member in count():
+                yield Ticket(0, name, 0, 0, row), member
+        cursor = make_cursor(rows, self.seed, name, self.section.curriculum)
+        for number in count():
+            in_order = number // len(rows), number, number % len(rows)
+            yield Ticket(number, name, *(in_order if self.split == "eval" else cursor.draw())), 0
+
+    async def prepare(self, ticket: Ticket) -> Row:
+        """Prepare a ticket's row as a run with this seed would."""
+        row = self.rows[ticket.row]
+        if self.split == "train":
+            return await assign_row(self.environment, row, ticket, self.seed)
+        return await self.environment.prepare(copy.deepcopy(row))
+
+    async def play(self, row: "asyncio.Task[Row]", ticket: Ticket, member: int) -> PlayedEpisode:
+        """Play one episode. A failure is stored in `error`; only a lost engine is raised."""
+        section, noise = self.section, (self.seed, PREVIEW_DOMAIN, ticket.number, member)
+        sessions = SessionMap(self.runtime.client, noise, 0, self.environment.actors, self.guests)
+        outcome, error, began = None, None, time.perf_counter()
+
+        async def play() -> Outcome | None:
+            own_row = copy.deepcopy(await asyncio.shield(row))  # bounded: by the episode's timeout
+            return await self.environment.play(own_row, sessions)
+
+        try:
+            outcome = await Clock().wait_within(section.timeout, f"an episode of `{section.name}`", play())
+            spoke = {name: seat for name, seat in sessions.items() if seat.turns and seat.trained}
+            error = "dropped by the environment" if outcome is None else outcome_error(spoke, outcome)
+        except DeadlineError as failure:
+            error = f"{failure}: {section.raise_hint('timeout')}"
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            error = "something the environment awaited was cancelled"
+        except PacelineError as failure:
+            if isinstance(failure, EngineError) and not isinstance(failure, RequestError | Overloaded):
+                raise
+            error = str(failure)
+        except BaseException as failure:  # a user's code: shown with its file and line
+            if is_ctrl_c(failure):
+                raise
+            frames = traceback.extract_tb(failure.__traceback__)
+            place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+            error = f"{type(failure).__name__}: {failure}{place}"
+        finally:
+            sessions.leave()
+        if isinstance(outcome, Outcome):  # only its numeric metrics; `error` names the others
+            numbers = {key: metric_value(value) for key, value in outcome.metrics.items()}
+            outcome = replace(outcome, metrics={key: value for key, value in numbers.items() if value is not None})
+        else:
+            outcome = None
+        return PlayedEpisode(ticket, member, sessions, outcome, error, time.perf_counter() - began, self.runtime)
 
 
 def episode_records(played: PlayedEpisode, *, raw: bool = False, ids: bool = False) -> list[Record]:
     """A record for each seat that spoke; `raw` adds the text of each turn, `ids` its token ids."""
-    outcome, runtime = played.outcome, played.runtime
-    spoke = {name: seat for name, seat in played.sessions.items() if seat.turns} or dict(
-        list(played.sessions.items())[:1]
-    )
+    outcome, runtime, sessions = played.outcome, played.runtime, played.sessions
+    spoke = {name: seat for name, seat in sessions.items() if seat.turns} or dict(islice(sessions.items(), 1))
     found = []
     for name, seat in spoke.items():
         rollout = Rollout(

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from paceline.commands.commands import OVERRIDES_HELP, RUN_ARGUMENT, arg, deprecated_option, flag, subcommand
 from paceline.config import load
+from paceline.config.errors import options_from_flags
 from paceline.errors import PacelineError
 from paceline.observe.record import open_run
 from paceline.observe.record.first_difference import RunComparison, compare
@@ -45,13 +46,11 @@ def replay(known: argparse.Namespace, overrides: list[str]) -> None:
     if not file.is_file():
         raise PacelineError(f"there is no run at {run}: name a run directory, such as runs/quickstart")
     config = load(str(file), overrides).config
-    from paceline.commands.replay import loss_table, replay, replay_dump, samples_table
+    from paceline.commands.replay import as_json, loss_table, replay, replay_dump, samples_table
 
     if (known.step is None) == (known.dump is None):
         raise PacelineError("name one batch: a STEP whose batch was recorded, or --dump with one whose step was bad")
     if known.json:
-        from paceline.commands.replay_json import as_json
-
         if known.dump is not None:
             raise PacelineError("--json tells of a STEP: leave --dump out")
 
@@ -185,10 +184,11 @@ def ui(known: argparse.Namespace, rest: list[str]) -> None:
       paceline ui runs/quickstart --port 0                     one run, at a free port
       PACELINE_UI_KEY=KEY paceline ui --host 0.0.0.0           for other machines; the page asks for the key
     """
-    from paceline.observe.web import KEY_VARIABLE, load_options, serve_ui
+    from paceline.observe.web import KEY_VARIABLE, UiOptions, serve_ui
 
     key = known.api_key or os.environ.get(KEY_VARIABLE) or None
-    serve_ui(load_options(runs=known.runs, host=known.host, port=known.port, key=key))
+    flags = {"runs": known.runs, "host": known.host, "port": known.port, "key": key}
+    serve_ui(options_from_flags(UiOptions, flags))
 
 
 MOST_SETTINGS = 20

@@ -257,7 +257,6 @@ def config(known: argparse.Namespace, rest: list[str]) -> None:
 
 
 def config_markdown(found: Iterable[ConfigTable]) -> str:
-    """The tables as a page."""
     parts = [INTRODUCTION]
     for table in found:
         parts.append(f"## `{table.header}`" if table.path else "## Top of the file")

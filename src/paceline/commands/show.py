@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
@@ -32,8 +32,6 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
-    """One row rendered."""
-
     text: str
     trained_spans: list[Span]
     tokens: int
@@ -66,9 +64,7 @@ def show_rows(
 
 def show_messages(messages: Sequence[Message], console: Console) -> None:
     """Print a conversation: the role and the text of each message."""
-    page = Table.grid(padding=(0, 2))
-    page.add_column()
-    page.add_column(overflow="fold")
+    page = Table.grid("", Column(overflow="fold"), padding=(0, 2))
     for message in messages:
         role = str(message.get("role", "?"))
         calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
@@ -141,8 +137,7 @@ class RowPrinter:
         console.rule(
             Text(f"row {number}: {format_amount(shown.tokens, 'token')}{kind}", "bold"), align="left", style="dim"
         )
-        page = Table.grid(padding=(0, 2), expand=True)
-        page.add_column(ratio=1, overflow="fold")
+        page = Table.grid(Column(ratio=1, overflow="fold"), padding=(0, 2), expand=True)
         cells = [self._styled_text(shown)]
         if (answer := row.get("answer")) is not None:
             text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)

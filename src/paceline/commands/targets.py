@@ -35,23 +35,18 @@ class RunTarget:
 
 
 def find_run(text: str) -> RunTarget | None:
-    """The run that `text` names, or None where it names none; a step that the run lacks is an error.
-
-    Without a step it is the newest complete checkpoint.
-    """
+    """The run that `text` names, or None where it names none; a step that the run lacks is an error. Without a step it
+    is the newest complete checkpoint."""
     root, step = _split_target(text)
     if root is None:
         return None
     whole = Checkpoints(RunDirectory(root).checkpoints, keep=1).all()
-    if step is None:
-        checkpoint = next(reversed(whole), None)
-    else:
-        number = step.removeprefix("step-")
-        checkpoint = next((path for path in whole if number.isdecimal() and step_of(path) == int(number)), None)
-        if checkpoint is None:
-            known = ", ".join(f"@{step_of(path)}" for path in whole) or "none"
-            raise PacelineError(f"{root} has no whole checkpoint of step {step}: it has {known} (checkpoint.keep)")
-    return RunTarget(root, load(RunDirectory(root).config_file).config, checkpoint)
+    number = (step or "").removeprefix("step-")
+    matching = [path for path in whole if step is None or (number.isdecimal() and step_of(path) == int(number))]
+    if step is not None and not matching:
+        known = ", ".join(f"@{step_of(path)}" for path in whole) or "none"
+        raise PacelineError(f"{root} has no whole checkpoint of step {step}: it has {known} (checkpoint.keep)")
+    return RunTarget(root, load(RunDirectory(root).config_file).config, next(reversed(matching), None))
 
 
 def is_loadable_run(folder: Path) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import io
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ class Sitting:
     def __init__(self, *lines: str) -> None:
         self._lines, self.out = iter(lines), io.StringIO()
         self.person = Person(Console(file=self.out, width=80), self._read)
-        self.seat = PersonSeat(self.person, "x", "x", SamplingConfig(), RecordingServer(), lambda ids: f"<{ids}>")
+        runtime = SimpleNamespace(recorder=RecordingServer(), spell=lambda ids: f"<{ids}>")
+        self.seat = PersonSeat(self.person, "x", "x", SamplingConfig(), runtime)
 
     def _read(self, prompt: str) -> str:
         self.out.write(prompt)

@@ -6,11 +6,12 @@ import json
 import re
 from collections import Counter
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from paceline.commands.rollouts import draw_tickets
+from paceline.commands.rollouts import EpisodePlayer
 from paceline.config.env import EnvConfig
 from paceline.data import DataError, make_cursor, open_rows, register_scheme, skipped_rows
 from paceline.data.mixture import Mixture
@@ -259,6 +260,7 @@ def test_episodes_that_are_only_looked_at_are_drawn_as_in_a_run(tmp_path):
     )
     rows = dataset_rows(section, "train", prompted=False)
     cursor = make_cursor(rows, 0, "mine", None)
-    drawn = [ticket.row for ticket, _ in islice(draw_tickets(section, "train", None, rows, 0), 50)]
+    player = EpisodePlayer(section, SimpleNamespace(examples=lambda split: rows), None)
+    drawn = [ticket.row for ticket, _ in islice(player.draw(None), 50)]
     assert drawn == [cursor.draw()[2] for _ in range(50)]
     assert Counter(rows[index]["of"] for index in drawn)["a.jsonl"] > 35

@@ -20,7 +20,7 @@ from paceline.config import ConfigError
 from paceline.observe.analysis.timeline import bin_spans, spans_from_metrics, spans_from_record
 from paceline.observe.analysis.vitals import family
 from paceline.observe.record import TimelineSpan
-from paceline.observe.web import build_app, load_options
+from paceline.observe.web import UiOptions, build_app
 from paceline.observe.web.app import HEADERS, ROUTE_MODULES
 from paceline.observe.web.runs import encode_json
 from recorded_runs import Told, served, torn
@@ -368,10 +368,10 @@ def test_a_key_in_a_strange_path_does_not_lead_to_another_host(runs):
 
 def test_other_machines_are_let_in_only_with_a_key(runs):
     with pytest.raises(ConfigError, match="PACELINE_UI_KEY"):
-        load_options(runs=str(runs), host="0.0.0.0")
-    assert load_options(runs=str(runs), host="0.0.0.0", key="k").key == "k"
+        UiOptions(runs=str(runs), host="0.0.0.0")
+    assert UiOptions(runs=str(runs), host="0.0.0.0", key="k").key == "k"
     with pytest.raises(ConfigError, match="there is no folder"):
-        load_options(runs=str(runs / "nowhere"))
+        UiOptions(runs=str(runs / "nowhere"))
 
 
 def test_one_run_may_be_shown_alone(runs):

@@ -34,8 +34,7 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def told(run):
     """What the command prints for step 3, as it was and with tight bounds."""
-    from paceline.commands.replay import replay
-    from paceline.commands.replay_json import as_json
+    from paceline.commands.replay import as_json, replay
 
     def of(*overrides: str) -> bytes:
         config = load(run / "config.toml", overrides).config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
+from rich.table import Column, Table
 
 ELO_SCALE = 400 / np.log(10)
 """Elo points to one unit of log odds."""
@@ -55,12 +55,8 @@ def rate(players: Sequence[str], scores: NDArray) -> list[Rating]:
     spread = centre @ np.linalg.inv(_curvature(games, expected) + precision) @ centre
     deviation = Z_95 * ELO_SCALE * np.sqrt(np.diag(spread))
     points = ELO_SCALE * centre @ strength
-    return [
-        Rating(
-            player, float(points[i]), float(points[i] - deviation[i]), float(points[i] + deviation[i]), games[i].sum()
-        )
-        for i, player in enumerate(players)
-    ]
+    figures = np.stack([points, points - deviation, points + deviation, games.sum(1)], axis=1).tolist()
+    return [Rating(player, *row) for player, row in zip(players, figures, strict=True)]
 
 
 def _curvature(games: NDArray, expected: NDArray) -> NDArray:
@@ -109,17 +105,15 @@ class Payoff:
 
     def ratings(self) -> list[Rating]:
         """Strongest first."""
-        if not self.counts:
-            return []
-        return sorted(rate(self.players, self.matrix()), key=lambda rating: -rating.points)
+        found = rate(self.players, self.matrix()) if self.counts else []
+        return sorted(found, key=lambda rating: -rating.points)
 
     def table(self, title: str = "league") -> Table:
         """A table for the terminal: ratings with their intervals, then each player's score against each other one."""
         ratings = self.ratings()
         names = [rating.player for rating in ratings]
-        table = Table(title=title, caption="row's mean points against column")
-        for heading in ("player", "rating", "95%", "games", *names):
-            table.add_column(heading, justify="left" if heading == "player" else "right")
+        columns = [Column(heading, justify="right") for heading in ("rating", "95%", "games", *names)]
+        table = Table("player", *columns, title=title, caption="row's mean points against column")
         for r in ratings:
             scores = ["." if (s := self.score(r.player, other)) is None else f"{s:.2f}" for other in names]
             table.add_row(r.player, f"{r.points:+.0f}", f"{r.low:+.0f} to {r.high:+.0f}", f"{r.games:.0f}", *scores)
@@ -134,15 +128,12 @@ class Payoff:
             self.counts[a, b], self.points[a, b] = count, points
 
 
-_INK = "#333333"
-
-
 def draw_league(payoff: Payoff, path: Path, title: str) -> None:
     """Ratings with their intervals on the left, the payoff matrix on the right, strongest first."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    ratings = payoff.ratings()
+    ratings, ink = payoff.ratings(), "#333333"
     names = [rating.player for rating in ratings]
     rows = range(len(names))
     figure = Figure(figsize=(9, 1.6 + 0.5 * len(names)), dpi=150, layout="constrained")
@@ -158,12 +149,12 @@ def draw_league(payoff: Payoff, path: Path, title: str) -> None:
     scores = np.array([[payoff.score(a, b) if a != b else None for b in names] for a in names], np.float64)
     right.imshow(scores, cmap="RdBu", vmin=0, vmax=1)
     for row, column in np.argwhere(~np.isnan(scores)):
-        ink = "white" if abs(scores[row, column] - 0.5) > 0.35 else _INK
-        right.text(column, row, f"{scores[row, column]:.2f}", ha="center", va="center", color=ink)
+        colour = "white" if abs(scores[row, column] - 0.5) > 0.35 else ink
+        right.text(column, row, f"{scores[row, column]:.2f}", ha="center", va="center", color=colour)
     right.set_xticks(rows, names)
     right.set_yticks(rows, names)
-    right.set_title("row's mean points against column", fontsize=9, color=_INK)
-    figure.suptitle(title, color=_INK)
+    right.set_title("row's mean points against column", fontsize=9, color=ink)
+    figure.suptitle(title, color=ink)
     draft = path.with_name(f".{path.name}.tmp")
     figure.savefig(draft, format="png")
     draft.replace(path)

@@ -29,11 +29,8 @@ def lanes(run: RunFolder, start: float | None, end: float | None, bins: int) -> 
         spans, source = [span for span in timed if span.end >= first and span.start <= last], "metrics"
     if not spans:
         return {"source": source, "extent": None, "lanes": []}
-    extent = (
-        min(span.start for span in spans) if start is None else start,
-        max(span.end for span in spans) if end is None else end,
-    )
-    found = []
+    first, last = min(span.start for span in spans), max(span.end for span in spans)
+    extent, found = (first if start is None else start, last if end is None else end), []
     for lane, mine in sorted(_by_lane(spans).items(), key=lambda item: _lane_rank(item[0], PAGE_ORDER)):
         crowded = len(mine) > 2 * bins
         shown = bin_spans(mine, extent, bins) if crowded else mine
@@ -82,9 +79,8 @@ def spans_from_metrics(columns: Columns) -> list[TimelineSpan]:
                 end -= seconds
             if phase == "eval" and whole > 0:
                 share = min(1.0, value("busy/sampler", row))
-                found.append(
-                    TimelineSpan("engine", "sample", end - whole, end, step, share, f"{share:.0%} of the time")
-                )
+                detail = f"{share:.0%} of the time"
+                found.append(TimelineSpan("engine", "sample", end - whole, end, step, share, detail))
         if (waited := value("time/sample", row)) > 0:
             found.append(TimelineSpan("trainer", "wait", end - waited, end, step, 1.0, "waits for a batch"))
     return found
@@ -142,15 +138,11 @@ def recent_load(run: RunFolder, columns: Columns, pace: float | None) -> RecentL
     spans = spans_from_record(recorded) or [span for span in spans_from_metrics(tail) if start <= span.end <= end]
     start = max(start, min((span.start for span in spans), default=start))
     working = [replace(span, value=1.0) if span.kind == "playing" else span for span in spans if span.kind != "wait"]
-    loads = [
-        LaneLoad(
-            lane,
-            min(1.0, sum(part.value for part in bin_spans(mine, (start, end), 1))),
-            _episodes(recorded, lane, start, end),
-        )
-        for lane, mine in _by_lane(working).items()
-    ]
-    return RecentLoad(end - start, sorted(loads, key=lambda load: _lane_rank(load.lane, BUSY_ORDER)))
+    loads = []
+    for lane, mine in sorted(_by_lane(working).items(), key=lambda item: _lane_rank(item[0], BUSY_ORDER)):
+        share = sum(part.value for part in bin_spans(mine, (start, end), 1))
+        loads.append(LaneLoad(lane, min(1.0, share), _episodes(recorded, lane, start, end)))
+    return RecentLoad(end - start, loads)
 
 
 def _episodes(spans: Sequence[TimelineSpan], lane: str, start: float, end: float) -> str:

@@ -37,26 +37,19 @@ STATE_MEANINGS = {
     "crashed": "its process is gone and wrote no end: killed, out of memory, or the machine stopped",
 }
 
-Curve = list[tuple[float, float]]
-
 
 @dataclass(frozen=True, slots=True)
 class MetricTrend:
-    """The curve of a metric, and its ends: means of a few steps, since one step is mostly noise."""
+    """The values of a metric, and their ends: means of a few steps, since one step is mostly noise."""
 
-    curve: Curve
+    values: list[float]
     first: float
     last: float
 
     @classmethod
-    def of(cls, curve: Curve) -> "MetricTrend":
-        few = max(1, min(5, len(curve) // 4))
-        values = [value for _, value in curve]
-        return cls(curve, statistics.fmean(values[:few]), statistics.fmean(values[-few:]))
-
-    @property
-    def values(self) -> list[float]:
-        return [value for _, value in self.curve]
+    def of(cls, values: list[float]) -> "MetricTrend":
+        few = max(1, min(5, len(values) // 4))
+        return cls(values, statistics.fmean(values[:few]), statistics.fmean(values[-few:]))
 
 
 Trends = dict[str, MetricTrend]
@@ -72,21 +65,21 @@ def reward_trends(columns: Columns) -> tuple[Trends, Trends, str]:
 
 def _trends(columns: Columns, start: str, end: str) -> Trends:
     """The metrics `start<environment>end`, without those of single actors (`reward/<environment>/<actor>/mean`)."""
-    curves: dict[str, Curve] = {}
+    found: dict[str, list[float]] = {}
     by_step: dict[float, list[float]] = {}
     for name, column in columns.items():
         env = name.removeprefix(start).removesuffix(end)
         if name == f"{start}{env}{end}" and env and "/" not in env:
             pairs = zip(columns["step"], column, strict=True)
-            curves[env] = [(step, value) for step, value in pairs if step is not None and value is not None]
-            for step, value in curves[env]:
+            pairs = [(step, value) for step, value in pairs if step is not None and value is not None]
+            found[env] = [value for _, value in pairs]
+            for step, value in pairs:
                 by_step.setdefault(step, []).append(value)
-    mean = [(step, statistics.fmean(values)) for step, values in sorted(by_step.items())]
-    return {env: MetricTrend.of(curve) for env, curve in {"": mean, **curves}.items() if curve}
+    mean = [statistics.fmean(values) for _, values in sorted(by_step.items())]
+    return {env: MetricTrend.of(values) for env, values in {"": mean, **found}.items() if values}
 
 
 def last_written(columns: Columns, status: RunStatus) -> float | None:
-    """When the run last wrote something down."""
     stamps = [stamp for stamp in columns.get("time", ()) if stamp is not None]
     return max([*stamps[-1:], status.began or 0.0, status.ended or 0.0]) or None
 
@@ -95,16 +88,11 @@ def table_row(name: str, run: RunFolder, problems: list[str]) -> dict[str, Any]:
     """State, step, reward, evaluation, age and tags of a run, and what could not be read of it. Never fails."""
     columns, config, status = run.metrics(), run.config(), run.status()
     rewards, held_out, kind = reward_trends(columns)
+    shown = ("state", "alive", "step", "total_steps", "began", "ended", "message")
     return {
         "name": name,
-        "state": status.state,
-        "alive": status.alive,
-        "step": status.step,
-        "total_steps": status.total_steps,
-        "began": status.began,
-        "ended": status.ended,
+        **{key: getattr(status, key) for key in shown},
         "seen": last_written(columns, status),
-        "message": status.message,
         "reward": _trend_ends(rewards.get("")),
         "eval": _trend_ends(held_out.get("")),
         "eval_kind": kind,
@@ -117,9 +105,7 @@ def table_row(name: str, run: RunFolder, problems: list[str]) -> dict[str, Any]:
 
 
 def _trend_ends(trend: MetricTrend | None) -> dict[str, float] | None:
-    if trend is None:
-        return None
-    return {"first": trend.first, "last": trend.last, "points": len(trend.curve)}
+    return None if trend is None else {"first": trend.first, "last": trend.last, "points": len(trend.values)}
 
 
 def _spark(values: list[float]) -> list[float]:
@@ -132,13 +118,11 @@ def _spark(values: list[float]) -> list[float]:
 
 def tags(config: Mapping[str, Any]) -> list[str]:
     """Names of the run's environments, algorithms and model."""
-    found: list[str] = []
-    envs = config.get("env")
+    envs, model, found = config.get("env"), config.get("model"), []
     for env in envs if isinstance(envs, list) else []:
         if isinstance(env, dict):
             found += [str(env.get("name") or env.get("type") or ""), _type(env.get("algo"))]
     found.append(_type(config.get("algo")) if not envs else "")
-    model = config.get("model")
     if isinstance(model, dict):
         found.append(str(model.get("name", "")).rstrip("/").rpartition("/")[2].removeprefix("paceline:"))
         found.append("lora" if model.get("lora") else "")
@@ -159,8 +143,6 @@ def family(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vitals:
-    """A run at one moment."""
-
     name: str
     path: Path
     now: float
@@ -194,7 +176,6 @@ class Vitals:
 
     @property
     def state_reason(self) -> str:
-        """The state in a sentence."""
         return self.status.message or STATE_MEANINGS[self.status.state]
 
     @property
@@ -265,17 +246,13 @@ def _seconds_left(status: RunStatus, pace: float | None, now: float, times: Sequ
 
 
 def _recent_means(columns: Columns) -> dict[str, float]:
-    found = {}
-    for name, column in columns.items():
-        if values := [value for value in column[-RECENT_STEPS:] if value is not None]:
-            found[name] = statistics.fmean(values)
-    return found
+    recent = {
+        name: [value for value in column[-RECENT_STEPS:] if value is not None] for name, column in columns.items()
+    }
+    return {name: statistics.fmean(values) for name, values in recent.items() if values}
 
 
 def _dropped_counts(columns: Columns) -> dict[str, int]:
-    totals = {
-        name.removeprefix("dropped/"): round(math.fsum(value for value in column if value))
-        for name, column in columns.items()
-        if name.startswith("dropped/")
-    }
+    dropped = {name: column for name, column in columns.items() if name.startswith("dropped/")}
+    totals = {name.removeprefix("dropped/"): round(math.fsum(filter(None, dropped[name]))) for name in dropped}
     return {reason: total for reason, total in totals.items() if total}

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,11 +75,8 @@ def downsample(points: Points, bins: int) -> Points:
     if len(points) <= 2 * bins:
         return points
     edges = [place * len(points) // bins for place in range(bins + 1)]
-    found = []
-    for first, last in itertools.pairwise(edges):
-        part = sorted(points[first:last], key=lambda point: point[1])
-        found += sorted({part[0], part[-1]})
-    return found
+    parts = [sorted(points[a:b], key=lambda point: point[1]) for a, b in itertools.pairwise(edges)]
+    return [point for part in parts for point in sorted({part[0], part[-1]})]
 
 
 def run_charts(run: RunFolder) -> list[dict[str, Any]]:
@@ -94,7 +92,7 @@ def run_charts(run: RunFolder) -> list[dict[str, Any]]:
                 if not title.startswith("Dropped") or any(value for _, value in points):
                     series[matched[1].replace("_", " ") or "sum"] = points
         found.append(build_chart(title, hint, series, least))
-    return [one for one in found if one is not None]
+    return list(filter(None, found))
 
 
 def build_chart(
@@ -168,14 +166,12 @@ def timeline(run: RunFolder) -> dict[str, Any] | None:
 
 def _boxes(spans: Sequence[Sequence], floor: int, x: Scale) -> list[dict[str, Any]]:
     boxes = []
-    stacked: dict[float, float] = {}
+    stacked: dict[float, float] = defaultdict(float)  # bins of several kinds are stacked
     for begun, ended, kind, share, *_ in spans:
         left, height = max(float(LANE_LEFT), x(begun)), round(share * ROW, 1)
         width = round(min(x(ended), LANE_WIDTH) - left, 1)
-        if width <= 0 and height <= 0:
-            continue
-        base = stacked.get(begun, 0.0)  # bins of several kinds are stacked
-        stacked[begun] = base + height
-        at = {"x": left, "y": round(floor - base - height, 1), "width": max(width, 0.5), "height": height}
-        boxes.append(at | {"colour": LANE_COLOURS.get(kind, "s3")})
+        if width > 0 or height > 0:
+            stacked[begun] += height
+            at = {"x": left, "y": round(floor - stacked[begun], 1), "width": max(width, 0.5), "height": height}
+            boxes.append(at | {"colour": LANE_COLOURS.get(kind, "s3")})
     return boxes

@@ -38,18 +38,11 @@ from paceline.observe.record.advice.rules import silence_reason
 from paceline.observe.report.charts import run_charts, timeline
 from paceline.observe.web.messages import conversations
 
-RECENT_STEPS = 20
-"""Steps before the last from which rollouts are picked."""
-MOST_ENVS = 8
-MOST_TEXT = 3000
-"""Characters of one text."""
-CANDIDATES = 64
-"""Rollouts that are considered for each that is shown."""
-MOST_MESSAGES = 24
-MOST_CONVERSATION_TEXT = 300_000
-"""Characters of all conversations together: the file stays one that can be sent."""
-MOST_EVENTS = 40
-MOST_VALUE = 600
+RECENT_STEPS, CANDIDATES = 20, 64
+"""Steps before the last from which rollouts are picked, and how many are considered for each that is shown."""
+MOST_ENVS, MOST_EVENTS, MOST_MESSAGES = 8, 40, 24
+MOST_TEXT, MOST_VALUE, MOST_CONVERSATION_TEXT = 3000, 600, 300_000
+"""Characters of one text, of a setting, and of all conversations together: the file stays one that can be sent."""
 STATE_TEXTS = {
     "running": "is running",
     "starting": "is starting",
@@ -66,9 +59,8 @@ CONTENT_SECURITY_POLICY = f"default-src 'none'; style-src 'sha256-{_HASH}'; base
 
 def _printable(value: Any) -> Any:
     """A string without control and bidirectional characters."""
-    return (
-        escape_control_chars(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
-    )
+    is_text = isinstance(value, str) and not isinstance(value, Markup)
+    return escape_control_chars(value, keep="\n\t") if is_text else value
 
 
 def _shorten(text: str) -> str:
@@ -90,7 +82,6 @@ TEMPLATES.filters |= {"timestamp": format_timestamp, "event_text": event_text}
 
 
 def render_report(run: RunFolder, rollouts: int, now: float | None = None) -> str:
-    """The HTML of the report."""
     shown, window = vitals(run, now), advice_window(run)
     found, status = advise(window), shown.status
     page = TEMPLATES.get_template("report.html")
@@ -148,7 +139,7 @@ def _by_env(trends: Trends) -> Trends:
 
 def _trend_text(trend: MetricTrend) -> str:
     first, last = format_score(trend.first), format_score(trend.last)
-    if len(trend.curve) < 2:
+    if len(trend.values) < 2:
         return f"was measured once, {last}"
     if first == last:
         return f"stayed at {last}"
@@ -162,7 +153,7 @@ def _tiles(run: Vitals) -> list[tuple[str, str, str]]:
     pace = "" if run.pace is None else f"{format_seconds(run.pace)} a step"
     left = "" if run.seconds_left is None else f", about {format_whole_seconds(run.seconds_left)} left"
     sampled, trained = (
-        "–" if name not in recent else format_count(recent[name]) for name in ("tokens/s", "train_tokens/s")
+        format_count(recent[name]) if name in recent else "–" for name in ("tokens/s", "train_tokens/s")
     )
     return [
         ("Step", f"{status.step:,}" + (f" of {status.total_steps:,}" if status.total_steps else ""), pace + left),
@@ -226,10 +217,8 @@ def _conversations(run: RunFolder, each: int) -> Iterator[Markup]:
             reward = format_number(row.reward)
             facts = f"reward {reward}, step {row.step}, ticket {row.ticket}, {row.tokens} tokens, {state}"
             content = _conversation(run, row) if left > 0 else {"problem": "Left out: the file is large enough."}
-            empty = {"problem": "", "messages": (), "skipped": 0, "others": 0}
-            shown = TEMPLATES.get_template("conversation.html").render(
-                empty | content, title=safe_line(f"{rank}: {facts}")
-            )
+            empty = {"title": safe_line(f"{rank}: {facts}"), "problem": "", "messages": (), "skipped": 0, "others": 0}
+            shown = TEMPLATES.get_template("conversation.html").render(empty | content)
             left -= len(shown) if "messages" in content else 0
             yield Markup(shown)
     if len(envs) > MOST_ENVS:
@@ -254,16 +243,12 @@ def _pick_rollouts(run: RunFolder, env: str, steps: tuple[int, int], each: int) 
     query = Query(env=env, step=steps, domain="training", error=False, reward=any_reward, limit=CANDIDATES * each)
     middle = run.rollouts.find(replace(query, limit=0)).total // 2
     found: dict[int, tuple[str, Row]] = {}
-    for rank, ranked in (
-        ("best", replace(query, sort="-reward")),
-        ("worst", replace(query, sort="reward")),
-        ("median", replace(query, sort="reward", offset=middle)),
-    ):
+    for rank, sort, offset in (("best", "-reward", 0), ("worst", "reward", 0), ("median", "reward", middle)):
         by_ticket: dict[int, Row] = {}
-        for row in run.rollouts.find(ranked).rows:
-            if row.ticket not in found:
-                by_ticket.setdefault(row.ticket, row)
-        found |= {ticket: (rank, row) for ticket, row in list(by_ticket.items())[:each]}
+        for row in run.rollouts.find(replace(query, sort=sort, offset=offset)).rows:
+            by_ticket.setdefault(row.ticket, row)
+        fresh = [ticket for ticket in by_ticket if ticket not in found]
+        found |= {ticket: (rank, by_ticket[ticket]) for ticket in fresh[:each]}
     return sorted(found.values(), key=lambda one: ("best", "median", "worst").index(one[0]))
 
 

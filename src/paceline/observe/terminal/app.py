@@ -36,8 +36,6 @@ advice     what the run's figures say against it; `paceline doctor RUN`
 
 
 class HelpScreen(ModalScreen[None]):
-    """What keys do and figures mean."""
-
     CSS = """
     HelpScreen { align: center middle; }
     HelpScreen Static { width: auto; max-width: 100%; padding: 0 2; border: round $accent; background: $surface; }

@@ -20,8 +20,7 @@ STYLES = {"running": "green", "starting": "cyan", "finished": "green", "interrup
 UPDATE_METRICS = {"grad norm": "grad_norm", "entropy": "entropy", "mismatch": "mismatch_kl", "clipped": "clip_fraction"}
 WIDE_COLUMNS = 120
 """Terminal width from which two columns fit."""
-MOST_ENVS = MOST_LANES = 6
-MOST_EVENTS = 8
+MOST_ENVS, MOST_LANES, MOST_EVENTS = 6, 6, 8
 _LABEL_WIDTH = 15
 
 Pairs = Iterable[tuple[str, RenderableType]]
@@ -86,7 +85,7 @@ def _learning(run: Vitals) -> Pairs:
 def _trend(trend: MetricTrend) -> RenderableType:
     columns = Column(no_wrap=True, width=7, justify="right"), Column(ratio=1, no_wrap=True)
     row = Table.grid(*columns, Column(no_wrap=True, justify="right"), padding=(0, 2), expand=True)
-    moved = format_change(trend.first, trend.last) if len(trend.curve) > 1 else ""
+    moved = format_change(trend.first, trend.last) if len(trend.values) > 1 else ""
     style = {"+": "green", "-": "red"}.get(moved[:1], "dim")
     since = Text.assemble((f"from {format_score(trend.first)} " if moved else "first value", "dim"), (moved, style))
     row.add_row(Text(format_score(trend.last), "bold"), Sparkline(trend.values), since)
@@ -97,9 +96,8 @@ def _update(run: Vitals) -> Pairs:
     recent, losses = run.recent_means, run.losses
     if losses:
         whole = format_number(losses.pop("loss", None))
-        parts = [
-            f"{safe_line(name.removeprefix('loss/'), 20)} {format_number(value)}" for name, value in losses.items()
-        ]
+        named = [(safe_line(name.removeprefix("loss/"), 20), value) for name, value in losses.items()]
+        parts = [f"{name} {format_number(value)}" for name, value in named]
         yield "loss", Text(f"{whole}  =  {' + '.join(parts)}" if len(parts) > 1 else whole)
     figures = [f"{label} {format_number(recent[name])}" for label, name in UPDATE_METRICS.items() if name in recent]
     if figures:
@@ -165,7 +163,6 @@ class RunSnapshot:
     problems: list[str]
 
     def render(self, width: int) -> RenderableType:
-        """The full view of the run."""
         run = self.run
         head = [_title(run, width), _progress(run, width), *_problem_lines(run), Text()]
         learning, pace = [*_learning(run), *_update(run)], list(_pace(run))
@@ -195,7 +192,6 @@ class RunPoller:
 
 
 def snapshot(run: RunFolder) -> str:
-    """The view as plain text."""
     page = Console(file=StringIO(), width=PLAIN_WIDTH, color_system=None, highlight=False, emoji=False)
     with page.capture() as printed:
         page.print(RunPoller(run).poll().render(PLAIN_WIDTH))

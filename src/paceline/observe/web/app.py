@@ -22,7 +22,6 @@ from starlette.responses import FileResponse, JSONResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.config.base import Section
-from paceline.config.errors import options_from_flags
 from paceline.errors import PacelineError
 from paceline.observe.record import RolloutNotFound
 from paceline.observe.web import compare, overview, replay, rollouts, tickets
@@ -31,7 +30,6 @@ from paceline.util.connections import GracefulServer, is_loopback, listen, refus
 
 log = logging.getLogger("paceline.observe.web")
 ROUTE_MODULES = (overview, rollouts, tickets, replay, compare)
-"""The modules of routes, each with a `router`."""
 STATIC = Path(__file__).parent / "static"
 COOKIE = "paceline_ui"
 HEADERS = {
@@ -85,9 +83,8 @@ class UiGuard:
         if _equal_secrets(query.pop("key", [""])[0], self._key):
             # The same page without the key in its address, where a history or a screenshot would keep it. A path such
             # as //elsewhere would lead to another host.
-            redirect = RedirectResponse(
-                "/" + path.lstrip("/") + (f"?{urlencode(query, doseq=True)}" if query else ""), 303
-            )
+            rest = f"?{urlencode(query, doseq=True)}" if query else ""
+            redirect = RedirectResponse(f"/{path.lstrip('/')}{rest}", 303)
             redirect.set_cookie(COOKIE, self._proof, httponly=True, samesite="strict", max_age=30 * 86_400)
             return redirect
         if path.startswith("/api/"):
@@ -107,19 +104,14 @@ def build_app(folder: Path, key: str | None = None) -> FastAPI:
     for group in ROUTE_MODULES:
         app.include_router(group.router, prefix="/api")
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    app.add_api_route("/", _index_page, methods=["GET"], response_model=None)
+    app.add_api_route("/", lambda: FileResponse(STATIC / "index.html"), methods=["GET"], response_model=None)
     for kind in (HTTPException, RolloutNotFound, PacelineError, RequestValidationError, Exception):
         app.add_exception_handler(kind, _error_response)
     app.add_middleware(UiGuard, key=key)
     return app
 
 
-async def _index_page() -> Response:
-    return FileResponse(STATIC / "index.html")
-
-
 async def _error_response(request: Request, error: Exception) -> Response:
-    """The error as JSON with one sentence."""
     path = request.url.path
     match error:
         case HTTPException():
@@ -169,15 +161,6 @@ class UiOptions(Section):
         return self
 
 
-def load_options(**flags: object) -> UiOptions:
-    """The options from the command line's flags; those that are None have their defaults."""
-    return options_from_flags(UiOptions, flags)
-
-
-GRACE_SECONDS = 1
-"""Seconds that shutdown waits: live pages never close their connection themselves."""
-
-
 def serve_ui(options: UiOptions) -> None:
     """Serve until a signal comes."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -192,6 +175,6 @@ def serve_ui(options: UiOptions) -> None:
             ready += " (the page asks for the key)"
         app = build_app(Path(options.runs), options.key)
         threading.Thread(target=app.state.runs.read_ahead, name="reading ahead", daemon=True).start()
-        config = server_config(app, GRACE_SECONDS)
+        config = server_config(app, grace=1)  # live pages never close their connection themselves
         GracefulServer(config, lambda: print(ready, flush=True)).run(sockets=[listener])
     print("paceline: stopped", file=sys.stderr)

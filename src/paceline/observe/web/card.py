@@ -9,7 +9,7 @@ rewards were changed after the credit was given, or one of the two is wrong; the
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -74,30 +74,25 @@ class TokenValues:
 
 
 def token_card(run: RunFolder, rollout: StoredRollout, strip: TokenStrip, at: int) -> dict[str, Any]:
-    """The card of one token, as plain values."""
-    config, state = credit_config(run), rollout.row.state
+    config, row = credit_config(run), rollout.row
     weights = {name: float(stream[at]) for name, stream in loss_weights(strip).items() if stream[at]}
     card = {"at": at, "by": weights, "lines": [], "why": ""}
     if config is None:
         return card | {"why": UNKNOWN_CONFIG}
-    if strip.sample is None or rollout.row.domain != "training":
-        return card | {"why": state_text(state) if rollout.row.domain != "training" or not rollout.samples else ""}
-    lines = _lines(run, rollout, strip, at, config, weights)
-    if state in TRAINED_STATES:
+    if strip.sample is None or row.domain != "training":
+        return card | {"why": state_text(row.state) if row.domain != "training" or not rollout.samples else ""}
+    why = state_text(row.state)
+    if row.state in TRAINED_STATES:
         why = "" if weights else _why_untrained(rollout, strip, at, config)
-    else:
-        why = state_text(state)
-    return card | {"lines": [asdict(line) for line in lines], "why": why}
+    return card | {"lines": _lines(run, rollout, strip, at, config, weights), "why": why}
 
 
 def _lines(
     run: RunFolder, rollout: StoredRollout, strip: TokenStrip, at: int, config: RunConfig, weights: dict[str, float]
 ) -> list[CardLine]:
     trainer, lines = config.trainer, []
-    streams = {"advantage": "advantages", "old": "logprobs", "ref": "teacher_logprobs", "base": "kl_ref_logprobs"}
-    token = TokenValues(
-        **{key: float(strip.streams[name][at]) for key, name in streams.items() if name in strip.streams}
-    )
+    names = {"advantage": "advantages", "old": "logprobs", "ref": "teacher_logprobs", "base": "kl_ref_logprobs"}
+    token = TokenValues(**{k: float(strip.streams[name][at]) for k, name in names.items() if name in strip.streams})
     share = sample_scales(run, rollout, strip.number, config) if weights else None
 
     def with_share(line: CardLine, part: str) -> list[CardLine]:
@@ -125,7 +120,6 @@ def _lines(
 
 
 def rl_line(c: losses.LossConfig, token: TokenValues) -> CardLine:
-    """The rl term at r = 1."""
     a = token.advantage
     if isinstance(c, losses.CustomLossConfig):
         return CardLine("rl term", f"given by {c.import_path}", replay=True)
@@ -145,12 +139,11 @@ def rl_line(c: losses.LossConfig, token: TokenValues) -> CardLine:
 def _on_policy_batch(token: TokenValues) -> tuple[Ratio, TrainedTokens]:
     """A batch of this token alone, for a policy that has not changed since it sampled."""
     old, advantage, ref, base = (np.array([x or 0.0]) for x in (token.old, token.advantage, token.ref, token.base))
-    scales = dict.fromkeys(("rl_scale", "ce_scale", "ref_kl_scale", "unweighted_scale"), np.ones(1))
-    policies = dict.fromkeys(("logprobs", "rollout_logprobs", "prox_logprobs"), old)
-    policies |= {"teacher_logprobs": ref, "kl_ref_logprobs": base}
-    zero = np.zeros(1, np.int64)
-    rest = {"advantages": advantage, "entropy": zero, "versions": zero, "segments": zero}
-    return Ratio.from_logprobs(old, old), TrainedTokens(**policies, **scales, **rest, names=("",))
+    streams = dict.fromkeys(("logprobs", "rollout_logprobs", "prox_logprobs"), old)
+    streams |= {"advantages": advantage, "teacher_logprobs": ref, "kl_ref_logprobs": base}
+    streams |= dict.fromkeys(("rl_scale", "ce_scale", "ref_kl_scale", "unweighted_scale"), np.ones(1))
+    streams |= dict.fromkeys(("entropy", "versions", "segments"), np.zeros(1, np.int64))
+    return Ratio.from_logprobs(old, old), TrainedTokens(**streams, names=("",))
 
 
 def bound_note(c: losses.LossConfig, token: TokenValues) -> str:
@@ -183,7 +176,6 @@ def _edge_note(what: str, edge: float, up: bool, source: str) -> str:
 
 
 def ref_kl_line(token: TokenValues) -> CardLine:
-    """A teacher's pull at r = 1."""
     formula = "−(log teacher − log π) · r"
     if token.ref is None or token.old is None:
         return CardLine("ref_kl term", formula, note="The teacher's or the sampler's score was not kept.")
@@ -196,7 +188,6 @@ def ref_kl_line(token: TokenValues) -> CardLine:
 
 
 def kl_line(c: losses.KLConfig, token: TokenValues) -> CardLine:
-    """The pull of the KL reference in the loss, at r = 1."""
     shape = {"k1": "d", "k2": "d² / 2", "k3": "e^−d + d − 1"}[c.kind]
     formula = f"kl.coef · ({shape}), d = log π − log reference"
     if token.base is None or token.old is None:
@@ -207,7 +198,6 @@ def kl_line(c: losses.KLConfig, token: TokenValues) -> CardLine:
 
 
 def _ratio_line(strip: TokenStrip, config: RunConfig) -> CardLine:
-    """The ratio, which is known only where it must be 1."""
     trainer = config.trainer
     if "logprobs" not in strip.streams:
         return CardLine("ratio", "1: a frozen model sampled it", value=1.0)
@@ -277,13 +267,12 @@ def sample_scales(
     totals = _step_totals(run, row.step, trainer.minibatches, limit, record).get(row.index)
     if totals is None:
         return None
-    own = [_truncate(sample, limit) for sample in rollout.samples]
+    own = _trained_parts(rollout, limit)
     return token_scales(own, trainer.normalise, trainer.fixed_length, totals=totals)[number], totals
 
 
-def _truncate(sample: Sample, limit: int | None) -> Sample:
-    """The part of the sample that the trainer sees."""
-    return sample if limit is None else sample.truncated_to(limit)
+def _trained_parts(rollout: StoredRollout, limit: int | None) -> list[Sample]:
+    return rollout.samples if limit is None else [sample.truncated_to(limit) for sample in rollout.samples]
 
 
 @lru_cache(maxsize=64)
@@ -293,7 +282,7 @@ def _step_totals(run: RunFolder, step: int, parts: int, limit: int | None, recor
     rows = shipped_rows(run, step)
     if sum(row.prompt + row.tokens for row in rows) > MOST_TOKENS or not all(row.whole for row in rows):
         return {}
-    batch = [(row.index, _truncate(one, limit)) for row in rows for one in run.rollouts.get(row.index).samples]
+    batch = [(row.index, part) for row in rows for part in _trained_parts(run.rollouts.get(row.index), limit)]
     samples, found = [sample for _, sample in batch], {}
     for part in minibatches(samples, parts) if batch else ():
         found |= dict.fromkeys((batch[at][0] for at in part), component_counts([samples[at] for at in part]))
@@ -312,7 +301,6 @@ def _credit_line(run: RunFolder, row: Row, recorded: float | None, config: RunCo
         return _advantage_line(value=recorded, note="The run's config does not name its environment.")
 
     def scope(one: Row) -> tuple:
-        """Only rollouts of the same scope are compared."""
         parent = run.rollouts.get(one.index).parent if isinstance(algo, algorithms.HierarchicalConfig) else ""
         return one.member if parent else None, parent, one.kind, one.actor
 
@@ -333,7 +321,7 @@ def explain_advantage(
     algo: algorithms.AlgorithmConfig, me: Row, peers: Sequence[Row], recorded: float | None
 ) -> CardLine:
     """The credit of a rollout with a reward among its peers, itself included."""
-    place = next(place for place, peer in enumerate(peers) if peer.index == me.index)
+    place = [peer.index for peer in peers].index(me.index)
     match algo:
         case algorithms.GRPOConfig() | algorithms.EchoConfig():
             line = _group_line(algo, peers, place, "batch" if algo.baseline == "batch" else "group")

@@ -6,7 +6,6 @@ Large runs take seconds to compare, so a thread does it and the page polls for p
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from itertools import count
 from typing import Annotated, Any
 
@@ -19,13 +18,12 @@ from paceline.observe.record.paired import verdict
 from paceline.observe.web.runs import AllRuns, FiniteJsonResponse, Runs
 from paceline.observe.web.tokens import vocabulary_of
 
-MOST_DRAWS = 20
-"""Draws that are listed: those with the largest differences."""
+MOST_DRAWS, MOST_TEXT = 20, 4000
+"""Draws that are listed, those with the largest differences, and characters of a text."""
 WAIT_SECONDS = 0.4
 """Seconds a request waits for the result; small runs are compared in that time."""
 CONTEXT_TOKENS = 12
 """Tokens shown on either side of one that differs."""
-MOST_TEXT = 4000
 CAUSAL_CHAIN = (
     ("row", "the row of the data"),
     ("prompt", "the prompt"),
@@ -109,7 +107,6 @@ def ab(runs: AllRuns, a: Name, b: Name) -> Response:
 
 
 def describe_difference(one: RunFolder, other: RunFolder, compared: RunComparison) -> dict[str, Any]:
-    """The comparison as the page shows it."""
     first = compared.first
     view = compared.as_json() | {"same": _equal_counts(compared)}
     if first is None:
@@ -167,27 +164,23 @@ def _side_view(
     if first.token is None:
         return side
     if turn is not None:
+        ids, place = turn.full_ids, {"turn": first.turn}
         at = first.token + (0 if first.kind == "prompt" else len(turn.prompt_ids))
-        return side | _tokens_around(run, turn.full_ids.tolist(), at) | {"place": {"turn": first.turn, "at": at}}
-    if first.sample is not None and first.sample < len(body.samples):
-        ids = body.samples[first.sample].token_ids.tolist()
-        return side | _tokens_around(run, ids, first.token) | {"place": {"sample": first.sample, "at": first.token}}
-    return side
-
-
-def _tokens_around(run: RunFolder, ids: Sequence[int], at: int) -> dict[str, Any]:
-    start, end = max(0, at - CONTEXT_TOKENS), at + CONTEXT_TOKENS + 1
-    shown = list(ids[start:end])
-    vocabulary, _ = vocabulary_of(run)
+    elif first.sample is not None and first.sample < len(body.samples):
+        ids, place, at = body.samples[first.sample].token_ids, {"sample": first.sample}, first.token
+    else:
+        return side
+    start = max(0, at - CONTEXT_TOKENS)
+    shown, (vocabulary, _) = ids[start : at + CONTEXT_TOKENS + 1].tolist(), vocabulary_of(run)
     texts = vocabulary.decode(shown)[0] if vocabulary is not None else [None] * len(shown)
-    return {"tokens": [{"id": id, "text": text} for id, text in zip(shown, texts, strict=True)], "marked": at - start}
+    tokens = [{"id": id, "text": text} for id, text in zip(shown, texts, strict=True)]
+    return side | {"tokens": tokens, "marked": at - start, "place": place | {"at": at}}
 
 
 ABANDON_SECONDS = 20.0
 """A comparison that no page has asked for in so long is cancelled."""
-MOST_COMPARISONS = 16
-"""Comparisons that are remembered."""
-MOST_CONCURRENT = 2
+MOST_COMPARISONS, MOST_CONCURRENT = 16, 2
+"""Comparisons that are remembered, and that go on at a time."""
 
 
 class ComparisonAbandoned(Exception):
@@ -223,9 +216,9 @@ class ComparisonJob:
         self._thread.join(wait)
         if self._answer:
             return self._answer
-        steps = [int(max((s for s in run.metrics()["step"] if s is not None), default=0)) for run in self._runs]
-        done = {name: dict.get(self._counter, name, 0) for name in ("steps", "rollouts")}
-        return {"state": "working", "total_steps": max(steps), **done}
+        steps = max((step for run in self._runs for step in run.metrics()["step"] if step is not None), default=0)
+        done = {name: self._counter[name] for name in ("steps", "rollouts")}
+        return {"state": "working", "total_steps": int(steps), **done}
 
     def _work(self) -> None:
         one, other = self._runs

@@ -9,28 +9,24 @@ browser draws without running anything; every other one is named and never loade
 """
 
 import base64
-import binascii
 import contextlib
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.data.sample import Ticket
 from paceline.observe.record import RolloutNotFound, Row, StoredRollout, StoredTurn
 from paceline.observe.record.rollouts import Rollouts
 
-MOST_TEXT = 1_000_000
-"""Characters of one text that a page is sent."""
-MOST_IMAGE = 8 << 20
-"""Bytes of one image that a page is sent."""
+MOST_TEXT, MOST_IMAGE = 1_000_000, 8 << 20
+"""Characters of one text, and bytes of one image, that a page is sent."""
 IMAGE_SIGNATURES = {
-    "image/png": (b"\x89PNG\r\n\x1a\n",),
-    "image/jpeg": (b"\xff\xd8\xff",),
+    "image/png": b"\x89PNG\r\n\x1a\n",
+    "image/jpeg": b"\xff\xd8\xff",
     "image/gif": (b"GIF87a", b"GIF89a"),
-    "image/webp": (b"RIFF",),
+    "image/webp": b"RIFF",
 }
 """Kinds of images that are drawn, and how their bytes begin."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -45,9 +41,8 @@ def message_view(message: Any) -> dict[str, Any]:
     """One message: its role, its parts in order, the tools it calls, and which call it answers."""
     if not isinstance(message, dict):
         return {"role": "", "parts": [_other_part("a message that is no object", message)], "calls": []}
-    thoughts = [
-        _text_part(text, "thought") for key in REASONING_KEYS if isinstance(text := message.get(key), str) and text
-    ]
+    texts = (message.get(key) for key in REASONING_KEYS)
+    thoughts = [_text_part(text, "thought") for text in texts if isinstance(text, str) and text]
     more = {key: value for key, value in message.items() if key not in _KNOWN_KEYS and value is not None}
     others = [_other_part("also in this message", more)] if more else []
     calls = message.get("tool_calls")
@@ -114,7 +109,7 @@ def _image_part(source: str) -> Part:
         return {"kind": "unshown", "text": f"an image of {len(data) * 3 >> 22} MiB, which is too large for this page"}
     try:
         raw = base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raw = b""
     if not raw.startswith(IMAGE_SIGNATURES[kind]):
         return {"kind": "unshown", "text": f"something that calls itself {kind} and is not"}
@@ -128,10 +123,9 @@ def _call(call: Any) -> dict[str, str]:
         return {"name": "", "arguments": _json(call), "id": ""}
     value = function.get("arguments")
     text = value[:MOST_TEXT] if isinstance(value, str) else _json(value)
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            parsed = json.loads(value)
-            text = _json(parsed) if isinstance(parsed, dict | list) else text
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        parsed = json.loads(value)
+        text = _json(parsed) if isinstance(parsed, dict | list) else text
     return {"name": _short_text(function.get("name")), "arguments": text, "id": _short_text(call.get("id"))}
 
 
@@ -148,7 +142,7 @@ def _json(value: Any) -> str:
     try:
         return json.dumps(value, indent=1, ensure_ascii=False, default=str)[:MOST_TEXT]
     except (ValueError, TypeError, RecursionError):
-        return str(type(value).__name__)
+        return type(value).__name__
 
 
 def _short_text(value: Any) -> str:
@@ -168,11 +162,11 @@ def conversations(rollout: StoredRollout) -> dict[str, Any]:
     if not rollout.turns:
         found = [{"messages": [message_view(message) for message in rollout.messages]}] if rollout.messages else []
         return {"total": len(found), "shown": found}
-    last = last_turns(rollout.turns)
+    last = _last_turns(rollout.turns)
     return {"total": len(last), "shown": [_conversation(at, rollout.turns) for at in last[-MOST_CONVERSATIONS:]]}
 
 
-def last_turns(turns: Sequence[StoredTurn]) -> list[int]:
+def _last_turns(turns: Sequence[StoredTurn]) -> list[int]:
     """The turns that no later turn continues: the last of each conversation."""
     whole = [_turn_messages(turn) for turn in turns]
 
@@ -189,18 +183,14 @@ def _conversation(last: int, turns: Sequence[StoredTurn]) -> dict[str, Any]:
         reply = message_view(ending.message) | {"turn": turn_facts(last, ending)}
         return {"prompt_tokens": len(ending.prompt_ids), "messages": [reply]}
     whole = _turn_messages(ending)
-    spoken = {}
+    messages = [message_view(message) for message in whole]
     for at, turn in enumerate(turns[: last + 1]):
         if turn.messages is not None and whole[: len(turn.messages) + 1] == _turn_messages(turn):
-            spoken[len(turn.messages)] = turn_facts(at, turn)
-    messages = [
-        message_view(message) | ({"turn": spoken[at]} if at in spoken else {}) for at, message in enumerate(whole)
-    ]
+            messages[len(turn.messages)]["turn"] = turn_facts(at, turn)
     return {"messages": messages, "tools": [_tool(tool) for tool in ending.tools or ()]}
 
 
 def turn_facts(at: int, turn: StoredTurn) -> dict[str, Any]:
-    """The facts of one reply: its policy versions, its length, and why it ended."""
     return {
         "number": at + 1,
         "tokens": len(turn.completion_ids),
@@ -225,8 +215,7 @@ MOST_SEATS = 32
 _SHORT_WORDS = 40
 
 
-@dataclass(frozen=True)
-class EpisodeTurn:
+class EpisodeTurn(NamedTuple):
     """One turn of a seat, and the messages that are new in its prompt."""
 
     new_messages: list[Any]
@@ -237,7 +226,7 @@ def episode_timeline(rollouts: Rollouts, index: int) -> dict[str, Any]:
     """The seats of an episode with their rewards, and all their turns in order."""
     rows = [rollouts.row(at) for at in rollouts.episode(index)]
     seats = [_read_seat(rollouts, row) for row in rows[:MOST_SEATS]]
-    spoken = [_episode_turns(one.turns) for one in seats]
+    spoken = [list(_episode_turns(one.turns)) for one in seats]
     line = []
     for seat, at in order_turns(spoken, _parent_seats(seats)):
         one = spoken[seat][at]
@@ -256,9 +245,8 @@ def _read_seat(rollouts: Rollouts, row: Row) -> StoredRollout:
     try:
         return rollouts.get(row.index)
     except RolloutNotFound as error:
-        return StoredRollout(
-            row=row, ticket=Ticket(row.ticket, row.env, 0, 0, row.row), reward=row.reward, error=str(error)
-        )
+        ticket = Ticket(row.ticket, row.env, 0, 0, row.row)
+        return StoredRollout(row=row, ticket=ticket, reward=row.reward, error=str(error))
 
 
 def order_turns(spoken: Sequence[Sequence[EpisodeTurn]], after: Sequence[int | None]) -> list[tuple[int, int]]:
@@ -293,32 +281,26 @@ def is_quoted(heard: str, words: str) -> bool:
     return bool(words) and re.search(rf"(?<!\w){re.escape(words)}(?!\w)", heard) is not None
 
 
-def _episode_turns(turns: Sequence[StoredTurn]) -> list[EpisodeTurn]:
+def _episode_turns(turns: Sequence[StoredTurn]) -> Iterator[EpisodeTurn]:
     """Each turn with the messages of its prompt that the turn before did not have."""
-    found: list[EpisodeTurn] = []
     before: list[Any] = []
     for turn in turns:
         messages = turn.messages or []
-        goes_on = messages[: len(before)] == before
-        found.append(EpisodeTurn(messages[len(before) :] if goes_on else messages, turn))
+        known = len(before) if messages[: len(before)] == before else 0
+        yield EpisodeTurn(messages[known:], turn)
         before = [*messages, turn.message]
-    return found
 
 
 def _parent_seats(seats: Sequence[StoredRollout]) -> list[int | None]:
     """For each seat the index of the seat whose episode started it, or None. Of seats that share an actor the record
     has no names, so the first of them stands for all."""
-    actors = [one.row.actor for one in seats]
-    parents = [one.parent.partition("#")[0] for one in seats]
-    return [
-        actors.index(parent) if parent in actors and actors.index(parent) != at else None
-        for at, parent in enumerate(parents)
-    ]
+    first = {one.row.actor: at for at, one in reversed([*enumerate(seats)])}
+    parents = [first.get(one.parent.partition("#")[0]) for one in seats]
+    return [None if parent == at else parent for at, parent in enumerate(parents)]
 
 
 def _absent_actors(rollouts: Rollouts, rows: Sequence[Row]) -> list[str]:
     """Actors of other episodes of this group that this episode lacks."""
-    mine = {(row.actor, row.kind) for row in rows}
-    kinds = {row.kind for row in rows}
+    mine, kinds = {(row.actor, row.kind) for row in rows}, {row.kind for row in rows}
     mates = [rollouts.row(at) for at in rollouts.group_members(rows[0].index)]
     return sorted({row.actor for row in mates if row.kind in kinds and (row.actor, row.kind) not in mine})

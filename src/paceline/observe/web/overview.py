@@ -5,7 +5,7 @@ that lost its connection gets what it missed, and one whose run was rolled back 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -61,11 +61,8 @@ def read_metrics(run: RunFolder, mark: str = "") -> tuple[dict[str, Any], str]:
 
 
 class RunWatcher:
-    """Follows one run for one page."""
-
     def __init__(self, run: RunFolder, mark: str) -> None:
-        self._run = run
-        self._mark = mark
+        self._run, self._mark = run, mark
         self._seen: dict[str, Any] = {}
 
     def poll(self) -> Iterator[LiveEvent]:
@@ -98,8 +95,6 @@ class RunWatcher:
 
 
 class FolderWatcher:
-    """Follows the table of runs for one page."""
-
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._rows: dict[str, dict[str, Any]] = {}
@@ -169,21 +164,20 @@ def config(run: OneRun) -> Response:
     """A row for each key: section, key, value, default, whether it was changed, and what it means."""
     table = run.config()
     changed = {entry.key: entry.default for entry in run.changed_keys()}
-    rows = []
-    for path, value in _leaf_keys(table):
-        key, spot = key_text(path), _spot_or_none(path, table)
-        rows.append(
-            {
-                "key": key,
-                "section": _section_title(path, table),
-                "name": str(path[-1]),
-                "value": value,
-                "changed": key in changed,
-                "default": changed.get(key),
-                "help": spot.help if spot else "",
-                "known": spot is not None,
-            }
-        )
+    rows = [
+        {
+            "key": (key := key_text(path)),
+            "section": _section_title(path, table),
+            "name": str(path[-1]),
+            "value": value,
+            "changed": key in changed,
+            "default": changed.get(key),
+            "help": spot.help if spot else "",
+            "known": spot is not None,
+        }
+        for path, value in _leaf_keys(table)
+        for spot in [_spot_or_none(path, table)]
+    ]
     file = run.path / "config.toml"
     text = file.read_text(errors="replace") if file.is_file() else ""
     return FiniteJsonResponse({"rows": rows, "text": text, "problems": run.problems(patient=False)})
@@ -221,7 +215,6 @@ def _spot_or_none(path: KeyPath, table: Any) -> SchemaNode | None:
 
 @router.get("/runs")
 def runs(runs: AllRuns) -> Response:
-    """A row for every run of the folder."""
     return FiniteJsonResponse({"folder": str(runs.folder), "runs": list(runs.table(patient=False).values())})
 
 
@@ -236,6 +229,8 @@ def advice(run: OneRun) -> Response:
     """Every advisory with its evidence, and all rules."""
     window = advice_window(run)
     found = advise(window)
+    own = {env: window.env(env).get("pause") for env in window.envs}
+    pauses = {env: window.advice.pause if rules is None else rules for env, rules in own.items()}
     rules = [
         {
             "name": rule.name,
@@ -243,7 +238,7 @@ def advice(run: OneRun) -> Response:
             "limit": getattr(window.advice, rule.name),
             "help": AdviceConfig.model_fields[rule.name].description,
             "found": sum(advisory.rule == rule.name for advisory in found),
-            "pauses": [env for env in window.envs if rule.name in _pause_rules(window, env)],
+            "pauses": [env for env, pausing in pauses.items() if rule.name in pausing],
         }
         for rule in RULES
     ]
@@ -267,8 +262,3 @@ def _advisory_view(window: AdviceWindow, advisory: Advisory) -> dict[str, Any]:
         for row in [window.rows[index - window.first]]
     ]
     return asdict(advisory) | {"knobs": knobs, "rollouts": rollouts}
-
-
-def _pause_rules(window: AdviceWindow, env: str) -> Sequence[str]:
-    own = window.env(env).get("pause")
-    return window.advice.pause if own is None else own

@@ -60,11 +60,10 @@ class ReplayProcess:
         limit: float = LIMIT_SECONDS,
         key: str = "",
     ) -> None:
-        self.step, self.key = step, key
+        self._step, self._key = step, key
         self.state: ReplayState = "working"
         self.failure = ""
-        self.began = time.monotonic()
-        self.ended: float | None = None
+        self._began, self._ended = time.monotonic(), 0.0
         command = [sys.executable, "-P", "-m", "paceline", "replay", str(run), str(step), "--json"]
         self._command = [*command, *flags]
         self._on_finished, self._limit = on_finished, limit
@@ -73,13 +72,16 @@ class ReplayProcess:
         self._thread = threading.Thread(target=self._supervise, name="paceline-replay", daemon=True)
         self._thread.start()
 
-    @property
-    def seconds(self) -> float:
-        return (self.ended or time.monotonic()) - self.began
-
-    def current_line(self) -> str:
-        """The last line of its log while it runs."""
-        return _last_line(self._log) if self.state == "working" else ""
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "key": self._key,
+            "step": self._step,
+            "state": self.state,
+            "doing": _last_line(self._log) if self.state == "working" else "",
+            "failure": self.failure,
+            "seconds": (self._ended or time.monotonic()) - self._began,
+            "limit": LIMIT_SECONDS,
+        }
 
     def cancel(self) -> None:
         """Stop the process and wait until it is gone."""
@@ -97,7 +99,7 @@ class ReplayProcess:
                     self._on_finished(out.read())
                 except ValueError as error:
                     state, failure = "failed", f"what it printed cannot be read: {error}"
-        self.ended = time.monotonic()
+        self._ended = time.monotonic()
         self.failure, self.state = failure, state
         self._log.close()
 
@@ -118,7 +120,7 @@ class ReplayProcess:
             while (code := process.poll()) is None:
                 if self._stop.wait(POLL_SECONDS):
                     return "cancelled", ""
-                if self.seconds > self._limit:
+                if time.monotonic() - self._began > self._limit:
                     return "failed", f"it took longer than {self._limit:g} seconds: replay it in a terminal instead"
                 if os.fstat(out).st_size > MOST_BYTES:
                     return "failed", "the step is too large for a page: replay it in a terminal instead"
@@ -149,7 +151,7 @@ MOST_RESULTS = 6
 
 
 class RecentResults:
-    """The last few results, by run and name."""
+    """The last few results, by run and name; of one run the newest is last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -169,7 +171,6 @@ class RecentResults:
             return found
 
     def of_run(self, path: Path) -> dict[str, ReplayResult]:
-        """The results of one run, the newest last."""
         with self._lock:
             return {key: result for (where, key), result in self._results.items() if where == path}
 
@@ -199,11 +200,11 @@ class ReplayRunner:
             results.put(path, key, ReplayResult(data, step, changes))
 
         with self._lock:
-            before = self._children.get(run.path)
+            before = self._children.get(path)
             if before is not None and before.state == "working":
                 raise HTTPException(409, "a step of this run is being replayed already: wait for it, or cancel it")
-            self._children[run.path] = ReplayProcess(run.path, step, written, on_finished, key=key)
-        return self.job(run) or {}
+            child = self._children[path] = ReplayProcess(path, step, written, on_finished, key=key)
+        return child.as_json()
 
     def cancel(self, run: RunFolder) -> None:
         if (child := self._children.get(run.path)) is not None:
@@ -212,17 +213,7 @@ class ReplayRunner:
     def job(self, run: RunFolder) -> dict[str, Any] | None:
         """The run's last replay: its state and the key of its result."""
         child = self._children.get(run.path)
-        if child is None:
-            return None
-        return {
-            "key": child.key,
-            "step": child.step,
-            "state": child.state,
-            "doing": child.current_line(),
-            "failure": child.failure,
-            "seconds": child.seconds,
-            "limit": LIMIT_SECONDS,
-        }
+        return None if child is None else child.as_json()
 
 
 def result_key(step: int, changes: dict[str, Value]) -> str:
@@ -280,7 +271,7 @@ def replay(run: OneRun, runner: Runner) -> Response:
             "path": str(run.path),
             "steps": run.batches(),
             "checkpoints": sorted(int(match[1]) for match in found if match),
-            "settings": [setting.model_dump() for setting in form_fields(config)],
+            "settings": form_fields(config),
             "refusal": replay_refusal(config),
             "job": runner.job(run),
             "results": [
@@ -293,7 +284,6 @@ def replay(run: OneRun, runner: Runner) -> Response:
 
 @router.get("/replay/job")
 def job(run: OneRun, runner: Runner) -> Response:
-    """The state of the run's last replay."""
     return FiniteJsonResponse({"job": runner.job(run)})
 
 
@@ -305,7 +295,6 @@ def start(run: OneRun, runner: Runner, request: ReplayRequest) -> Response:
 
 @router.post("/replay/cancel", dependencies=[Depends(_require_own_page)])
 def cancel(run: OneRun, runner: Runner) -> Response:
-    """Cancel the replay."""
     runner.cancel(run)
     return FiniteJsonResponse({"job": runner.job(run)})
 
@@ -313,10 +302,9 @@ def cancel(run: OneRun, runner: Runner) -> Response:
 @router.get("/replay/result")
 def result(run: OneRun, runner: Runner, of: Key = "", against: Key = "", component: Key = "") -> Response:
     """The loss, the samples and the weightiest tokens; `against` another result by what differs. Null: not known."""
-    one, other = runner.results.get(run.path, of), runner.results.get(run.path, against) if against else None
-    if one is None or (against and other is None):
-        return FiniteJsonResponse({"result": None})
-    return FiniteJsonResponse({"result": result_summary(one, other, component)})
+    one, other = (runner.results.get(run.path, key) for key in (of, against))
+    missing = one is None or (against and other is None)
+    return FiniteJsonResponse({"result": None if missing else result_summary(one, other, component)})
 
 
 @router.get("/replay/sample")
@@ -324,5 +312,5 @@ def one_sample(
     run: OneRun, runner: Runner, of: Key = "", against: Key = "", sample_: Annotated[int, Query(alias="sample")] = 0
 ) -> Response:
     """All tokens of one sample. Null: the result is not known any more."""
-    one, other = runner.results.get(run.path, of), runner.results.get(run.path, against) if against else None
+    one, other = (runner.results.get(run.path, key) for key in (of, against))
     return FiniteJsonResponse({"sample": None if one is None else sample_view(one, other, sample_)})

@@ -8,6 +8,7 @@ command line as it stands. A loss of the user's own is not among them, for it wo
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -21,10 +22,8 @@ from paceline.config import ConfigError, load
 from paceline.config.fields import SchemaNode
 from paceline.config.trainer import KLConfig, ProximalConfig, TrainerConfig
 
-MOST_TOKENS = 60
-"""Tokens that are listed."""
-MOST_SAMPLES = 500
-"""Samples that are listed."""
+MOST_TOKENS, MOST_SAMPLES = 60, 500
+"""Tokens and samples that are listed."""
 
 
 class ReplayResult:
@@ -42,7 +41,8 @@ class ReplayResult:
             self._totals[component] = [_token_shares(sample["trained"], component) for sample in self.samples]
         return self._totals[component]
 
-    def held_back_rule(self, sample: int, token: int) -> str:
+    def bound_rule(self, sample: int, token: int) -> str:
+        """Which bounds held a token back."""
         held_back = self.samples[sample]["trained"]["held_back"]
         return "; ".join(one["rule"] for one in held_back if one["token"] == token)
 
@@ -79,31 +79,26 @@ def result_summary(one: ReplayResult, other: ReplayResult | None, component: str
         ],
         "top": [
             _token_view(one, number, token)
-            | {"share": float(mine[number][token])}
-            | ({} if other is None else {"other": float(theirs[number][token])})
-            | ({} if other is None else {"other_rule": other.held_back_rule(number, token)})
+            | {"share": mine[number][token]}
+            | ({} if other is None else {"other": theirs[number][token], "other_rule": other.bound_rule(number, token)})
             for number, token in _largest_tokens(weights)
         ],
     }
 
 
 def sample_view(one: ReplayResult, other: ReplayResult | None, number: int) -> dict[str, Any]:
-    """One sample with all its tokens."""
     if not 0 <= number < len(one.samples):
         raise HTTPException(404, f"there is no sample {number}: the step has {len(one.samples)}")
     _check_same_samples(one, other)
-    found = {"sample": number, "other": None if other is None else other.samples[number]["trained"]}
-    return one.samples[number] | found
+    theirs = None if other is None else other.samples[number]["trained"]
+    return one.samples[number] | {"sample": number, "other": theirs}
 
 
 def _token_shares(trained: dict[str, Any] | None, component: str) -> NDArray:
     if trained is None:
         return np.zeros(0)
-    total = np.zeros(len(trained["places"]))
-    for name, values in trained["share"].items():
-        if component in ("", name):
-            total += np.array([0.0 if value is None else value for value in values])
-    return total
+    shares = [values for name, values in trained["share"].items() if component in ("", name)]
+    return sum((np.array([value or 0.0 for value in values]) for values in shares), np.zeros(len(trained["places"])))
 
 
 def _largest_tokens(weights: Sequence[NDArray]) -> Iterator[tuple[int, int]]:
@@ -132,7 +127,7 @@ def _token_view(result: ReplayResult, number: int, token: int) -> dict[str, Any]
         "text": None if sample["text"] is None else sample["text"][place],
         "rollout": sample["rollout"],
         "number": sample["number"],
-        "rule": result.held_back_rule(number, token),
+        "rule": result.bound_rule(number, token),
     } | {name: trained[name][token] for name in ("ratio", "advantage", "logprob")}
 
 
@@ -142,12 +137,11 @@ def _held_back_count(sample: dict[str, Any]) -> int:
 
 
 def _check_same_samples(*results: ReplayResult | None) -> None:
-    """Raise if the results are of different samples, as after a roll-back of the run."""
+    """After a roll-back the same step has other samples."""
     tokens = [[(s["ids"], s["trained"] and s["trained"]["places"]) for s in one.samples] for one in results if one]
     if tokens[0] != tokens[-1]:
-        raise HTTPException(
-            409, "the two were replayed on different samples, since the run went on: replay the step again"
-        )
+        why = "the two were replayed on different samples, since the run went on: replay the step again"
+        raise HTTPException(409, why)
 
 
 TRAINER_KEYS = ("normalise", "fixed_length", "entropy_coef", "clip_skip_threshold")
@@ -158,12 +152,11 @@ Kind = Literal["choice", "number", "integer", "flag"]
 KINDS: dict[Any, Kind] = {bool: "flag", int: "integer"}
 
 
-class FormField(BaseModel):
-    """One field of the form."""
-
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormField:
     key: str
     kind: Kind
-    options: list[str] = []
+    options: Sequence[str] = ()
     optional: bool = False
     value: Value = None
     """The run's value; where it had another loss, the default."""
@@ -178,11 +171,8 @@ def replay_refusal(config: Mapping[str, Any]) -> str:
     named = "model.trust_remote_code" if model.get("trust_remote_code") else ""
     if _subtable(trainer, "loss").get("type") == CUSTOM_LOSS:
         named = "trainer.loss.import_path"
-    if not named:
-        return ""
-    return (
-        f"`{named}` lets this run's file name code to run, so it is replayed only where you type the command yourself"
-    )
+    why = f"`{named}` lets this run's file name code to run, so it is replayed only where you type the command yourself"
+    return why if named else ""
 
 
 def form_fields(config: Mapping[str, Any]) -> list[FormField]:

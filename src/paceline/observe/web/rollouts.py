@@ -1,8 +1,9 @@
 """Routes of rollouts: a filtered page, one rollout, its group, its episode, and the league."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import takewhile
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,10 +22,8 @@ from paceline.observe.web.messages import conversations, episode_timeline, flat_
 from paceline.observe.web.runs import FiniteJsonResponse, OneRun
 
 STATE_FILE = "state.json"
-MOST_TRIES = 64
-"""Columns that a page can hold."""
-MOST_TEXT = 20_000
-"""Characters of one message there; the rollout's own page has all of them."""
+MOST_TRIES, MOST_TEXT = 64, 20_000
+"""Columns of the page of a group, and characters of one message there; the rollout's own page has all of them."""
 
 RoleTexts = list[tuple[str, str]]
 """Role and text of each message."""
@@ -41,8 +40,7 @@ def group(run: OneRun, index: Index) -> Response:
     bodies = [run.rollouts.get_or_none(row.index) for row in rows[:MOST_TRIES]]
     texts = [_role_texts(one) if one is not None else [] for one in bodies]
     nonempty = [one for one in texts if one]
-    shared = _shared_messages(nonempty)
-    first = nonempty[0] if nonempty else []
+    shared, first = _shared_messages(nonempty), next(iter(nonempty), [])
     tries = [
         {
             "row": row,
@@ -71,19 +69,16 @@ def split_from_first(first: RoleTexts, other: RoleTexts) -> list[dict[str, Any]]
     """Each message split into the text it shares with the first rollout and the rest."""
     is_same = True
     pieces = []
-    for at, (role, text) in enumerate(other):
-        same = 0
-        if is_same and at < len(first) and first[at][0] == role:
-            same = common_prefix(first[at][1], text)
-        is_same = is_same and at < len(first) and first[at] == (role, text)
+    for (role, text), beside in zip_longest(other, first[: len(other)]):
+        same = common_prefix(beside[1], text) if is_same and beside and beside[0] == role else 0
+        is_same = is_same and beside == (role, text)
         begin = text[:same] if same <= MOST_TEXT else f"…{text[same - MOST_TEXT : same]}"
         rest, left_out = text[same : same + MOST_TEXT], max(0, len(text) - same - MOST_TEXT)
         pieces.append({"role": role, "same": begin, "rest": rest, "left_out": left_out})
     return pieces
 
 
-def common_prefix(one: str, other: str) -> int:
-    """The length of the common prefix."""
+def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
     shorter = min(len(one), len(other))
     return next((at for at in range(shorter) if one[at] != other[at]), shorter)
 
@@ -96,9 +91,7 @@ def _role_texts(rollout: StoredRollout) -> RoleTexts:
 
 def _shared_messages(texts: list[RoleTexts]) -> int:
     """How many messages all tries have in common at the start, without the last message of any."""
-    most = min((len(one) - 1 for one in texts), default=0)
-    alike = takewhile(lambda at: all(one[at] == texts[0][at] for one in texts), range(most))
-    return sum(1 for _ in alike)
+    return min((common_prefix(texts[0][:-1], one[:-1]) for one in texts), default=0)
 
 
 EXCERPT = 160
@@ -147,12 +140,11 @@ OneQuery = Annotated[Query, Depends(_query)]
 
 def column_counts(run: RunFolder) -> dict[str, dict[str, int]]:
     """How many rollouts of the run have each value of the columns that can be chosen from."""
-    view = run.rollouts.view()
-    found = {}
+    view, found = run.rollouts.view(), {}
     for column in ("env", "actor", "state", "finish", "error", "domain"):
         names = DOMAINS if column == "domain" else view.names
-        many = zip(names, np.bincount(view.rows[column]), strict=False)
-        found[column] = {name: int(count) for name, count in many if count}
+        many = zip(names, np.bincount(view.rows[column]).tolist(), strict=False)
+        found[column] = {name: count for name, count in many if count}
     found["error"].pop("", None)
     return found
 
@@ -201,19 +193,16 @@ TRAINED_STATES = ("trained", "replayed")
 
 
 def state_text(state: str) -> str:
-    """A rollout's state as a sentence."""
     if state.startswith("dropped:"):
         return f"Dropped, so it did not train: {why_dropped(state.removeprefix('dropped:'))}."
     return STATE_TEXTS.get(state, state)
 
 
 def why_dropped(reason: str) -> str:
-    """A reason for a drop, in words."""
     return DROP_REASONS.get(reason, reason)
 
 
 def has_league(run: RunFolder) -> bool:
-    """Whether the run has a league, by its run file or its metrics."""
     envs = run.config().get("env")
     configured = isinstance(envs, list) and any(isinstance(env, dict) and env.get("league") for env in envs)
     return configured or any(name.startswith("league/") for name in run.metrics())
@@ -243,12 +232,12 @@ def _league_view(name: str, saved: Any) -> dict[str, Any]:
     payoff = Payoff()
     payoff.load(saved)
     ratings = payoff.ratings()
-    players = [rating.player for rating in ratings]
+    pairs = [[(one.player, other.player) for other in ratings] for one in ratings]
     return {
         "env": name,
         "ratings": ratings,
-        "scores": [[payoff.score(one, other) if one != other else None for other in players] for one in players],
-        "games": [[payoff.games(one, other) if one != other else 0 for other in players] for one in players],
+        "scores": [[payoff.score(a, b) if a != b else None for a, b in row] for row in pairs],
+        "games": [[payoff.games(a, b) if a != b else 0 for a, b in row] for row in pairs],
     }
 
 
@@ -256,24 +245,20 @@ def _league_view(name: str, saved: Any) -> dict[str, Any]:
 def rollouts(run: OneRun, query: OneQuery) -> Response:
     """One page of the matching rollouts, their number, and the values to filter by. A limit of 0 only counts."""
     found = run.rollouts.find(query)
-    if not query.limit:
-        return FiniteJsonResponse({"total": found.total, "all": run.rollouts.count})
-    return FiniteJsonResponse(
-        {
-            "total": found.total,
-            "all": run.rollouts.count,
+    page: dict[str, Any] = {"total": found.total, "all": run.rollouts.count}
+    if query.limit:
+        page |= {
             "rows": [table_line(run, row, query.text) for row in found.rows],
             "counts": column_counts(run),
             "kept": run.rollouts.keeps_all,
             "problems": run.rollouts.problems(),
             "league": has_league(run),
         }
-    )
+    return FiniteJsonResponse(page)
 
 
 @router.get("/one")
 def one_rollout(run: OneRun, index: Index, query: OneQuery) -> Response:
-    """One rollout: its conversations, its reward, and its neighbours among the matching rollouts."""
     rollout = run.rollouts.get(index)
     beside = run.rollouts.neighbours(index, replace(query, offset=0, limit=None))
     return FiniteJsonResponse(
@@ -285,7 +270,7 @@ def one_rollout(run: OneRun, index: Index, query: OneQuery) -> Response:
             "metrics": rollout.metrics,
             "error": rollout.error,
             "talks": conversations(rollout),
-            "beside": beside and asdict(beside),
+            "beside": beside,
             "tries": len(comparable_tries(run.rollouts, index)),
             "seats": len(run.rollouts.episode(index)),
             "kept": run.rollouts.keeps_all,
@@ -295,5 +280,4 @@ def one_rollout(run: OneRun, index: Index, query: OneQuery) -> Response:
 
 @router.get("/episode")
 def episode(run: OneRun, index: Index) -> Response:
-    """All turns of its episode in order."""
     return FiniteJsonResponse(episode_timeline(run.rollouts, index))

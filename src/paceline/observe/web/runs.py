@@ -68,13 +68,12 @@ class Runs:
 
     def open(self, name: str) -> RunFolder:
         """The run of this name; raises an HTTPException that says what to do."""
-        path = self.paths().get(name)
-        if path is None:
-            for found in self._run_paths():
-                if found.name == name and (link := outside_link(found)):
-                    raise HTTPException(403, f"`{name}` is not shown: its `{link}` is a link that leads out of the run")
-            raise HTTPException(404, f"there is no run `{name}` in {self.folder}: go back to the list of runs")
-        return self.open_path(path)
+        if (path := self.paths().get(name)) is not None:
+            return self.open_path(path)
+        links = [outside_link(found) for found in self._run_paths() if found.name == name]
+        if link := next(filter(None, links), None):
+            raise HTTPException(403, f"`{name}` is not shown: its `{link}` is a link that leads out of the run")
+        raise HTTPException(404, f"there is no run `{name}` in {self.folder}: go back to the list of runs")
 
     def open_path(self, path: Path) -> RunFolder:
         """The open run at a path that `paths` returned; one object per path, which caches what it read."""
@@ -137,7 +136,7 @@ class FiniteJsonResponse(Response):
 
 
 def encode_json(content: Any) -> bytes:
-    """A value as the page's JSON. Text that is no Unicode (a lone surrogate) is shown with replacement characters."""
+    """Text that is no Unicode (a lone surrogate) is shown with replacement characters."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
     try:
         return orjson.dumps(content, default=str, option=options)

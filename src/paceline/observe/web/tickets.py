@@ -5,7 +5,6 @@ what it sampled came after; a step's phases are lanes.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Response
@@ -48,8 +47,7 @@ def tickets(
         journal = run.tickets.history(one["number"], one["env"])
         first = _replayed_ticket(journal)
         why = why_dropped(one["reason"]) if "reason" in one else ""
-        replays = {} if first is None else {"replays": first}
-        rows.append(one | {"attempts": _attempts(journal), "why": why} | replays)
+        rows.append(one | {"attempts": _attempts(journal), "why": why} | ({} if first is None else {"replays": first}))
     envs = [one.get("name") for one in run.config().get("env", []) if isinstance(one, dict)]
     standing = run.tickets.states()
     dropped = {name: sum(count for _, count in steps) for name, steps in run.tickets.dropped().items()}
@@ -83,7 +81,7 @@ def ticket(run: OneRun, ticket: Annotated[int | None, Query(ge=0, lt=1 << 62)] =
             "state": journal[-1].get("state", "") if journal else "",
             "stages": list(_stages(run, ticket, journal, found.rows)),
             "journal": journal,
-            "rollouts": [asdict(row) for row in found.rows],
+            "rollouts": found.rows,
             "rollouts_total": found.total,
             "kept": run.rollouts.keeps_all,
         }
@@ -105,13 +103,11 @@ TokenSequence = Annotated[tuple[StoredRollout, TokenStrip | None] | None, Depend
 
 @router.get("/tokens")
 def tokens(run: OneRun, sequence: TokenSequence) -> Response:
-    """One sample of a rollout, or one turn of it, with every stream."""
     return FiniteJsonResponse(NO_ROLLOUT if sequence is None else token_page(run, *sequence))
 
 
 @router.get("/tokens/card")
 def card(run: OneRun, sequence: TokenSequence, at: Annotated[int, Query(ge=0)] = 0) -> Response:
-    """The card of the token at a place of that sequence."""
     if sequence is None:
         return FiniteJsonResponse(NO_ROLLOUT)
     rollout, strip = sequence
@@ -121,12 +117,10 @@ def card(run: OneRun, sequence: TokenSequence, at: Annotated[int, Query(ge=0)] =
 
 
 def _attempts(journal: Journal) -> int:
-    """How often the ticket was played."""
     return sum(line["state"] == "in flight" for line in journal)
 
 
 def _replayed_ticket(journal: Journal) -> int | None:
-    """The ticket that this one replays, if it does."""
     return next((line["replays"] for line in journal if "replays" in line), None)
 
 
@@ -187,16 +181,14 @@ def _sampled_stage(run: RunFolder, rows: Sequence[Row], journal: Journal, first:
 
 def _scored_stage(rows: Sequence[Row]) -> dict[str, Any]:
     rewards = [row.reward for row in rows if row.reward is not None and not row.error]
-    failed = [row for row in rows if row.error]
+    errors = [row.error for row in rows if row.error]
     parts = []
     if rewards:
-        parts.append(
-            f"Rewards from {figure(min(rewards))} to {figure(max(rewards))}, mean {figure(sum(rewards) / len(rewards))}"
-        )
-    if failed:
-        kinds = ", ".join(sorted({row.error for row in failed}))
-        parts.append(f"{format_amount(len(failed), 'rollout')} failed ({kinds})")
-    return {"name": "scored", "text": "; ".join(parts) + "." if parts else "No reward was given."}
+        mean = figure(sum(rewards) / len(rewards))
+        parts.append(f"Rewards from {figure(min(rewards))} to {figure(max(rewards))}, mean {mean}")
+    if errors:
+        parts.append(f"{format_amount(len(errors), 'rollout')} failed ({', '.join(sorted(set(errors)))})")
+    return {"name": "scored", "text": f"{'; '.join(parts) or 'No reward was given'}."}
 
 
 def _trained_stages(run: RunFolder, step: int | None) -> Iterator[dict[str, Any]]:

@@ -4,10 +4,11 @@ Token ids become text byte for byte, by the `tokenizer.json` of the run's model.
 vocabulary is a table.
 """
 
+import contextlib
 import importlib.resources
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -30,14 +31,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 
 
-def _byte_letters() -> dict[str, int]:
-    """The letters that GPT-2's vocabulary writes bytes with: printable ones stand for themselves, the rest follow."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(rest)}
-
-
-_LETTER_BYTES = _byte_letters()
+_PLAIN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = (byte for byte in range(256) if byte not in _PLAIN)
+_LETTER_BYTES = {chr(byte): byte for byte in _PLAIN} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
+"""The letters that GPT-2's vocabulary writes bytes with: printable ones stand for themselves, the rest follow."""
 
 
 class VocabularyIndex:
@@ -48,7 +45,7 @@ class VocabularyIndex:
         pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((e[0], n) for n, e in enumerate(vocabulary))
         self._tokens = {number: token for token, number in pairs}
         self._added = {token["id"]: token["content"] for token in spec.get("added_tokens") or ()}
-        kinds = set(_stage_types([spec.get("decoder"), spec.get("pre_tokenizer")]))
+        kinds = {*_stage_types(spec.get("decoder")), *_stage_types(spec.get("pre_tokenizer"))}
         self._bytewise = "ByteLevel" in kinds
         self._spaced = bool(kinds & {"Metaspace", "Replace"})
 
@@ -66,16 +63,14 @@ class VocabularyIndex:
         return texts, parts
 
     def bytes_of(self, number: int) -> bytes | None:
-        """The bytes of a token id; None where the vocabulary lacks it."""
         if (added := self._added.get(number)) is not None:
             return added.encode(errors="replace")
         token = self._tokens.get(number)
         if token is None:
             return None
         if self._bytewise:
-            return b"".join(
-                bytes([_LETTER_BYTES[c]]) if c in _LETTER_BYTES else c.encode(errors="replace") for c in token
-            )
+            letters = (_LETTER_BYTES.get(char, char) for char in token)
+            return b"".join(bytes([c]) if isinstance(c, int) else c.encode(errors="replace") for c in letters)
         if found := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(found[1], 16)])
         return (token.replace(_SPACE, " ") if self._spaced else token).encode(errors="replace")
@@ -86,12 +81,10 @@ def vocabulary_of(run: RunFolder) -> tuple[VocabularyIndex | None, str]:
     tried = []
     for path in _tokenizer_paths(run):
         tried.append(str(path))
-        try:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             status = path.stat()
             if status.st_size <= MOST_BYTES:
                 return _load_vocabulary(path, status.st_mtime_ns, status.st_size), str(path)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            continue
     where = ", ".join(tried) or "nowhere, since config.toml names no model"
     return None, f"Token ids are shown, since no tokenizer.json that can be read was found (looked at {where})."
 
@@ -104,20 +97,12 @@ def _tokenizer_paths(run: RunFolder) -> Iterator[Path]:
         yield Path(str(importlib.resources.files("paceline") / "quickstart" / "tokenizer.json"))
     elif isinstance(name, str) and name:
         yield Path(name).expanduser() / "tokenizer.json"
-        if (cached := _hub_cache_path(name)) is not None:
-            yield cached
+        from huggingface_hub import try_to_load_from_cache  # a second to import, and seldom needed
+
+        with contextlib.suppress(ValueError):  # a path is no name of the hub
+            if isinstance(cached := try_to_load_from_cache(name, "tokenizer.json"), str):
+                yield Path(cached)
     yield run.path / "export" / "tokenizer.json"
-
-
-def _hub_cache_path(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache  # a second to import, and seldom needed
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "tokenizer.json")
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None
 
 
 @lru_cache(maxsize=4)
@@ -125,15 +110,12 @@ def _load_vocabulary(path: Path, changed: int, size: int) -> VocabularyIndex:
     return VocabularyIndex(orjson.loads(path.read_bytes()))
 
 
-def _stage_types(parts: Any) -> Iterator[str]:
-    """The types that a tokenizer's stages have, however deep they are nested."""
-    if isinstance(parts, list):
-        for part in parts:
+def _stage_types(stage: Any) -> Iterator[str]:
+    """The types of a tokenizer's stage and of all those inside it."""
+    if isinstance(stage, dict):
+        yield str(stage.get("type"))
+        for part in (*(stage.get("decoders") or ()), *(stage.get("pretokenizers") or ())):
             yield from _stage_types(part)
-    elif isinstance(parts, dict):
-        yield str(parts.get("type"))
-        yield from _stage_types(parts.get("decoders"))
-        yield from _stage_types(parts.get("pretokenizers"))
 
 
 def _decode_or_none(data: bytes) -> str | None:
@@ -162,7 +144,7 @@ class TokenStrip:
     spans: list[tuple[int, int]]
     """The ranges that the policy sampled, turn by turn."""
     ended: str
-    weights: dict[int, str] = field(default_factory=dict)
+    weights: dict[int, str]
     """The fingerprint of each version's weights, where the engine reported it."""
     sample: Sample | None = None
 
@@ -243,10 +225,8 @@ def credit_config(run: RunFolder) -> RunConfig | None:
     """The run file, if this version understands what credit and loss are made of. Other sections may be another
     version's; but what is missing is not filled in with defaults."""
     known = {key: value for key, value in run.config().items() if key in CREDIT_KEYS}
-    if not {"trainer", "env"} <= known.keys():
-        return None
     try:
-        return RunConfig.model_validate(known)
+        return RunConfig.model_validate(known) if {"trainer", "env"} <= known.keys() else None
     except ValueError:
         return None
 
@@ -254,11 +234,12 @@ def credit_config(run: RunFolder) -> RunConfig | None:
 def token_page(run: RunFolder, rollout: StoredRollout, strip: TokenStrip | None) -> dict[str, Any]:
     """Everything that the page shows before a token is chosen."""
     row = rollout.row
-    mates = [asdict(run.rollouts.row(index)) for index in run.rollouts.group_members(row.index)]
+    mates = [run.rollouts.row(index) for index in run.rollouts.group_members(row.index)]
+    columns = ("index", "member", "actor", "reward", "advantage", "tokens", "state", "error")
     head = {
         "rollout": asdict(row) | {"fate": state_text(row.state), "error_text": rollout.error},
         "count": run.rollouts.count,
-        "mates": [{key: one[key] for key in _MATE_COLUMNS} for one in mates],
+        "mates": [{key: getattr(one, key) for key in columns} for one in mates],
         "samples": len(rollout.samples),
         "turns": len(rollout.turns),
     }
@@ -271,16 +252,13 @@ def token_page(run: RunFolder, rollout: StoredRollout, strip: TokenStrip | None)
         "number": strip.number,
         "ended": strip.ended,
         "spans": strip.spans,
-        "weights": {str(version): mark for version, mark in strip.weights.items()},
+        "weights": strip.weights,
         "ids": strip.ids,
         "texts": texts,
-        "parts": {str(place): part for place, part in parts.items()},
+        "parts": parts,
         "tokenizer": source,
         "streams": strip.streams,
         "trained": loss_weights(strip) if row.domain == "training" else {},
         "trains": row.state in TRAINED_STATES,
         "place": batch_position(run, rollout, strip.number) if strip.kind == "sample" else None,
     }
-
-
-_MATE_COLUMNS = ("index", "member", "actor", "reward", "advantage", "tokens", "state", "error")
