@@ -15,6 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
+from paceline.clients.rpc import ThreadToLoopQueue
 from paceline.engine.base import Engine
 from paceline.errors import EngineError
 from paceline.server import answers, bodies, control, responses
@@ -23,7 +24,7 @@ from paceline.server.errors import ErrorAnswer, install_error_handlers, report_i
 from paceline.server.guard import Meter, ServerGuard
 from paceline.server.http import CONTROL_BYTES, FastJsonResponse, read_body
 from paceline.server.responses import create_response
-from paceline.server.service import ServedModels, Service, ThreadToLoopQueue
+from paceline.server.service import ServedModels, Service, deliver
 from paceline.server.tokenizer import ServerTokenizer
 from paceline.util.connections import GracefulServer, server_config
 from paceline.weights.transports import UPDATE_HEADER
@@ -124,7 +125,7 @@ def build_app(
             engine,
             ServerTokenizer(tokenizer, end_tokens, limits.max_context),
             ServedModels(engine, name, limits, has_key=bool(api_key)),
-            ThreadToLoopQueue(),
+            ThreadToLoopQueue(deliver),
             meter,
             tuple(folder.resolve() for folder in allowed),
             frozenset(peers),

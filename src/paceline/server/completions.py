@@ -3,7 +3,6 @@
 Log probabilities have OpenAI's two shapes: a list of objects for chats, parallel arrays for completions.
 """
 
-import asyncio
 import json
 import secrets
 from collections.abc import Sequence
@@ -129,9 +128,8 @@ def _choice_noise(body: SamplingBody, seed: int, index: int) -> int:
 
 async def create_chat_completion(service: Service, body: ChatBody, request: Request) -> Response:
     """Continue a conversation."""
-    writer = ChatWriter(service, body, await cancel_on_disconnect(request.receive, build_chat_requests(service, body)))
-    await cancel_on_disconnect(request.receive, writer.prepare())
-    return await writer.respond(request)
+    requests = await cancel_on_disconnect(request.receive, build_chat_requests(service, body))
+    return await ChatWriter(service, body, requests).respond(request)
 
 
 async def build_chat_requests(service: Service, body: ChatBody) -> list[GenerateRequest]:
@@ -164,25 +162,12 @@ MIN_LOGPROB = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON cannot hold."""
 
 
-def chat_logprobs(delta: ChoiceDelta, token_bytes: TokenBytes, count: int) -> dict[str, Any]:
-    content = []
-    for place, token in enumerate(delta.token_ids):
-        ranked = delta.top[place][:count] if count and delta.top else []
-        content.append(
-            _logprob_entry(token, delta.logprobs[place], token_bytes)
-            | {"top_logprobs": [_logprob_entry(other, logprob, token_bytes) for other, logprob in ranked]}
-        )
-    return {"content": content, "refusal": None}
-
-
 def completion_logprobs(delta: ChoiceDelta, token_bytes: TokenBytes, count: int, start: int = 0) -> dict[str, Any]:
     """`start` is where in the answer the text begins: after the prompt, where that is echoed."""
     return {
         "tokens": [token_bytes.decode_token(token)[0] for token in delta.token_ids],
         "token_logprobs": [max(logprob, MIN_LOGPROB) for logprob in delta.logprobs],
-        "top_logprobs": [_top_logprobs(ranked[:count], token_bytes) for ranked in delta.top]
-        if count and delta.top
-        else None,
+        "top_logprobs": [_top_logprobs(ranked[:count], token_bytes) for ranked in delta.top if count] or None,
         "text_offset": [start + offset for offset in delta.offsets],
     }
 
@@ -255,7 +240,13 @@ class ChatWriter(ChoiceWriter[ChatBody]):
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(delta, self._service.tokenizer.token_bytes, self._body.top_logprobs or 0)
+        token_bytes, count = self._service.tokenizer.token_bytes, self._body.top_logprobs or 0
+        content = []
+        for place, token in enumerate(delta.token_ids):
+            ranked = delta.top[place][:count] if delta.top else []
+            others = [_logprob_entry(other, logprob, token_bytes) for other, logprob in ranked]
+            content.append(_logprob_entry(token, delta.logprobs[place], token_bytes) | {"top_logprobs": others})
+        return {"content": content, "refusal": None}
 
 
 async def create_completion(service: Service, body: CompletionBody, request: Request) -> Response | dict[str, Any]:
@@ -263,9 +254,7 @@ async def create_completion(service: Service, body: CompletionBody, request: Req
     requests = await _build_completion_requests(service, body)
     if body.flat:
         return await cancel_on_disconnect(request.receive, flat_answer(service, body, requests))
-    writer = CompletionWriter(service, body, requests, offsets=body.logprobs is not None)
-    await cancel_on_disconnect(request.receive, writer.prepare())
-    return await writer.respond(request)
+    return await CompletionWriter(service, body, requests, offsets=body.logprobs is not None).respond(request)
 
 
 async def _build_completion_requests(service: Service, body: CompletionBody) -> list[GenerateRequest]:
@@ -339,28 +328,26 @@ class CompletionWriter(ChoiceWriter[CompletionBody]):
     _prompt_deltas: list[ChoiceDelta] | None = None
 
     async def prepare(self) -> None:
-        await asyncio.gather(super().prepare(), self._prepare_echo())
-
-    async def _prepare_echo(self) -> None:
-        """Take each prompt as if it had been said, with its log probabilities if those are wanted."""
+        """With `echo`, take each prompt as if it had been said, with its log probabilities if those are wanted."""
+        scored = self._body.echo and self._body.logprobs is not None
+        if scored or self._body.prompt_logprobs:
+            self.prompt_logprobs = await score_prompts(self._service, self.requests)
         if not self._body.echo:
             return
-        tokenizer, deltas = self._service.tokenizer, []
-        scores = await score_prompts(self._service, self.requests) if self._body.logprobs is not None else None
+        tokenizer, self._prompt_deltas = self._service.tokenizer, []
         for place, request in enumerate(self.requests):
             delta = ChoiceDelta(tokenizer.decode_all(request.prompt_ids), list(request.prompt_ids))
-            if scores:
+            if scored:
                 # The first token has no log probability; `_logprobs` writes null for it.
-                delta.logprobs = [score or 0.0 for score in scores[place]]
+                delta.logprobs = [score or 0.0 for score in self.prompt_logprobs[place]]
                 lengths = [len(tokenizer.token_bytes.decode_token(token)[0]) for token in request.prompt_ids]
                 delta.offsets = list(accumulate(lengths[:-1], initial=0))
-            deltas.append(delta)
-        self._prompt_deltas = deltas
+            self._prompt_deltas.append(delta)
 
     async def _collect_choices(self) -> list[ChoiceDelta]:
-        return (
-            [ChoiceDelta() for _ in self.requests] if self._body.max_tokens == 0 else await super()._collect_choices()
-        )
+        if self._body.max_tokens == 0:
+            return [ChoiceDelta() for _ in self.requests]
+        return await super()._collect_choices()
 
     def chunk(self, index: int, delta: ChoiceDelta, ended: bool) -> dict[str, Any] | None:
         finish = self.outputs[index].finish if ended else None

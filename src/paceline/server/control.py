@@ -24,7 +24,6 @@ from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch, Overloaded
 from paceline.model.adapter_names import canonical_name
 from paceline.server.bodies import (
     AdapterBody,
-    CanaryBody,
     GroupBody,
     ReceiveBody,
     ScoreBody,
@@ -49,11 +48,8 @@ async def score(service: Service, body: ScoreBody, request: Request) -> dict[str
         if len(sequence) > service.models.limits.max_context:
             raise bad_request(f"a sequence has {len(sequence)} tokens, more than the context", "token_ids")
         check_vocabulary(sequence, service.models, "token_ids")
-    return {
-        "logprobs": await cancel_on_disconnect(
-            request.receive, service.engine.score(body.token_ids, body.temperature, model)
-        )
-    }
+    work = service.engine.score(body.token_ids, body.temperature, model)
+    return {"logprobs": await cancel_on_disconnect(request.receive, work)}
 
 
 async def tokenize(service: Service, body: TokenizeBody, _: Request) -> dict[str, Any]:
@@ -71,7 +67,7 @@ async def models(service: Service, *_: object) -> dict[str, Any]:
 
 async def health(service: Service, *_: object) -> dict[str, Any]:
     """200 while the engine lives."""
-    await service.check_alive()
+    await service.engine.stats()
     return {"status": "ok"}
 
 
@@ -129,17 +125,15 @@ async def load_adapter(service: Service, body: AdapterBody, _: Request) -> dict[
 
 async def load_weights(service: Service, body: WeightsBody, _: Request) -> dict[str, Any]:
     """Serve weights from this machine's disk; answers once they are applied."""
-    return await _apply_tensors(
-        service, body, await open_tensors(service, find_files(body.path, service.allowed_folders))
-    )
+    tensors = await open_tensors(service, find_files(body.path, service.allowed_folders))
+    return await apply_update(service, build_update(body, tensors))
 
 
-async def _apply_tensors(
-    service: Service, head: UpdateHead | WeightsBody, tensors: Mapping[str, Any], delta: Any = None
-) -> dict[str, Any]:
-    canary = build_canary(head.canary)
-    update = WeightUpdate(head.version, tensors, expected=head.fingerprint, canary=canary, delta=delta)
-    return await apply_update(service, update)
+def build_update(
+    head: UpdateHead, tensors: Mapping[str, Any], adapter: Adapter | None = None, delta: Any = None
+) -> WeightUpdate:
+    canary = None if (c := head.canary) is None else Canary(tuple(c.token_ids), tuple(c.logprobs), c.tolerance)
+    return WeightUpdate(head.version, tensors, adapter, head.fingerprint, canary, delta)
 
 
 async def open_tensors(service: Service, files: Sequence[Path]) -> StoredTensors:
@@ -159,7 +153,7 @@ async def apply_update(service: Service, update: WeightUpdate) -> dict[str, Any]
     except DeltaBaseMismatch as error:
         raise Refusal(409, str(error), code=OTHER_BASE) from error
     except EngineError as error:
-        await service.check_alive()
+        await service.engine.stats()  # raises where it is gone
         raise bad_request(str(error), code=MISMATCH if isinstance(error, Mismatch) else "update_refused") from error
     except RuntimeError as error:  # torch's word for a shape that does not fit
         raise bad_request(f"the update does not fit this model: {error}", code="update_refused") from error
@@ -184,12 +178,7 @@ def adapter_update(body: AdapterBody) -> WeightUpdate:
     if strange:
         raise bad_request(f"`{strange[0]}` is no LoRA tensor: names end in {' or '.join(ADAPTER_SUFFIXES)}", "weights")
     scale = body.scale if body.scale is not None else adapter_scale(data)
-    adapter = Adapter(body.name or "", scale)
-    return WeightUpdate(body.version, tensors, adapter, body.fingerprint, build_canary(body.canary))
-
-
-def build_canary(body: CanaryBody | None) -> Canary | None:
-    return None if body is None else Canary(tuple(body.token_ids), tuple(body.logprobs), body.tolerance)
+    return build_update(body, tensors, Adapter(body.name or "", scale))
 
 
 def adapter_scale(data: bytes) -> float:
@@ -231,7 +220,7 @@ HEADER_BYTES = 8 << 20
 async def upload_weights(service: Service, head: UpdateHead, request: Request) -> dict[str, Any]:
     """Serve weights that are the body, a safetensors file; answers once they are applied."""
     async with service.spool.body(request, await max_update_bytes(service), "safetensors") as file:
-        return await _apply_tensors(service, head, await open_tensors(service, [file]))
+        return await apply_update(service, build_update(head, await open_tensors(service, [file])))
 
 
 async def upload_delta(service: Service, head: UpdateHead, request: Request) -> dict[str, Any]:
@@ -240,7 +229,7 @@ async def upload_delta(service: Service, head: UpdateHead, request: Request) -> 
         change = await asyncio.to_thread(lambda: read_delta(file.read_bytes()))
     if change.result.version != head.version:
         raise bad_request(f"the delta leads to version {change.result.version}, and the header says {head.version}")
-    return await _apply_tensors(service, head, {}, change)
+    return await apply_update(service, build_update(head, {}, delta=change))
 
 
 async def join_group(service: Service, body: GroupBody, _: Request) -> dict[str, Any]:
@@ -283,7 +272,7 @@ async def receive_weights(service: Service, body: ReceiveBody, _: Request) -> di
     except EngineError as error:
         service.receiver = None  # a collective that broke is over for all
         raise bad_request(str(error), code="no_group") from error
-    return await _apply_tensors(service, body, tensors)
+    return await apply_update(service, build_update(body, tensors))
 
 
 def update_head(request: Request) -> UpdateHead:

@@ -13,14 +13,14 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request, Response
 
-from paceline.clients.rpc import join_pieces
+from paceline.clients.rpc import ThreadToLoopQueue, as_piece, join_pieces
 from paceline.engine.base import Completion, Engine, GenerateRequest, Piece, TopLogprobs
 from paceline.errors import EngineError
 from paceline.server.answers import response_head, usage
 from paceline.server.bodies import SamplingBody
 from paceline.server.errors import Refusal, engine_refusal, error_object
 from paceline.server.http import SSE_DONE, EventStream, FastJsonResponse, cancel_on_disconnect, sse_event
-from paceline.server.service import Service, ThreadToLoopQueue
+from paceline.server.service import Service
 from paceline.server.tokenizer import Detokenizer, ServerTokenizer, TokenBytes
 
 B = TypeVar("B", bound=SamplingBody)
@@ -119,10 +119,7 @@ class OutputProcessor:
     def end(self, completion: Completion, listened: bool) -> ChoiceDelta:
         """The output that remains when the engine is done: text held back, or all of it if it was not streamed."""
         self.cached = completion.cached
-        delta = ChoiceDelta()
-        if not listened:
-            whole = Piece(completion.token_ids, completion.logprobs, completion.versions, completion.top)
-            delta = self.process(whole)
+        delta = ChoiceDelta() if listened else self.process(as_piece(completion))
         if self.finish is None:
             delta.text += self._matcher.feed(self._detokenizer.flush())
             delta.text += self._matcher.flush()
@@ -219,11 +216,10 @@ class Generation:
         return await asyncio.gather(*self._tasks)  # bounded: by the client's patience
 
     def _enqueue(self, index: int, item: "Piece | asyncio.Task[Completion]") -> None:
-        self._queue.send(self._inbox, (index, item))
+        self._queue.send((self._inbox, (index, item)))
 
     def _on_done(self, index: int, task: "asyncio.Task[Completion]") -> None:
-        if not task.cancelled():
-            task.exception()  # looked at here, so that a failure after the first is no "never retrieved" complaint
+        _ = task.cancelled() or task.exception()  # looked at, so that a failure after the first is no complaint
         self._enqueue(index, task)  # by the same queue as the pieces, or the end could overtake them
 
 
@@ -239,7 +235,7 @@ class ChoiceWriter(ABC, Generic[B]):
         self._service, self._body = service, body
         self.requests = requests
         self.outputs = [OutputProcessor(service.tokenizer, request, body.stops, offsets) for request in requests]
-        self.prompt_logprobs: list[list[float | None]] | None = None
+        self.prompt_logprobs: list[list[float | None]] = []
         self._streamed_choices: set[int] = set()
         """Choices of which a chunk was sent."""
         self._head: dict[str, Any] = {}
@@ -263,11 +259,13 @@ class ChoiceWriter(ABC, Generic[B]):
         return FastJsonResponse(await cancel_on_disconnect(request.receive, self.full_response()))
 
     async def full_response(self) -> dict[str, Any]:
+        await self.prepare()
         choices = [self.choice(index, delta) for index, delta in enumerate(await self._collect_choices())]
         return self._response_head(self.kind) | {"choices": choices, "usage": self.usage()}
 
     async def _events(self) -> AsyncGenerator[bytes]:
         """Server-sent events. An error before the first one has a status of its own."""
+        await self.prepare()
         self._head = self._response_head(self.chunk_kind) | ({"usage": None} if self._includes_usage else {})
         begun = False
         try:
@@ -294,9 +292,8 @@ class ChoiceWriter(ABC, Generic[B]):
         return b"data: " + error_object(refusal.status, str(refusal), refusal.param, refusal.code) + b"\n\n"
 
     def encode_end(self) -> bytes:
-        return (
-            sse_event(self._head | {"choices": [], "usage": self.usage()}) if self._includes_usage else b""
-        ) + SSE_DONE
+        counts = sse_event(self._head | {"choices": [], "usage": self.usage()}) if self._includes_usage else b""
+        return counts + SSE_DONE
 
     @property
     def _includes_usage(self) -> bool:
@@ -343,7 +340,7 @@ class ChoiceWriter(ABC, Generic[B]):
             extra["token_ids"] = delta.token_ids
         if self._body.return_versions:
             extra["versions"] = delta.versions
-        if self.prompt_logprobs is not None and first:
+        if self._body.prompt_logprobs and first:
             extra["prompt_logprobs"] = self.prompt_logprobs[index]
         return extra
 

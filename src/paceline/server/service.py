@@ -3,8 +3,7 @@
 import asyncio
 import os
 import time
-from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastapi import Request
 
+from paceline.clients.rpc import ThreadToLoopQueue
 from paceline.engine.base import Engine, EngineLimits
 from paceline.errors import UnknownModel
 from paceline.server.errors import Refusal
@@ -57,36 +57,10 @@ class ServedModels:
         return [self.name, *(name for name in self.limits.adapters if name)]
 
 
-GATHER_SECONDS = 0.001
-"""How long a message may wait for others: less than a decode step takes."""
-
-
-class ThreadToLoopQueue:
-    """Carries messages from any thread to inboxes of one event loop.
-
-    A step of the engine reaches hundreds of listeners. The first message wakes the loop, the others are only appended;
-    a moment later the loop delivers them all, in the order they came. Without that moment it would fight the engine for
-    Python's lock over every token. The flag is lowered before the queue is emptied, so a message that comes in between
-    raises it again: none is ever left behind.
-    """
-
-    def __init__(self) -> None:
-        self._pending: deque[tuple[asyncio.Queue[Any], Any]] = deque()
-        self._flush_scheduled = False
-        self._loop = asyncio.get_running_loop()
-
-    def send(self, inbox: asyncio.Queue[Any], message: Any) -> None:
-        """From any thread."""
-        self._pending.append((inbox, message))
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_SECONDS, self._deliver)
-
-    def _deliver(self) -> None:
-        self._flush_scheduled = False
-        while self._pending:
-            inbox, message = self._pending.popleft()
-            inbox.put_nowait(message)
+def deliver(messages: Iterable[tuple[asyncio.Queue[Any], Any]]) -> None:
+    """Put what the engine's thread reports into the inboxes of those who wait for it."""
+    for inbox, message in messages:
+        inbox.put_nowait(message)
 
 
 WRITE_BYTES = 4 << 20
@@ -189,7 +163,3 @@ class Service:
     is_joining: bool = False
     """Whether we are about to join one."""
     started_at: int = field(default_factory=lambda: int(time.time()))
-
-    async def check_alive(self) -> None:
-        """Raise if the engine cannot answer any more."""
-        await self.engine.stats()
