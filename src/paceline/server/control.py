@@ -43,11 +43,11 @@ from paceline.weights.weight_store import StoredTensors, read_delta
 
 async def score(service: Service, body: ScoreBody, request: Request) -> dict[str, Any]:
     """Log probability of every token given those before it; 0.0 for the first."""
-    model = await service.models.resolve(body.model)
+    model = await service.resolve_model(body.model)
     for sequence in body.token_ids:
-        if len(sequence) > service.models.limits.max_context:
+        if len(sequence) > service.limits.max_context:
             raise bad_request(f"a sequence has {len(sequence)} tokens, more than the context", "token_ids")
-        check_vocabulary(sequence, service.models, "token_ids")
+        check_vocabulary(sequence, service.limits, "token_ids")
     work = service.engine.score(body.token_ids, body.temperature, model)
     return {"logprobs": await cancel_on_disconnect(request.receive, work)}
 
@@ -60,9 +60,9 @@ async def tokenize(service: Service, body: TokenizeBody, _: Request) -> dict[str
 
 async def models(service: Service, *_: object) -> dict[str, Any]:
     """The served model and its adapters."""
-    await service.models.refresh()
+    await service.refresh_limits()
     shared = {"object": "model", "created": service.started_at, "owned_by": "paceline"}
-    return {"object": "list", "data": [{"id": name, **shared} for name in service.models.names()]}
+    return {"object": "list", "data": [{"id": name, **shared} for name in service.model_names()]}
 
 
 async def health(service: Service, *_: object) -> dict[str, Any]:
@@ -73,44 +73,37 @@ async def health(service: Service, *_: object) -> dict[str, Any]:
 
 async def metrics(service: Service, *_: object) -> Response:
     """Prometheus text."""
-    text = service.meter.prometheus_text(await service.engine.stats())
-    return Response(text, media_type="text/plain; version=0.0.4")
-
-
-async def policy(service: Service, *_: object) -> dict[str, Any]:
-    """Version and fingerprint of the weights really served."""
-    return dataclasses.asdict(await service.engine.policy())
+    lines = service.meter.prometheus_lines(await service.engine.stats())
+    return Response("".join(f"{line}\n" for line in lines), media_type="text/plain; version=0.0.4")
 
 
 async def adapter_versions(service: Service, *_: object) -> dict[str, Any]:
     """The policy's version, and each adapter's."""
-    await service.models.refresh()
+    limits = await service.refresh_limits()
     served = await service.engine.policy()
-    return {"version": served.version, "adapters": dict(service.models.limits.adapters)}
+    return {"version": served.version, "adapters": dict(limits.adapters)}
 
 
 async def limits(service: Service, *_: object) -> dict[str, Any]:
     """The engine's limits."""
-    await service.models.refresh()
-    known = service.models.limits
+    known = await service.refresh_limits()
     shown = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
-    return shown | {"adapters": dict(known.adapters), "model": service.models.name}
+    return shown | {"adapters": dict(known.adapters), "model": service.name}
 
 
-async def stats(service: Service, *_: object) -> dict[str, Any]:
-    """Vital signs, for routing."""
-    return dataclasses.asdict(await service.engine.stats())
-
-
-def engine_command(name: str, text: str) -> Callable[..., Awaitable[dict[str, Any]]]:
+def engine_call(name: str, text: str) -> Callable[..., Awaitable[dict[str, Any]]]:
     """An endpoint that calls one method of the engine."""
 
     async def endpoint(service: Service, *_: object) -> dict[str, Any]:
-        await getattr(service.engine, name)()
-        return {"status": "ok"}
+        result = await getattr(service.engine, name)()
+        return {"status": "ok"} if result is None else dataclasses.asdict(result)
 
     endpoint.__doc__ = text
     return endpoint
+
+
+policy = engine_call("policy", "Version and fingerprint of the weights really served.")
+stats = engine_call("stats", "Vital signs, for routing.")
 
 
 ADAPTER_SUFFIXES = ("lora_A.weight", "lora_B.weight")
@@ -119,7 +112,7 @@ ADAPTER_SUFFIXES = ("lora_A.weight", "lora_B.weight")
 async def load_adapter(service: Service, body: AdapterBody, _: Request) -> dict[str, Any]:
     """Serve a LoRA adapter; answers once it is applied."""
     answer = await apply_update(service, await asyncio.to_thread(adapter_update, body))
-    await service.models.refresh()
+    await service.refresh_limits()
     return answer
 
 

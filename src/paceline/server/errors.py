@@ -7,6 +7,7 @@ import difflib
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import orjson
@@ -41,7 +42,7 @@ class ErrorAnswer(BaseModel):
 class Refusal(Exception):
     """An answer that is not 200, as a sentence for the client."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
@@ -50,8 +51,7 @@ class ClientGone(Exception):
     """The client no longer waits for the answer."""
 
 
-def bad_request(message: str, param: str | None = None, code: str | None = None) -> Refusal:
-    return Refusal(400, message, param=param, code=code)
+bad_request = partial(Refusal, 400)
 
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
@@ -80,9 +80,8 @@ ENGINE_ERRORS: dict[type, tuple[int, str | None, str | None]] = {
 
 
 def engine_refusal(error: EngineError) -> Refusal:
-    """The engine's error as an HTTP refusal."""
     status, param, code = next(ENGINE_ERRORS[kind] for kind in type(error).__mro__ if kind in ENGINE_ERRORS)
-    return Refusal(status, str(error), param=param, code=code)
+    return Refusal(status, str(error), param, code)
 
 
 def invalid_body(error: ValidationError) -> Refusal:

@@ -49,7 +49,6 @@ class ContentText(ClientBody):
 
 
 def check_text_parts(content: Any) -> Any:
-    """Refuse parts that are no text by name."""
     if isinstance(content, list):
         check_text_only([part for part in content if not isinstance(part, dict) or part.get("type") not in TEXT_TYPES])
     return content
@@ -186,7 +185,6 @@ SAME_FIELDS = ("model", "temperature", "top_p", "parallel_tool_calls", "stream",
 
 
 def to_chat_body(body: ResponseBody, kind: type[C]) -> C:
-    """The same request as a body of the Chat Completions API."""
     chat: dict[str, Any] = {name: getattr(body, name) for name in SAME_FIELDS}
     chat |= {"messages": list(_chat_messages(body)), "max_completion_tokens": body.max_output_tokens}
     if body.tools:
@@ -311,7 +309,6 @@ class ResponseWriter:
         return events + self._event(f"response.{response['status']}", response=response)
 
     def fail(self, message: str, code: str | None) -> bytes:
-        """End the stream with an error."""
         error = {"code": "server_error", "message": message}
         failed = self._head | {"status": "failed", "error": error}
         begun = self._event("error", code=code, message=message, param=None)
@@ -390,5 +387,5 @@ async def create_response(service: Service, body: ResponseBody, request: Request
     """Respond to text or to the items of a conversation."""
     chat = to_chat_body(body, ChatBody)
     requests = await cancel_on_disconnect(request.receive, build_chat_requests(service, chat))
-    writer = ResponseWriter(body, body.model or service.models.name)
+    writer = ResponseWriter(body, body.model or service.name)
     return await ResponseStream(service, chat, requests, writer).respond(request)

@@ -28,35 +28,6 @@ BASE_MODEL = "base"
 """The engine's name for the plain base, beside a policy that is an adapter."""
 
 
-@dataclass(slots=True)
-class ServedModels:
-    """Knows the engine's limits without asking it for every request; looks again when a name is unknown."""
-
-    engine: Engine
-    name: str
-    limits: EngineLimits
-    has_key: bool
-
-    async def refresh(self) -> None:
-        self.limits = await self.engine.limits()
-
-    async def resolve(self, requested: str | None) -> str:
-        """The engine's name for what a request calls its model."""
-        if not requested or requested == self.name:
-            return ""
-        if requested == BASE_MODEL:
-            return requested
-        if requested not in self.limits.adapters:
-            await self.refresh()
-        if requested not in self.limits.adapters:
-            served = ", ".join(f"`{name}`" for name in self.names())
-            raise UnknownModel(f"there is no model `{requested}` here: the server has {served}")
-        return requested
-
-    def names(self) -> list[str]:
-        return [self.name, *(name for name in self.limits.adapters if name)]
-
-
 def deliver(messages: Iterable[tuple[asyncio.Queue[Any], Any]]) -> None:
     """Put what the engine's thread reports into the inboxes of those who wait for it."""
     for inbox, message in messages:
@@ -149,7 +120,11 @@ class Service:
 
     engine: Engine
     tokenizer: ServerTokenizer
-    models: ServedModels
+    name: str
+    """The model's name for clients."""
+    limits: EngineLimits
+    """As the engine said last: it is not asked for every request, but again when a name is unknown."""
+    has_key: bool
     queue: ThreadToLoopQueue
     meter: Meter
     allowed_folders: tuple[Path, ...] = ()
@@ -163,3 +138,21 @@ class Service:
     is_joining: bool = False
     """Whether we are about to join one."""
     started_at: int = field(default_factory=lambda: int(time.time()))
+
+    async def refresh_limits(self) -> EngineLimits:
+        self.limits = await self.engine.limits()
+        return self.limits
+
+    async def resolve_model(self, requested: str | None) -> str:
+        """The engine's name for what a request calls its model."""
+        if not requested or requested == self.name:
+            return ""
+        if requested != BASE_MODEL and requested not in self.limits.adapters:
+            await self.refresh_limits()
+            if requested not in self.limits.adapters:
+                served = ", ".join(f"`{name}`" for name in self.model_names())
+                raise UnknownModel(f"there is no model `{requested}` here: the server has {served}")
+        return requested
+
+    def model_names(self) -> list[str]:
+        return [self.name, *(name for name in self.limits.adapters if name)]
