@@ -185,7 +185,6 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
 
 
 def join_pieces(pieces: Sequence[Piece]) -> Piece:
-    """Several pieces of one completion as one."""
     if len(pieces) == 1:
         return pieces[0]
     top = None if pieces[0].top is None else [ranked for piece in pieces for ranked in piece.top or ()]
@@ -240,7 +239,6 @@ async def _read_update(message: Load) -> WeightUpdate:
 
 
 def unpack_tensors(data: bytes) -> dict[str, Array]:
-    """Tensors of safetensors bytes."""
     try:
         return libraries.deserialize(data)
     except SafetensorError as error:
