@@ -297,7 +297,12 @@ class ExternalEngine(HttpConnection, Engine):
         """The version that sampled each of `count` tokens: the adapter's, or that of the weights of its span."""
         if adapter is not None:
             return [adapter.version] * count
-        versions = [self._require_version(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        versions: list[int] = []
+        for span in spans:
+            version = self._version_of(label := span["version"])
+            if version is None:
+                raise Unreachable(f"{self.name} answered from weights `{label}`, which this run did not give it")
+            versions += [version] * (span["end"] - span["start"])
         if len(versions) != count:
             raise EngineError(f"{self.name} named the weights of {len(versions)} tokens, not of {count}")
         return versions
@@ -307,14 +312,8 @@ class ExternalEngine(HttpConnection, Engine):
         return f"paceline-{self._session}-{version}"
 
     def _version_of(self, label: str) -> int | None:
+        """None where the server was started anew, and holds weights of no known version."""
         ours = f"paceline-{self._session}-"
         if label.startswith(ours):
             return int(label.removeprefix(ours))
         return 0 if self._version is None else None
-
-    def _require_version(self, label: str) -> int:
-        """The version behind a label; a server that was started anew holds weights of no known version."""
-        version = self._version_of(label)
-        if version is None:
-            raise Unreachable(f"{self.name} answered from weights `{label}`, which this run did not give it")
-        return version

@@ -37,9 +37,7 @@ PROMPT_LOGPROB_OPTIONS: LogprobOptions = ({"prompt_logprobs": 0}, {"echo": True,
 class FrozenEngine(Engine, Protocol):
     """An engine whose weights never change."""
 
-    async def aclose(self) -> None:
-        """Close the connection to it."""
-        ...
+    async def aclose(self) -> None: ...
 
 
 class FrozenPool(Pool):
@@ -53,7 +51,6 @@ class FrozenPool(Pool):
 
     @property
     def scores_any_temperature(self) -> bool:
-        """Whether it scores at temperatures other than 1."""
         return not any(isinstance(engine, CompletionsEngine) for engine in self._engines)
 
     async def generate(self, request: GenerateRequest, deadline: float | None = None) -> Completion:
@@ -96,9 +93,8 @@ async def attach(ref: ModelRef, tokenizer: PreTrainedTokenizerBase) -> FrozenPoo
         for url in ref.urls:
             engine = CompletionsEngine(url, ref.name, key)
             on_failure.push_async_callback(engine.aclose)
-            check_same_vocabulary(
-                f"`{ref.name}` at {url}", tokenizer.encode(PROBE_TEXT), await engine.tokenize(PROBE_TEXT)
-            )
+            theirs = await engine.tokenize(PROBE_TEXT)
+            check_same_vocabulary(f"`{ref.name}` at {url}", tokenizer.encode(PROBE_TEXT), theirs)
             if await engine.is_paceline():
                 await engine.aclose()
                 engines.append(HttpEngine(url, api_key=key))
@@ -134,7 +130,6 @@ class CompletionsEngine(HttpConnection, Engine):
         return isinstance(answer, dict) and "vocabulary" in answer
 
     async def tokenize(self, text: str) -> list[int]:
-        """How the model splits a text."""
         body = {"prompt": text, "max_tokens": 1, "return_token_ids": True}
         try:
             ids = (await self._complete(body)).get("prompt_token_ids")

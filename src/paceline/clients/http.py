@@ -117,7 +117,6 @@ class HttpConnection:
         return Unreachable(f"{self.name} does not answer: {str(error) or type(error).__name__}")
 
     def _decode_response(self, response: httpx.Response) -> Any:
-        """The answer of an OpenAI-compatible server, or its own sentence as the error it stands for."""
         try:
             answer = orjson.loads(response.content)
         except orjson.JSONDecodeError:
@@ -250,7 +249,6 @@ class HttpEngine(HttpConnection, RemoteEngine):
             self._transport.close()
 
     def _decode_response(self, response: httpx.Response) -> Any:
-        """The answer, or the server's own sentence as the error it stands for."""
         status = response.status_code
         try:
             answer = orjson.loads(response.content)
@@ -279,7 +277,6 @@ ERROR_CODES = {
 
 
 def _score_batches(sequences: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
-    """The sequences in order, split into batches of one request each."""
     batch: list[list[int]] = []
     tokens = 0
     for ids in sequences:

@@ -94,7 +94,6 @@ class EngineLink(FramedEngine):
         self.end_tokens = hello.end_tokens
 
     def close(self) -> None:
-        """Close the socket; the engine's process then ends."""
         if self._reader_task is not None:
             self._reader_task.cancel()
         self._sock.close()
@@ -151,7 +150,6 @@ class EngineLink(FramedEngine):
             self._pending.pop(message.id, None)
 
     def _attach(self) -> asyncio.Task[EngineError]:
-        """Hand the socket to the event loop, once."""
         if self._reader_task is None:
             self._reader_task = asyncio.ensure_future(self._read_loop())
         return self._reader_task

@@ -13,7 +13,6 @@ from paceline.clients.registry import (
     EngineRegistry,
     PoolMember,
     PrefixAffinity,
-    RejoiningEngine,
     answer_within,
     choose_member,
 )
@@ -59,7 +58,6 @@ class PendingRequest:
 
     @property
     def description(self) -> str:
-        """The request in an error message."""
         if (request := self.request) is None:
             return f"the scoring of {self.weight} sequences"
         return f"the request of {len(request.prompt_ids)} prompt tokens, order {request.order}, noise {request.noise}"
@@ -89,7 +87,7 @@ class Pool:
             return member
 
         async def ask(member: PoolMember) -> Completion:
-            oldest = self._registry.min_version(request.model)
+            oldest = self._registry.published.get(request.model, 0)
             completion = await member.engine.generate(request)
             tokens, logprobs, versions = map(len, (completion.token_ids, completion.logprobs, completion.versions))
             if not tokens == logprobs == versions:
@@ -140,12 +138,10 @@ class Pool:
 
     @property
     def trouble(self) -> EngineError | None:
-        """Why no engine serves; None while one does."""
         return None if self._registry.serving else self._registry.trouble
 
     @property
     def running(self) -> int:
-        """Requests not yet answered."""
         return self._unanswered
 
     @property
@@ -200,11 +196,10 @@ class Pool:
                 except EngineError as error:
                     await self._retry_or_raise(pending, member, error)
                 except MALFORMED_ANSWER as error:
-                    if not isinstance(member.engine, RejoiningEngine):
+                    if not member.rejoins:
                         raise  # nothing came over a wire: it is a bug, and its traceback says where
-                    garbled = EngineError(
-                        f"{member.name} answered what cannot be read ({type(error).__name__}: {error})"
-                    )
+                    what = f"what cannot be read ({type(error).__name__}: {error})"
+                    garbled = EngineError(f"{member.name} answered {what}")
                     garbled.__cause__ = error
                     await self._retry_or_raise(pending, member, garbled)
         finally:

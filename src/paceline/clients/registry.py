@@ -25,6 +25,7 @@ class PoolMember:
 
     def __init__(self, engine: Engine, number: int) -> None:
         self.engine = engine
+        self.rejoins = isinstance(engine, RejoiningEngine)
         self.name = engine.name if isinstance(engine, RejoiningEngine) else f"engine {number}"
         self.unanswered = 0
         self.capacity = 1
@@ -103,9 +104,7 @@ class RejoiningEngine(Protocol):
 
     name: str
 
-    async def keep(self, update: WeightUpdate) -> WeightUpdate:
-        """A copy of an update that can be sent again later."""
-        ...
+    async def keep(self, update: WeightUpdate) -> WeightUpdate: ...
 
 
 class EngineRegistry:
@@ -122,7 +121,7 @@ class EngineRegistry:
         self._copier = next((engine for engine in engines if isinstance(engine, RejoiningEngine)), None)
         self._updates: dict[str | None, WeightUpdate] = {}
         """The last update of the base (None) and of each adapter. Replaced, never changed: its identity is its age."""
-        self._published: dict[str, int] = {}
+        self.published: dict[str, int] = {}
         """The version of the policy ("") and of each adapter that every serving engine has applied."""
         self._recoveries: dict[PoolMember, asyncio.Task[None]] = {}
         self._size_check: asyncio.Future[list[None]] | None = None
@@ -137,12 +136,10 @@ class EngineRegistry:
     @property
     def is_hopeless(self) -> bool:
         """No engine serves and none will: an engine of this process comes back only by an update."""
-        remote = any(isinstance(member.engine, RejoiningEngine) for member in self.members)
-        return not self.serving and not self._publishing and not remote
+        return not self.serving and not self._publishing and not any(member.rejoins for member in self.members)
 
     @property
     def trouble(self) -> EngineError:
-        """Why no engine serves."""
         causes = "; ".join(f"{member.name}: {member.trouble}" for member in self.members)
         return EngineError(f"no engine is left: {causes}")
 
@@ -160,11 +157,9 @@ class EngineRegistry:
 
     async def learn_sizes(self) -> None:
         """Ask each engine for its context and capacity, once. With one engine there is nothing to choose."""
-        if len(self.members) == 1:
-            return
-        if self._size_check is None:
-            self._size_check = asyncio.gather(*map(self._learn_size, self.members))
-        await asyncio.shield(self._size_check)  # bounded: by CHECK_SECONDS
+        if len(self.members) > 1:
+            self._size_check = self._size_check or asyncio.gather(*map(self._learn_size, self.members))
+            await asyncio.shield(self._size_check)  # bounded: by CHECK_SECONDS
 
     async def set_aside_if_failing(self, member: PoolMember) -> bool:
         """Whether an engine that failed a request is out of order; if so it is set aside."""
@@ -185,14 +180,10 @@ class EngineRegistry:
 
     def set_aside_if_restarted(self, member: PoolMember, model: str, error: EngineError) -> bool:
         """Whether an engine that does not know a model has been given it: then it was restarted, and is set aside."""
-        if model not in self._updates or not isinstance(member.engine, RejoiningEngine):
-            return False
-        self._set_aside(member, error)
-        return True
-
-    def min_version(self, model: str) -> int:
-        """The oldest version a request sent now may be answered with."""
-        return self._published.get(model, 0)
+        restarted = model in self._updates and member.rejoins
+        if restarted:
+            self._set_aside(member, error)
+        return restarted
 
     async def publish(self, update: WeightUpdate) -> float:
         """Every engine in service takes the update; answers with the longest pause.
@@ -200,15 +191,15 @@ class EngineRegistry:
         One that does not is set aside. If all refuse, the update is at fault: the weights before it stay the current
         ones and the first refusal is raised. If all are gone, this waits for one to come back with the new weights.
         """
-        # Without a remote engine nothing is ever sent again, and what is not kept takes no memory.
-        update = copy = await self._copier.keep(update) if self._copier is not None else update
-        if self._copier is None:
+        if self._copier is not None:
+            update = copy = await self._copier.keep(update)
+        else:  # nothing is ever sent again, and what is not kept takes no memory
             copy = dataclasses.replace(update, tensors={})
         before = self._updates
         name = None if update.adapter is None else update.adapter.name
         self._updates = dict(sorted((before | {name: copy}).items(), key=lambda item: item[0] is not None))
         # Only the next update can bring back an engine of this process.
-        targets = [m for m in self.members if m.trouble is None or not isinstance(m.engine, RejoiningEngine)]
+        targets = [m for m in self.members if m.trouble is None or not m.rejoins]
         self._publishing += 1
         try:
             answers = await asyncio.gather(*(self._send(member, update) for member in targets))
@@ -222,11 +213,10 @@ class EngineRegistry:
         for member, error in refused:
             self._set_aside(member, error)
         pause = max(pauses) if pauses else await self._wait_for_member()
-        self._published[name or ""] = update.version
+        self.published[name or ""] = update.version
         return pause
 
     def close(self) -> None:
-        """Stop trying to recover engines that are set aside."""
         for recovery in self._recoveries.values():
             recovery.cancel()
         self._recoveries.clear()
@@ -236,11 +226,10 @@ class EngineRegistry:
             log.warning("%s is set aside: %s", member.name, error)
         member.trouble = error
         recovery = self._recoveries.get(member)
-        if isinstance(member.engine, RejoiningEngine) and (recovery is None or recovery.done()):
+        if member.rejoins and (recovery is None or recovery.done()):
             self._recoveries[member] = asyncio.ensure_future(self._recover(member))
 
     async def _recover(self, member: PoolMember) -> None:
-        """Ask until it answers and holds the current weights."""
         attempt = 0
         while member.trouble is not None:
             await asyncio.sleep(self.backoff_delay(attempt))  # unbounded: until it is back, or the pool is closed
@@ -283,7 +272,7 @@ class EngineRegistry:
                 pause = await _call_engine(member, PUBLISH_SECONDS, member.engine.load_weights(whole))
         except EngineError as error:
             return error
-        if not isinstance(member.engine, RejoiningEngine):
+        if not member.rejoins:
             member.trouble = None
         return float(pause)
 
@@ -316,6 +305,6 @@ async def _call_engine(member: PoolMember, seconds: float, work: Awaitable[T]) -
     except OSError as error:  # a file that was to be sent is gone, say
         raise Unreachable(f"it cannot be reached ({error})") from error
     except MALFORMED_ANSWER as error:
-        if not isinstance(member.engine, RejoiningEngine):
+        if not member.rejoins:
             raise
         raise Unreachable(f"it answered what cannot be read ({type(error).__name__}: {error})") from error

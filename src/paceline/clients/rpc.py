@@ -9,7 +9,7 @@ import socket
 import struct
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -185,7 +185,6 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
 
 
 def join_pieces(pieces: Sequence[Piece]) -> Piece:
-    """Several pieces of one completion as one."""
     if len(pieces) == 1:
         return pieces[0]
     top = None if pieces[0].top is None else [ranked for piece in pieces for ranked in piece.top or ()]
@@ -197,10 +196,14 @@ def join_pieces(pieces: Sequence[Piece]) -> Piece:
     )
 
 
+def as_piece(completion: Completion) -> Piece:
+    return Piece(completion.token_ids, completion.logprobs, completion.versions, completion.top)
+
+
 def deliver_whole(completion: Completion, listener: Listener | None) -> Completion:
     """Pass a finished completion to the listener as one piece, for engines that do not stream; returns it."""
     if listener is not None:
-        listener(Piece(completion.token_ids, completion.logprobs, completion.versions, completion.top))
+        listener(as_piece(completion))
     return completion
 
 
@@ -236,7 +239,6 @@ async def _read_update(message: Load) -> WeightUpdate:
 
 
 def unpack_tensors(data: bytes) -> dict[str, Array]:
-    """Tensors of safetensors bytes."""
     try:
         return libraries.deserialize(data)
     except SafetensorError as error:
@@ -247,19 +249,47 @@ GATHER_SECONDS = 0.001
 """How long a message may wait for others: less than a decode step takes."""
 
 
-class EngineHost:
-    """Serves any engine over one socket, until the other side closes it.
+class ThreadToLoopQueue:
+    """Carries messages from any thread to one event loop, which takes them in batches, in the order they came.
 
-    What the engine's thread reports is piled up and sent by the event loop in one write: a step that feeds hundreds of
-    streams costs one wake-up and one system call. The loop waits a moment before it looks, or it would fight the engine
-    for Python's lock over every token. The flag is lowered before the pile is emptied, so nothing is left.
+    A step of the engine reaches hundreds of listeners. The first message wakes the loop, the others are only appended;
+    a moment later the loop delivers them all. Without that moment it would fight the engine for Python's lock over
+    every token. The flag is lowered before the queue is emptied, so a message that comes in between raises it again:
+    none is ever left behind.
     """
+
+    def __init__(self, deliver: Callable[[list[Any]], None]) -> None:
+        self._deliver = deliver
+        self._pending: deque[Any] = deque()
+        self._flush_scheduled = False
+        self._loop = asyncio.get_running_loop()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def send(self, message: Any) -> None:
+        """From any thread."""
+        self._pending.append(message)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_SECONDS, self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        messages = []
+        while self._pending:
+            messages.append(self._pending.popleft())
+        self._deliver(messages)
+
+
+class EngineHost:
+    """Serves any engine over one socket, until the other side closes it. What the engine's thread reports leaves in
+    one write: a step that feeds hundreds of streams costs one wake-up and one system call."""
 
     def __init__(self, engine: Engine, end_tokens: Sequence[int]) -> None:
         self._engine = engine
         self._end_tokens = tuple(end_tokens)
-        self._outbox: deque[EngineMessage | tuple[int, Piece]] = deque()
-        self._flush_scheduled = False
+        self._outbox: ThreadToLoopQueue | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
 
     @property
@@ -269,48 +299,36 @@ class EngineHost:
 
     async def serve(self, sock: socket.socket) -> None:
         """Answer until the other side is gone; what it asked for last is then cancelled."""
-        self._loop = asyncio.get_running_loop()
+        outbox = self._outbox = ThreadToLoopQueue(self._write)
         reader, self._writer = await open_streams(sock)
-        self._enqueue(EngineHello(0, self._end_tokens))
+        outbox.send(EngineHello(0, self._end_tokens))
         try:
             while (body := await read_frame(reader)) is not None:
                 for message in decode_to_engine(body).messages:
-                    self._dispatch(message)
+                    self._dispatch(message, outbox)
         finally:
             for task in self._running.values():
                 task.cancel()
             self._writer.close()
 
-    def _dispatch(self, message: EngineMessage) -> None:
+    def _dispatch(self, message: EngineMessage, outbox: ThreadToLoopQueue) -> None:
         if isinstance(message, Cancel):
             if task := self._running.get(message.id):
                 task.cancel()
             return
-        task = self._running[message.id] = asyncio.ensure_future(self._answer(message))
+        task = self._running[message.id] = asyncio.ensure_future(self._answer(message, outbox))
         task.add_done_callback(lambda _: self._running.pop(message.id, None))
 
-    async def _answer(self, message: EngineMessage) -> None:
+    async def _answer(self, message: EngineMessage, outbox: ThreadToLoopQueue) -> None:
         listens = isinstance(message, Generate) and message.listen
-        listener = (lambda piece: self._enqueue((message.id, piece))) if listens else None
-        self._enqueue(await handle_message(self._engine, message, listener))
+        listener = (lambda piece: outbox.send((message.id, piece))) if listens else None
+        outbox.send(await handle_message(self._engine, message, listener))
 
-    def _enqueue(self, message: EngineMessage | tuple[int, Piece]) -> None:
-        """Queue a message for the next write. Thread-safe."""
-        self._outbox.append(message)
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_SECONDS, self._flush)
-
-    def _flush(self) -> None:
-        self._flush_scheduled = False
-        messages: list[Any] = []
+    def _write(self, batch: list[EngineMessage | tuple[int, Piece]]) -> None:
+        messages: list[Any] = [message for message in batch if not isinstance(message, tuple)]
         pieces: dict[int, list[Piece]] = {}
-        while self._outbox:
-            message = self._outbox.popleft()
-            if isinstance(message, tuple):
-                pieces.setdefault(message[0], []).append(message[1])
-            else:
-                messages.append(message)
+        for number, piece in (item for item in batch if isinstance(item, tuple)):
+            pieces.setdefault(number, []).append(piece)
         # Pieces come before whatever ended their request: the engine reports them first.
         messages[:0] = [TokensFrame(number, join_pieces(some)) for number, some in pieces.items()]
         if messages and not self._writer.is_closing():

@@ -29,7 +29,6 @@ class SglangEngine(ExternalEngine):
     _names: frozenset[str] = frozenset()
 
     def start(self) -> None:
-        """Check that an SGLang answers at this address, takes our key, and tells what the trainer needs."""
         self.request_sync("/health")
         if "weight_version" not in self.request_sync("/model_info"):
             raise EngineError(f"{self.name} does not name the version of its weights: take a newer SGLang")

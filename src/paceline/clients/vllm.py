@@ -245,7 +245,6 @@ class VllmProcess:
             raise EngineError(f"vLLM cannot be started with {self.python}: {error.strerror}") from error
 
     async def wait_ready(self) -> None:
-        """Wait until it can be asked; raises if it does not come up."""
         deadline = time.monotonic() + self.seconds
         async with httpx.AsyncClient(base_url=self.url, timeout=5.0, trust_env=False) as client:
             while time.monotonic() < deadline:
@@ -270,7 +269,6 @@ class VllmProcess:
             self.start()
 
     def stop(self) -> None:
-        """Ask it to stop, and end all of its processes if it does not."""
         process, self._process = self._process, None
         if process is None:
             return

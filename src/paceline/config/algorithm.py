@@ -1,6 +1,6 @@
 """Algorithm settings: credit assignment, and which loss each token trains."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -13,20 +13,12 @@ FROZEN = 'write {name = "MODEL", base_url = "http://HOST:PORT/v1"}'
 class BaseAlgorithmConfig(Section):
     """Base of every algorithm's section."""
 
-    @property
-    def is_group_relative(self) -> bool:
-        """Rollouts are compared with others of their group, so that a group of one teaches nothing."""
-        return False
-
-    @property
-    def needs_whole_batch(self) -> bool:
-        """Credit waits for all groups of a batch."""
-        return False
-
-    @property
-    def plays(self) -> bool:
-        """A model samples the rollouts; otherwise they are read off the rows."""
-        return True
+    is_group_relative: ClassVar = False
+    """Rollouts are compared with others of their group, so that a group of one teaches nothing."""
+    needs_whole_batch: ClassVar = False
+    """Credit waits for all groups of a batch."""
+    plays: ClassVar = True
+    """A model samples the rollouts; otherwise they are read off the rows."""
 
 
 class OnPolicyConfig(BaseAlgorithmConfig):
@@ -82,10 +74,7 @@ class MaxRLConfig(OnPolicyConfig):
     """(Reward - mean) / mean: the gradient of the log of the mean reward."""
 
     type: Literal["max_rl"] = "max_rl"
-
-    @property
-    def is_group_relative(self) -> bool:
-        return True
+    is_group_relative = True
 
 
 class RewardConfig(OnPolicyConfig):

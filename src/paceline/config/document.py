@@ -26,7 +26,6 @@ class Origin:
     """The folder that relative paths written there start from; the working directory when None."""
 
     def place(self, path: KeyPath) -> str:
-        """The place as the user would look for it."""
         return ": ".join(part for part in (self.source, self.flag or dotted(path)) if part)
 
 
@@ -161,7 +160,6 @@ def files_of(table: dict[str, Any], folder: Path) -> dict[str, Path]:
 
 
 def _visit(node: SchemaNode | None, value: Any, at: KeyPath, change: Callable[[PathKey, KeyPath, str], str]) -> Any:
-    """A copy of a value in which `change` was applied to every path."""
     key = next((note for note in node.constraints if isinstance(note, PathKey)), None) if node else None
     if key is not None:  # one path, a list of them, or a table that weighs them: `{"a.jsonl" = 3.0}`
         if isinstance(value, str):

@@ -209,7 +209,6 @@ def _sentences(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) ->
 
 
 def _hint(path: KeyPath, document: ConfigDocument) -> str:
-    """What an unknown key may have meant."""
     *at, key = path
     table = document.table_with_types()
     node = node_at(tuple(at), table, document.root) or SchemaNode.of(object)

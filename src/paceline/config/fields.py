@@ -140,7 +140,6 @@ def node_at(path: KeyPath, table: Any, root: SchemaNode = ROOT) -> SchemaNode | 
 
 
 def value_at(path: KeyPath, table: Any) -> Any:
-    """The value written at `path`, or None."""
     for key in path:
         if isinstance(table, dict):
             table = table.get(key)
@@ -225,7 +224,6 @@ def describe_given(value: Any) -> str:
 
 
 def correction_hint(node: SchemaNode, value: Any) -> str:
-    """A hint on what to write instead, where that can be guessed; else empty."""
     kind = node.annotation
     if node.is_list and isinstance(value, dict):
         return "; write the header in double brackets, such as [[env]]"

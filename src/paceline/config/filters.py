@@ -81,7 +81,6 @@ class FailuresConfig(Section):
     """How often `retry` tries in all, the first time included."""
 
     def policy(self, kind: str) -> "FailurePolicy":
-        """What follows a failure of this kind."""
         return FailurePolicy(getattr(self, kind), self.tries)
 
 
@@ -93,7 +92,6 @@ class FailurePolicy:
     tries: int = 3
 
     def retries(self, failed: int) -> bool:
-        """Whether to try once more after so many failures."""
         return self.choice == "retry" and failed < self.tries
 
     @staticmethod

@@ -122,7 +122,6 @@ def _config_dtype(config: Any) -> Dtype | None:
 
 
 def _first_tensor_dtype(folder: Path) -> Dtype | None:
-    """The type of the first floating-point tensor of a safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.glob("*.safetensors"))[:1]:
@@ -154,7 +153,6 @@ BACKEND_VARIABLE = "PACELINE_BACKEND"
 
 
 def uses_mlx(wanted: str) -> bool:
-    """Whether `backend` means mlx on this machine."""
     wanted = os.environ.get(BACKEND_VARIABLE) or wanted if wanted == "auto" else wanted
     if wanted not in ("auto", "torch", "mlx"):
         raise PacelineError(f"{BACKEND_VARIABLE}={wanted}: write torch or mlx")
@@ -177,7 +175,6 @@ def ignored_settings(config: "RunConfig") -> Iterator[str]:
 
 
 def unsupported_settings(config: "RunConfig") -> Iterator[str]:
-    """Settings that need torch."""
     if config.placement != "local":
         yield f'backend = "mlx" computes in one process, and placement = "{config.placement}" in several: change one'
     if config.device == "cuda":
@@ -190,7 +187,6 @@ def unsupported_settings(config: "RunConfig") -> Iterator[str]:
 
 
 def unsupported_trainer_settings(c: "TrainerConfig") -> Iterator[str]:
-    """The same of a trainer's own settings."""
     if c.parallel.ranks > 1:
         yield 'trainer.parallel is for several processes of torch: leave it out where backend = "mlx"'
     for name, asked in (("optimizer", c.optimizer.offload), ("kl", c.kl is not None and c.kl.offload)):

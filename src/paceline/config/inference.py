@@ -114,7 +114,6 @@ class EngineConfig(Section):
 
 
 def engine_problems(config: "RunConfig") -> Iterator[str]:
-    """Settings that another maker's engine cannot run."""
     engine = config.engine
     if engine.backend == "paceline":
         return

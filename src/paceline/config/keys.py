@@ -171,7 +171,6 @@ def _key(section: type[Section], name: str, path: str, seen: dict[tuple, str]) -
 
 
 def _is_shared(name: str, sections: tuple[type[Section], ...]) -> bool:
-    """Whether all of these have the same key."""
     if name == "type" and len(sections) > 1:
         return False
     first, *others = (
@@ -182,7 +181,6 @@ def _is_shared(name: str, sections: tuple[type[Section], ...]) -> bool:
 
 
 def _toml(value: Any) -> str:
-    """As the run file would have it, on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import tomli_w
 from pydantic import ValidationError
 
-from paceline.config.base import Section
 from paceline.config.document import COMMAND_LINE, PYTHON, ConfigDocument, Origin, plain_value, resolve_paths
 from paceline.config.errors import ConfigError, explain
 from paceline.config.fields import ROOT, KeyPath, SchemaNode, join_words, node_at, toml_value, value_at
@@ -187,7 +186,6 @@ def _apply_settings(settings: Mapping[str, Any], document: ConfigDocument) -> li
 
 
 def _take(arguments: list[str]) -> Override:
-    """Take the next flag, and its value if one follows, off the arguments."""
     argument = arguments.pop(0)
     flag, equals, text = argument.partition("=")
     negated = flag.startswith("--no-")
@@ -309,27 +307,21 @@ def _validate(table: dict[str, Any]) -> LoadedConfig:
 
 def dump(config: RunConfig, *, unset: bool = False) -> str:
     """The resolved run file. Loading it gives an equal config. With `unset`, comments name the keys without a value."""
-    text = tomli_w.dumps(config.model_dump(exclude_none=True))
-    return _with_unset(text, config) if unset else text
+    if not unset:
+        return tomli_w.dumps(config.model_dump(exclude_none=True))
+    text = tomli_w.dumps(_mark_unset(config.model_dump()))
+    return re.sub(rf'(?m)^(.+) = "{UNSET}"$', r"# \1 = (unset)", text)
 
 
-def _with_unset(text: str, config: RunConfig) -> str:
-    """Each table of a dump, followed by the keys that it leaves out."""
-    blocks = re.split(r"(?m)^(?=\[)", text)  # a line within an array is indented
-    out = []
-    for end, block in enumerate(blocks, start=1):
-        section: Any = config
-        header: Any = tomllib.loads(block.partition("\n")[0]) if block.startswith("[") else {}
-        table: Any = tomllib.loads("".join(blocks[:end]))  # its lists end in the element that this block is about
-        while header:
-            ((key, header),) = header.items()
-            section, table = section.get(key) if isinstance(section, dict) else getattr(section, key), table[key]
-            if isinstance(table, list):
-                section, table = section[len(table) - 1], table[-1]
-                header = header[0] if isinstance(header, list) else header
-        missing = [name for name, value in section if value is None] if isinstance(section, Section) else []
-        out.append(block.rstrip("\n") + "".join(f"\n# {name} = (unset)" for name in missing) + "\n")
-    return "\n".join(out)
+UNSET = "paceline:unset"
+
+
+def _mark_unset(value: Any) -> Any:
+    """A dump in which each table names its keys without a value last."""
+    if isinstance(value, dict):
+        given = {key: _mark_unset(entry) for key, entry in value.items() if entry is not None}
+        return given | dict.fromkeys((key for key in value if key not in given), UNSET)
+    return [_mark_unset(entry) for entry in value] if isinstance(value, list) else value
 
 
 def dump_with_absolute_paths(config: RunConfig) -> str:
@@ -342,7 +334,6 @@ def dump_with_absolute_paths(config: RunConfig) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """The run file's JSON schema, for editors."""
     described = RunConfig.model_json_schema()
     include = {
         "description": "Files to build upon, relative to this one; later ones win, this file wins over all.",

@@ -289,10 +289,8 @@ class RunConfig(Section):
                 f"(environment `{env.name}`): a batch holds whole groups"
             )
         if env.min_group_size > env.group_size:
-            yield (
-                f"environment `{env.name}`: min_group_size = {env.min_group_size} is larger than "
-                f"group_size = {env.group_size}"
-            )
+            least, size = env.min_group_size, env.group_size
+            yield f"environment `{env.name}`: min_group_size = {least} is larger than group_size = {size}"
         if self.max_inflight < env.group_size:
             yield (
                 f"max_inflight = {self.max_inflight} cannot hold one group of `{env.name}` "

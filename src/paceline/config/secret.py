@@ -54,7 +54,6 @@ def redact(text: str, secret: str | None) -> str:
 
 
 def secrets_in(value: Any, at: str = "") -> Iterator[str]:
-    """A sentence for each secret in these tables."""
     if isinstance(value, dict):
         for key, entry in value.items():
             place = f"{at}.{key}" if at else str(key)

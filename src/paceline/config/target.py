@@ -85,7 +85,6 @@ def names_run_file(target: str) -> bool:
 
 
 def names_environment(target: str) -> bool:
-    """Whether such a command reads `target` as an environment's type."""
     return target in environment_types() and not Path(target).exists()
 
 

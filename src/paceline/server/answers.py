@@ -29,7 +29,6 @@ def response_head(kind: str, prefix: str, model: str) -> dict[str, Any]:
 
 
 def _response_model(name: str, text: str, /, **fields: Any) -> type[BaseModel]:
-    """A model with these fields; a pair is a type and a default."""
     return create_model(name, __doc__=text, **fields)
 
 

@@ -15,6 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
+from paceline.clients.rpc import ThreadToLoopQueue
 from paceline.engine.base import Engine
 from paceline.errors import EngineError
 from paceline.server import answers, bodies, control, responses
@@ -23,7 +24,7 @@ from paceline.server.errors import ErrorAnswer, install_error_handlers, report_i
 from paceline.server.guard import Meter, ServerGuard
 from paceline.server.http import CONTROL_BYTES, FastJsonResponse, read_body
 from paceline.server.responses import create_response
-from paceline.server.service import ServedModels, Service, ThreadToLoopQueue
+from paceline.server.service import Service, deliver
 from paceline.server.tokenizer import ServerTokenizer
 from paceline.util.connections import GracefulServer, server_config
 from paceline.weights.transports import UPDATE_HEADER
@@ -84,10 +85,10 @@ ROUTES = (
     _upload_route("/weights/delta", control.upload_delta),
     _control_route("/weights/group", control.join_group, answers.StatusAnswer, bodies.GroupBody),
     _update_route("/weights/receive", control.receive_weights, body=bodies.ReceiveBody),
-    _command_route("/pause", control.engine_command("pause", "Stop between two steps; requests wait.")),
-    _command_route("/resume", control.engine_command("resume", "Go on after a pause.")),
-    _command_route("/sleep", control.engine_command("sleep", "Pause and give memory back.")),
-    _command_route("/wake", control.engine_command("wake", "Go on after sleep.")),
+    _command_route("/pause", control.engine_call("pause", "Stop between two steps; requests wait.")),
+    _command_route("/resume", control.engine_call("resume", "Go on after a pause.")),
+    _command_route("/sleep", control.engine_call("sleep", "Pause and give memory back.")),
+    _command_route("/wake", control.engine_call("wake", "Go on after sleep.")),
 )
 STATUS_DESCRIPTIONS = {
     400: "The request is wrong.",
@@ -123,8 +124,10 @@ def build_app(
         service = app.state.service = Service(
             engine,
             ServerTokenizer(tokenizer, end_tokens, limits.max_context),
-            ServedModels(engine, name, limits, has_key=bool(api_key)),
-            ThreadToLoopQueue(),
+            name,
+            limits,
+            bool(api_key),
+            ThreadToLoopQueue(deliver),
             meter,
             tuple(folder.resolve() for folder in allowed),
             frozenset(peers),

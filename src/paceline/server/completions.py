@@ -3,7 +3,6 @@
 Log probabilities have OpenAI's two shapes: a list of objects for chats, parallel arrays for completions.
 """
 
-import asyncio
 import json
 import secrets
 from collections.abc import Sequence
@@ -13,14 +12,14 @@ from typing import Any
 from fastapi import Request, Response
 
 from paceline.clients.tools import ToolCall, ToolParser, template_message
-from paceline.engine.base import Completion, GenerateRequest, Grammar, TopLogprobs
+from paceline.engine.base import Completion, EngineLimits, GenerateRequest, Grammar, TopLogprobs
 from paceline.server.answers import response_head, usage
 from paceline.server.bodies import ChatBody, CompletionBody, NamedTool, ResponseFormat, SamplingBody
 from paceline.server.errors import bad_request
 from paceline.server.http import cancel_on_disconnect
 from paceline.server.output_processor import ChoiceDelta, ChoiceWriter, Generation, score_prompts
-from paceline.server.service import ServedModels, Service
-from paceline.server.tokenizer import ServerTokenizer, TokenBytes
+from paceline.server.service import Service
+from paceline.server.tokenizer import TokenBytes
 from paceline.weights.update import noise_key
 
 MOST_CHOICES = 4096
@@ -29,18 +28,17 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def build_requests(
+    service: Service,
     body: SamplingBody,
     prompts: Sequence[tuple[int, ...]],
-    models: ServedModels,
-    tokenizer: ServerTokenizer,
     *,
     max_tokens: int | None,
     top_logprobs: int,
     grammar: Grammar | None,
 ) -> list[GenerateRequest]:
     """One engine request per prompt and choice, prompt by prompt. Whatever can never be answered is refused here."""
-    model = await models.resolve(body.model)
-    limits = models.limits
+    model = await service.resolve_model(body.model)
+    limits = service.limits
     for prompt in prompts:
         if not prompt:
             raise bad_request("the prompt is empty: give at least one token", "prompt")
@@ -50,14 +48,15 @@ async def build_requests(
                 "prompt",
                 "context_length_exceeded",
             )
-        check_vocabulary(prompt, models, "prompt")
+        check_vocabulary(prompt, limits, "prompt")
     copies = body.n or 1
     if len(prompts) * copies > MOST_CHOICES:
         raise bad_request(f"{len(prompts)} prompts times n = {copies} is more than {MOST_CHOICES} choices", "n")
     if len(body.stops) > MOST_STOPS:
         raise bad_request(f"{len(body.stops)} stop strings are more than {MOST_STOPS}", "stop")
-    ends = frozenset() if body.ignore_eos else tokenizer.end_tokens
-    first = secrets.randbits(64) if body.seed is None else body.seed
+    ends = frozenset() if body.ignore_eos else service.tokenizer.end_tokens
+    key = body.seed if body.noise is None else body.noise
+    key = secrets.randbits(64) if key is None else key
     return [
         GenerateRequest(
             prompt_ids=prompt,
@@ -66,9 +65,10 @@ async def build_requests(
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=min(max(body.top_k or 0, 0), limits.vocabulary),
             stop_token_ids=ends | frozenset(body.stop_token_ids or ()),
-            noise=_choice_noise(body, first, index),
+            # An exact key is the first choice's own; further choices need streams of their own.
+            noise=key if index == 0 and body.noise is not None else noise_key(key, index),
             # Before others only where every caller holds the key.
-            order=(body.order or 0) if models.has_key else max(body.order or 0, 0),
+            order=(body.order or 0) if service.has_key else max(body.order or 0, 0),
             turn=index,
             model=model,
             top_logprobs=min(top_logprobs, limits.max_top_logprobs),
@@ -78,14 +78,12 @@ async def build_requests(
     ]
 
 
-def check_vocabulary(token_ids: Sequence[int], models: ServedModels, param: str) -> None:
-    size = models.limits.vocabulary
-    if token_ids and max(token_ids) >= size:
-        raise bad_request(f"token {max(token_ids)} does not exist: the vocabulary has {size}", param)
+def check_vocabulary(token_ids: Sequence[int], limits: EngineLimits, param: str) -> None:
+    if token_ids and max(token_ids) >= limits.vocabulary:
+        raise bad_request(f"token {max(token_ids)} does not exist: the vocabulary has {limits.vocabulary}", param)
 
 
 def response_grammar(form: ResponseFormat | None, regex: str | None) -> Grammar | None:
-    """The grammar the answer must follow, if any."""
     kind = form.type if form else "text"
     if regex is not None:
         if kind != "text":
@@ -112,30 +110,21 @@ def tool_choice_grammar(body: ChatBody) -> Grammar | None:
             raise bad_request(f"tool_choice names `{tool_name}`, which is not among the tools", "tool_choice")
     if not tools:
         raise bad_request("tool_choice demands a call, but there are no tools", "tool_choice")
+    shape = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
     schemas = []
-    for tool in tools:
-        fields = {"name": {"const": tool.function.name}, "arguments": tool.function.parameters or {"type": "object"}}
-        schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
-        schemas.append(schema)
+    for function in (tool.function for tool in tools):
+        fields = {"name": {"const": function.name}, "arguments": function.parameters or {"type": "object"}}
+        schemas.append(shape | {"properties": fields})
     return Grammar("json_schema", json.dumps({"anyOf": schemas} if len(schemas) > 1 else schemas[0]))
-
-
-def _choice_noise(body: SamplingBody, seed: int, index: int) -> int:
-    """An exact key is the first choice's own; further choices need streams of their own."""
-    if body.noise is not None:
-        return body.noise if index == 0 else noise_key(body.noise, index)
-    return noise_key(seed, index)
 
 
 async def create_chat_completion(service: Service, body: ChatBody, request: Request) -> Response:
     """Continue a conversation."""
-    writer = ChatWriter(service, body, await cancel_on_disconnect(request.receive, build_chat_requests(service, body)))
-    await cancel_on_disconnect(request.receive, writer.prepare())
-    return await writer.respond(request)
+    requests = await cancel_on_disconnect(request.receive, build_chat_requests(service, body))
+    return await ChatWriter(service, body, requests).respond(request)
 
 
 async def build_chat_requests(service: Service, body: ChatBody) -> list[GenerateRequest]:
-    """The choices to sample. Whatever can never be answered is refused here."""
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs `logprobs: true`", "top_logprobs")
     if body.stream_options and not body.stream:
@@ -150,10 +139,9 @@ async def build_chat_requests(service: Service, body: ChatBody) -> list[Generate
     tools = [tool.model_dump(exclude_none=True) for tool in shown] if shown else None
     prompt = await service.tokenizer.render(messages, tools, body.chat_template_kwargs or {})
     return await build_requests(
+        service,
         body,
         [prompt],
-        service.models,
-        service.tokenizer,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         top_logprobs=body.top_logprobs or 0,
         grammar=grammar or forced,
@@ -164,25 +152,12 @@ MIN_LOGPROB = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON cannot hold."""
 
 
-def chat_logprobs(delta: ChoiceDelta, token_bytes: TokenBytes, count: int) -> dict[str, Any]:
-    content = []
-    for place, token in enumerate(delta.token_ids):
-        ranked = delta.top[place][:count] if count and delta.top else []
-        content.append(
-            _logprob_entry(token, delta.logprobs[place], token_bytes)
-            | {"top_logprobs": [_logprob_entry(other, logprob, token_bytes) for other, logprob in ranked]}
-        )
-    return {"content": content, "refusal": None}
-
-
 def completion_logprobs(delta: ChoiceDelta, token_bytes: TokenBytes, count: int, start: int = 0) -> dict[str, Any]:
     """`start` is where in the answer the text begins: after the prompt, where that is echoed."""
     return {
         "tokens": [token_bytes.decode_token(token)[0] for token in delta.token_ids],
         "token_logprobs": [max(logprob, MIN_LOGPROB) for logprob in delta.logprobs],
-        "top_logprobs": [_top_logprobs(ranked[:count], token_bytes) for ranked in delta.top]
-        if count and delta.top
-        else None,
+        "top_logprobs": [_top_logprobs(ranked[:count], token_bytes) for ranked in delta.top if count] or None,
         "text_offset": [start + offset for offset in delta.offsets],
     }
 
@@ -210,9 +185,7 @@ class ChatWriter(ChoiceWriter[ChatBody]):
         self._tool_parsers = [ToolParser(names) if names else None for _ in requests]
         self._call_counts = [0] * len(requests)
 
-    def chunk(self, index: int, delta: ChoiceDelta, ended: bool) -> dict[str, Any] | None:
-        """What is said, what is called, and how it ended."""
-        first = index not in self._streamed_choices
+    def chunk(self, index: int, delta: ChoiceDelta, first: bool, ended: bool) -> dict[str, Any] | None:
         text, calls = self._parse_tools(index, delta.text, ended)
         message: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text}
         if calls:
@@ -225,7 +198,6 @@ class ChatWriter(ChoiceWriter[ChatBody]):
         shown = extras or (self._body.logprobs and delta.token_ids)
         if not (first or text or calls or finish or shown):
             return None
-        self._streamed_choices.add(index)
         return {"index": index, "delta": message, "logprobs": self._logprobs(delta), "finish_reason": finish, **extras}
 
     def choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
@@ -255,7 +227,13 @@ class ChatWriter(ChoiceWriter[ChatBody]):
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(delta, self._service.tokenizer.token_bytes, self._body.top_logprobs or 0)
+        token_bytes, count = self._service.tokenizer.token_bytes, self._body.top_logprobs or 0
+        content = []
+        for place, token in enumerate(delta.token_ids):
+            ranked = delta.top[place][:count] if delta.top else []
+            others = [_logprob_entry(other, logprob, token_bytes) for other, logprob in ranked]
+            content.append(_logprob_entry(token, delta.logprobs[place], token_bytes) | {"top_logprobs": others})
+        return {"content": content, "refusal": None}
 
 
 async def create_completion(service: Service, body: CompletionBody, request: Request) -> Response | dict[str, Any]:
@@ -263,9 +241,7 @@ async def create_completion(service: Service, body: CompletionBody, request: Req
     requests = await _build_completion_requests(service, body)
     if body.flat:
         return await cancel_on_disconnect(request.receive, flat_answer(service, body, requests))
-    writer = CompletionWriter(service, body, requests, offsets=body.logprobs is not None)
-    await cancel_on_disconnect(request.receive, writer.prepare())
-    return await writer.respond(request)
+    return await CompletionWriter(service, body, requests, offsets=body.logprobs is not None).respond(request)
 
 
 async def _build_completion_requests(service: Service, body: CompletionBody) -> list[GenerateRequest]:
@@ -285,10 +261,9 @@ async def _build_completion_requests(service: Service, body: CompletionBody) -> 
     else:
         prompts = [tuple(prompt) for prompt in inputs]
     return await build_requests(
+        service,
         body,
         prompts,
-        service.models,
-        service.tokenizer,
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         top_logprobs=body.logprobs or 0,
         grammar=response_grammar(body.response_format, body.regex),
@@ -296,9 +271,8 @@ async def _build_completion_requests(service: Service, body: CompletionBody) -> 
 
 
 async def flat_answer(service: Service, body: CompletionBody, requests: list[GenerateRequest]) -> dict[str, Any]:
-    """Choices as flat arrays, without text."""
     scores = await score_prompts(service, requests) if body.prompt_logprobs else None
-    async with Generation(service.engine, service.queue, requests, listen=False) as generation:
+    async with Generation(service, requests, listen=False) as generation:
         completions = await generation.completions()
     choices = [_flat_choice(index, completion) for index, completion in enumerate(completions)]
     for index, choice in enumerate(choices):
@@ -308,7 +282,7 @@ async def flat_answer(service: Service, body: CompletionBody, requests: list[Gen
             choice["prompt_token_ids"] = requests[index].prompt_ids
     sampled = sum(len(completion.token_ids) for completion in completions)
     cached = sum(completion.cached for completion in completions[:: body.n or 1])
-    head = response_head("text_completion", "cmpl", body.model or service.models.name)
+    head = response_head("text_completion", "cmpl", body.model or service.name)
     return head | {"choices": choices, "usage": usage(requests, body.n or 1, sampled, cached)}
 
 
@@ -339,37 +313,32 @@ class CompletionWriter(ChoiceWriter[CompletionBody]):
     _prompt_deltas: list[ChoiceDelta] | None = None
 
     async def prepare(self) -> None:
-        await asyncio.gather(super().prepare(), self._prepare_echo())
-
-    async def _prepare_echo(self) -> None:
-        """Take each prompt as if it had been said, with its log probabilities if those are wanted."""
+        """With `echo`, take each prompt as if it had been said, with its log probabilities if those are wanted."""
+        scored = self._body.echo and self._body.logprobs is not None
+        if scored or self._body.prompt_logprobs:
+            self.prompt_logprobs = await score_prompts(self._service, self.requests)
         if not self._body.echo:
             return
-        tokenizer, deltas = self._service.tokenizer, []
-        scores = await score_prompts(self._service, self.requests) if self._body.logprobs is not None else None
+        tokenizer, self._prompt_deltas = self._service.tokenizer, []
         for place, request in enumerate(self.requests):
             delta = ChoiceDelta(tokenizer.decode_all(request.prompt_ids), list(request.prompt_ids))
-            if scores:
+            if scored:
                 # The first token has no log probability; `_logprobs` writes null for it.
-                delta.logprobs = [score or 0.0 for score in scores[place]]
+                delta.logprobs = [score or 0.0 for score in self.prompt_logprobs[place]]
                 lengths = [len(tokenizer.token_bytes.decode_token(token)[0]) for token in request.prompt_ids]
                 delta.offsets = list(accumulate(lengths[:-1], initial=0))
-            deltas.append(delta)
-        self._prompt_deltas = deltas
+            self._prompt_deltas.append(delta)
 
     async def _collect_choices(self) -> list[ChoiceDelta]:
-        return (
-            [ChoiceDelta() for _ in self.requests] if self._body.max_tokens == 0 else await super()._collect_choices()
-        )
+        if self._body.max_tokens == 0:
+            return [ChoiceDelta() for _ in self.requests]
+        return await super()._collect_choices()
 
-    def chunk(self, index: int, delta: ChoiceDelta, ended: bool) -> dict[str, Any] | None:
+    def chunk(self, index: int, delta: ChoiceDelta, first: bool, ended: bool) -> dict[str, Any] | None:
         finish = self.outputs[index].finish if ended else None
-        choice = self._choice(index, delta, finish, index not in self._streamed_choices)
+        choice = self._choice(index, delta, finish, first)
         shown = self._body.logprobs is not None or self._body.return_token_ids or self._body.return_versions
-        if not (choice["text"] or finish or (shown and delta.token_ids)):
-            return None
-        self._streamed_choices.add(index)
-        return choice
+        return choice if choice["text"] or finish or (shown and delta.token_ids) else None
 
     def choice(self, index: int, delta: ChoiceDelta) -> dict[str, Any]:
         return self._choice(index, delta, self.outputs[index].finish or "length", first=True)

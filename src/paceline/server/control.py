@@ -24,7 +24,6 @@ from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch, Overloaded
 from paceline.model.adapter_names import canonical_name
 from paceline.server.bodies import (
     AdapterBody,
-    CanaryBody,
     GroupBody,
     ReceiveBody,
     ScoreBody,
@@ -44,16 +43,13 @@ from paceline.weights.weight_store import StoredTensors, read_delta
 
 async def score(service: Service, body: ScoreBody, request: Request) -> dict[str, Any]:
     """Log probability of every token given those before it; 0.0 for the first."""
-    model = await service.models.resolve(body.model)
+    model = await service.resolve_model(body.model)
     for sequence in body.token_ids:
-        if len(sequence) > service.models.limits.max_context:
+        if len(sequence) > service.limits.max_context:
             raise bad_request(f"a sequence has {len(sequence)} tokens, more than the context", "token_ids")
-        check_vocabulary(sequence, service.models, "token_ids")
-    return {
-        "logprobs": await cancel_on_disconnect(
-            request.receive, service.engine.score(body.token_ids, body.temperature, model)
-        )
-    }
+        check_vocabulary(sequence, service.limits, "token_ids")
+    work = service.engine.score(body.token_ids, body.temperature, model)
+    return {"logprobs": await cancel_on_disconnect(request.receive, work)}
 
 
 async def tokenize(service: Service, body: TokenizeBody, _: Request) -> dict[str, Any]:
@@ -64,57 +60,50 @@ async def tokenize(service: Service, body: TokenizeBody, _: Request) -> dict[str
 
 async def models(service: Service, *_: object) -> dict[str, Any]:
     """The served model and its adapters."""
-    await service.models.refresh()
+    await service.refresh_limits()
     shared = {"object": "model", "created": service.started_at, "owned_by": "paceline"}
-    return {"object": "list", "data": [{"id": name, **shared} for name in service.models.names()]}
+    return {"object": "list", "data": [{"id": name, **shared} for name in service.model_names()]}
 
 
 async def health(service: Service, *_: object) -> dict[str, Any]:
     """200 while the engine lives."""
-    await service.check_alive()
+    await service.engine.stats()
     return {"status": "ok"}
 
 
 async def metrics(service: Service, *_: object) -> Response:
     """Prometheus text."""
-    text = service.meter.prometheus_text(await service.engine.stats())
-    return Response(text, media_type="text/plain; version=0.0.4")
-
-
-async def policy(service: Service, *_: object) -> dict[str, Any]:
-    """Version and fingerprint of the weights really served."""
-    return dataclasses.asdict(await service.engine.policy())
+    lines = service.meter.prometheus_lines(await service.engine.stats())
+    return Response("".join(f"{line}\n" for line in lines), media_type="text/plain; version=0.0.4")
 
 
 async def adapter_versions(service: Service, *_: object) -> dict[str, Any]:
     """The policy's version, and each adapter's."""
-    await service.models.refresh()
+    limits = await service.refresh_limits()
     served = await service.engine.policy()
-    return {"version": served.version, "adapters": dict(service.models.limits.adapters)}
+    return {"version": served.version, "adapters": dict(limits.adapters)}
 
 
 async def limits(service: Service, *_: object) -> dict[str, Any]:
     """The engine's limits."""
-    await service.models.refresh()
-    known = service.models.limits
+    known = await service.refresh_limits()
     shown = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
-    return shown | {"adapters": dict(known.adapters), "model": service.models.name}
+    return shown | {"adapters": dict(known.adapters), "model": service.name}
 
 
-async def stats(service: Service, *_: object) -> dict[str, Any]:
-    """Vital signs, for routing."""
-    return dataclasses.asdict(await service.engine.stats())
-
-
-def engine_command(name: str, text: str) -> Callable[..., Awaitable[dict[str, Any]]]:
+def engine_call(name: str, text: str) -> Callable[..., Awaitable[dict[str, Any]]]:
     """An endpoint that calls one method of the engine."""
 
     async def endpoint(service: Service, *_: object) -> dict[str, Any]:
-        await getattr(service.engine, name)()
-        return {"status": "ok"}
+        result = await getattr(service.engine, name)()
+        return {"status": "ok"} if result is None else dataclasses.asdict(result)
 
     endpoint.__doc__ = text
     return endpoint
+
+
+policy = engine_call("policy", "Version and fingerprint of the weights really served.")
+stats = engine_call("stats", "Vital signs, for routing.")
 
 
 ADAPTER_SUFFIXES = ("lora_A.weight", "lora_B.weight")
@@ -123,23 +112,21 @@ ADAPTER_SUFFIXES = ("lora_A.weight", "lora_B.weight")
 async def load_adapter(service: Service, body: AdapterBody, _: Request) -> dict[str, Any]:
     """Serve a LoRA adapter; answers once it is applied."""
     answer = await apply_update(service, await asyncio.to_thread(adapter_update, body))
-    await service.models.refresh()
+    await service.refresh_limits()
     return answer
 
 
 async def load_weights(service: Service, body: WeightsBody, _: Request) -> dict[str, Any]:
     """Serve weights from this machine's disk; answers once they are applied."""
-    return await _apply_tensors(
-        service, body, await open_tensors(service, find_files(body.path, service.allowed_folders))
-    )
+    tensors = await open_tensors(service, find_files(body.path, service.allowed_folders))
+    return await apply_update(service, build_update(body, tensors))
 
 
-async def _apply_tensors(
-    service: Service, head: UpdateHead | WeightsBody, tensors: Mapping[str, Any], delta: Any = None
-) -> dict[str, Any]:
-    canary = build_canary(head.canary)
-    update = WeightUpdate(head.version, tensors, expected=head.fingerprint, canary=canary, delta=delta)
-    return await apply_update(service, update)
+def build_update(
+    head: UpdateHead, tensors: Mapping[str, Any], adapter: Adapter | None = None, delta: Any = None
+) -> WeightUpdate:
+    canary = None if (c := head.canary) is None else Canary(tuple(c.token_ids), tuple(c.logprobs), c.tolerance)
+    return WeightUpdate(head.version, tensors, adapter, head.fingerprint, canary, delta)
 
 
 async def open_tensors(service: Service, files: Sequence[Path]) -> StoredTensors:
@@ -159,7 +146,7 @@ async def apply_update(service: Service, update: WeightUpdate) -> dict[str, Any]
     except DeltaBaseMismatch as error:
         raise Refusal(409, str(error), code=OTHER_BASE) from error
     except EngineError as error:
-        await service.check_alive()
+        await service.engine.stats()  # raises where it is gone
         raise bad_request(str(error), code=MISMATCH if isinstance(error, Mismatch) else "update_refused") from error
     except RuntimeError as error:  # torch's word for a shape that does not fit
         raise bad_request(f"the update does not fit this model: {error}", code="update_refused") from error
@@ -184,12 +171,7 @@ def adapter_update(body: AdapterBody) -> WeightUpdate:
     if strange:
         raise bad_request(f"`{strange[0]}` is no LoRA tensor: names end in {' or '.join(ADAPTER_SUFFIXES)}", "weights")
     scale = body.scale if body.scale is not None else adapter_scale(data)
-    adapter = Adapter(body.name or "", scale)
-    return WeightUpdate(body.version, tensors, adapter, body.fingerprint, build_canary(body.canary))
-
-
-def build_canary(body: CanaryBody | None) -> Canary | None:
-    return None if body is None else Canary(tuple(body.token_ids), tuple(body.logprobs), body.tolerance)
+    return build_update(body, tensors, Adapter(body.name or "", scale))
 
 
 def adapter_scale(data: bytes) -> float:
@@ -231,7 +213,7 @@ HEADER_BYTES = 8 << 20
 async def upload_weights(service: Service, head: UpdateHead, request: Request) -> dict[str, Any]:
     """Serve weights that are the body, a safetensors file; answers once they are applied."""
     async with service.spool.body(request, await max_update_bytes(service), "safetensors") as file:
-        return await _apply_tensors(service, head, await open_tensors(service, [file]))
+        return await apply_update(service, build_update(head, await open_tensors(service, [file])))
 
 
 async def upload_delta(service: Service, head: UpdateHead, request: Request) -> dict[str, Any]:
@@ -240,7 +222,7 @@ async def upload_delta(service: Service, head: UpdateHead, request: Request) -> 
         change = await asyncio.to_thread(lambda: read_delta(file.read_bytes()))
     if change.result.version != head.version:
         raise bad_request(f"the delta leads to version {change.result.version}, and the header says {head.version}")
-    return await _apply_tensors(service, head, {}, change)
+    return await apply_update(service, build_update(head, {}, delta=change))
 
 
 async def join_group(service: Service, body: GroupBody, _: Request) -> dict[str, Any]:
@@ -283,7 +265,7 @@ async def receive_weights(service: Service, body: ReceiveBody, _: Request) -> di
     except EngineError as error:
         service.receiver = None  # a collective that broke is over for all
         raise bad_request(str(error), code="no_group") from error
-    return await _apply_tensors(service, body, tensors)
+    return await apply_update(service, build_update(body, tensors))
 
 
 def update_head(request: Request) -> UpdateHead:

@@ -7,6 +7,7 @@ import difflib
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import orjson
@@ -18,8 +19,6 @@ from starlette.requests import ClientDisconnect
 from paceline.errors import EngineError, Mismatch, Overloaded, RequestError, UnknownModel
 from paceline.util.rate_limited_logger import RateLimitedLogger
 
-RETRY_SECONDS = "1"
-CLIENT_GONE = 499
 MISMATCH = "weights_mismatch"
 OTHER_BASE = "other_base"
 log = logging.getLogger("paceline.server")
@@ -43,7 +42,7 @@ class ErrorAnswer(BaseModel):
 class Refusal(Exception):
     """An answer that is not 200, as a sentence for the client."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
@@ -52,8 +51,7 @@ class ClientGone(Exception):
     """The client no longer waits for the answer."""
 
 
-def bad_request(message: str, param: str | None = None, code: str | None = None) -> Refusal:
-    return Refusal(400, message, param=param, code=code)
+bad_request = partial(Refusal, 400)
 
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
@@ -72,17 +70,18 @@ def error_response(
     return Response(error_object(status, message, param, code), status, headers, "application/json")
 
 
+ENGINE_ERRORS: dict[type, tuple[int, str | None, str | None]] = {
+    UnknownModel: (404, "model", "model_not_found"),
+    RequestError: (400, None, None),
+    Overloaded: (429, None, "overloaded"),
+    Mismatch: (503, None, MISMATCH),
+    EngineError: (503, None, "engine_unavailable"),
+}
+
+
 def engine_refusal(error: EngineError) -> Refusal:
-    """The engine's error as an HTTP refusal."""
-    if isinstance(error, UnknownModel):
-        return Refusal(404, str(error), param="model", code="model_not_found")
-    if isinstance(error, RequestError):
-        return bad_request(str(error))
-    if isinstance(error, Overloaded):
-        return Refusal(429, str(error), code="overloaded")
-    if isinstance(error, Mismatch):
-        return Refusal(503, str(error), code=MISMATCH)
-    return Refusal(503, str(error), code="engine_unavailable")
+    status, param, code = next(ENGINE_ERRORS[kind] for kind in type(error).__mro__ if kind in ENGINE_ERRORS)
+    return Refusal(status, str(error), param, code)
 
 
 def invalid_body(error: ValidationError) -> Refusal:
@@ -106,7 +105,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientGone | ClientDisconnect):  # the second in the middle of its body
-            return Response(status_code=CLIENT_GONE)
+            return Response(status_code=499)
         if isinstance(error, HTTPException):
             message = {
                 404: f"there is no {request.url.path} here: GET /openapi.json lists what there is",
@@ -116,7 +115,7 @@ def install_error_handlers(app: FastAPI) -> None:
         if isinstance(error, EngineError):
             error = engine_refusal(error)
         if isinstance(error, Refusal):
-            headers = {"Retry-After": RETRY_SECONDS} if error.status == 429 else None
+            headers = {"Retry-After": "1"} if error.status == 429 else None
             return error_response(error.status, str(error), error.param, error.code, headers)
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return error_response(500, f"the server failed: {type(error).__name__}; its log has the cause")

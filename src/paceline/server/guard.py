@@ -34,10 +34,7 @@ class Meter:
         counts[bisect_left(LATENCY_BUCKETS, seconds)] += 1
         self._seconds[route] += seconds  # ty: ignore[invalid-assignment] - a Counter adds floats as well
 
-    def prometheus_text(self, stats: EngineStats) -> str:
-        return "\n".join(self._lines(stats)) + "\n"
-
-    def _lines(self, stats: EngineStats) -> Iterator[str]:
+    def prometheus_lines(self, stats: EngineStats) -> Iterator[str]:
         for field in fields(stats):
             counts = field.name in COUNTERS
             name = f"paceline_engine_{field.name}{'_total' if counts else ''}"

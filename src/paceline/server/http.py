@@ -151,7 +151,6 @@ class EventStream(Response):
 
 
 def sse_event(value: Any) -> bytes:
-    """One server-sent event."""
     return b"data: " + encode_json(value) + b"\n\n"
 
 

@@ -13,14 +13,15 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request, Response
 
-from paceline.clients.rpc import join_pieces
-from paceline.engine.base import Completion, Engine, GenerateRequest, Piece, TopLogprobs
+from paceline.clients.rpc import as_piece, join_pieces
+from paceline.clients.tools import overlap
+from paceline.engine.base import Completion, GenerateRequest, Piece, TopLogprobs
 from paceline.errors import EngineError
 from paceline.server.answers import response_head, usage
 from paceline.server.bodies import SamplingBody
 from paceline.server.errors import Refusal, engine_refusal, error_object
 from paceline.server.http import SSE_DONE, EventStream, FastJsonResponse, cancel_on_disconnect, sse_event
-from paceline.server.service import Service, ThreadToLoopQueue
+from paceline.server.service import Service
 from paceline.server.tokenizer import Detokenizer, ServerTokenizer, TokenBytes
 
 B = TypeVar("B", bound=SamplingBody)
@@ -51,11 +52,9 @@ class StopMatcher:
         if hits:
             self.found, self._buffer = True, ""
             return text[: min(hits)[1]]
-        # The longest end of the text with which some stop string begins.
-        longest = min(max(map(len, self.stops)) - 1, len(text))
-        keep = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self.stops)), 0)
-        self._buffer = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        sure = len(text) - overlap(text, *self.stops)
+        self._buffer = text[sure:]
+        return text[:sure]
 
     def flush(self) -> str:
         """The text is over: what was held back is no stop string after all."""
@@ -119,10 +118,7 @@ class OutputProcessor:
     def end(self, completion: Completion, listened: bool) -> ChoiceDelta:
         """The output that remains when the engine is done: text held back, or all of it if it was not streamed."""
         self.cached = completion.cached
-        delta = ChoiceDelta()
-        if not listened:
-            whole = Piece(completion.token_ids, completion.logprobs, completion.versions, completion.top)
-            delta = self.process(whole)
+        delta = ChoiceDelta() if listened else self.process(as_piece(completion))
         if self.finish is None:
             delta.text += self._matcher.feed(self._detokenizer.flush())
             delta.text += self._matcher.flush()
@@ -130,7 +126,6 @@ class OutputProcessor:
         return delta
 
     def _tokens_to_stop(self, token_ids: list[int], detokeniser: Detokenizer, matcher: StopMatcher) -> int:
-        """How many tokens it takes to complete the stop string."""
         for place, token in enumerate(token_ids, start=1):
             matcher.feed(detokeniser.feed((token,)))
             if matcher.found:
@@ -165,10 +160,8 @@ class Generation:
     client is gone.
     """
 
-    def __init__(
-        self, engine: Engine, queue: ThreadToLoopQueue, requests: Sequence[GenerateRequest], listen: bool
-    ) -> None:
-        self._engine, self._queue, self._requests, self._listen = engine, queue, requests, listen
+    def __init__(self, service: Service, requests: Sequence[GenerateRequest], listen: bool) -> None:
+        self._service, self._requests, self._listen = service, requests, listen
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._tasks: list[asyncio.Task[Completion]] = []
         self._stopped_choices: set[int] = set()
@@ -179,7 +172,7 @@ class Generation:
                 if index and index % CHOICES_PER_TURN == 0:
                     await asyncio.sleep(0)
                 listener = partial(self._enqueue, index) if self._listen else None
-                task = asyncio.ensure_future(self._engine.generate(request, listener))
+                task = asyncio.ensure_future(self._service.engine.generate(request, listener))
                 task.add_done_callback(partial(self._on_done, index))
                 self._tasks.append(task)
         except BaseException:
@@ -215,15 +208,13 @@ class Generation:
             yield events
 
     async def completions(self) -> list[Completion]:
-        """The completion of every choice, without streaming."""
         return await asyncio.gather(*self._tasks)  # bounded: by the client's patience
 
     def _enqueue(self, index: int, item: "Piece | asyncio.Task[Completion]") -> None:
-        self._queue.send(self._inbox, (index, item))
+        self._service.queue.send((self._inbox, (index, item)))
 
     def _on_done(self, index: int, task: "asyncio.Task[Completion]") -> None:
-        if not task.cancelled():
-            task.exception()  # looked at here, so that a failure after the first is no "never retrieved" complaint
+        _ = task.cancelled() or task.exception()  # looked at: else a later failure would count as never retrieved
         self._enqueue(index, task)  # by the same queue as the pieces, or the end could overtake them
 
 
@@ -239,9 +230,7 @@ class ChoiceWriter(ABC, Generic[B]):
         self._service, self._body = service, body
         self.requests = requests
         self.outputs = [OutputProcessor(service.tokenizer, request, body.stops, offsets) for request in requests]
-        self.prompt_logprobs: list[list[float | None]] | None = None
-        self._streamed_choices: set[int] = set()
-        """Choices of which a chunk was sent."""
+        self.prompt_logprobs: list[list[float | None]] = []
         self._head: dict[str, Any] = {}
 
     async def prepare(self) -> None:
@@ -254,7 +243,7 @@ class ChoiceWriter(ABC, Generic[B]):
         """A choice as a whole."""
 
     @abstractmethod
-    def chunk(self, index: int, delta: ChoiceDelta, ended: bool) -> dict[str, Any] | None:
+    def chunk(self, index: int, delta: ChoiceDelta, first: bool, ended: bool) -> dict[str, Any] | None:
         """A choice's chunk of a stream after one step; None if there is nothing to send."""
 
     async def respond(self, request: Request) -> Response:
@@ -263,19 +252,23 @@ class ChoiceWriter(ABC, Generic[B]):
         return FastJsonResponse(await cancel_on_disconnect(request.receive, self.full_response()))
 
     async def full_response(self) -> dict[str, Any]:
+        await self.prepare()
         choices = [self.choice(index, delta) for index, delta in enumerate(await self._collect_choices())]
         return self._response_head(self.kind) | {"choices": choices, "usage": self.usage()}
 
     async def _events(self) -> AsyncGenerator[bytes]:
         """Server-sent events. An error before the first one has a status of its own."""
+        await self.prepare()
         self._head = self._response_head(self.chunk_kind) | ({"usage": None} if self._includes_usage else {})
-        begun = False
+        begun, streamed = False, set()
         try:
             async with aclosing(self._steps(listen=True)) as steps:
                 async for index, delta, ended in steps:
-                    if (chunk := self.chunk(index, delta, ended)) and (data := self.encode(chunk)):
-                        begun = True
-                        yield data
+                    if chunk := self.chunk(index, delta, index not in streamed, ended):
+                        streamed.add(index)
+                        if data := self.encode(chunk):
+                            begun = True
+                            yield data
         except EngineError as error:
             if not begun:
                 raise
@@ -294,22 +287,20 @@ class ChoiceWriter(ABC, Generic[B]):
         return b"data: " + error_object(refusal.status, str(refusal), refusal.param, refusal.code) + b"\n\n"
 
     def encode_end(self) -> bytes:
-        return (
-            sse_event(self._head | {"choices": [], "usage": self.usage()}) if self._includes_usage else b""
-        ) + SSE_DONE
+        counts = sse_event(self._head | {"choices": [], "usage": self.usage()}) if self._includes_usage else b""
+        return counts + SSE_DONE
 
     @property
     def _includes_usage(self) -> bool:
-        """Whether a stream ends with the number of its tokens."""
         return bool(self._body.stream_options and self._body.stream_options.include_usage)
 
     def _response_head(self, kind: str) -> dict[str, Any]:
-        return response_head(kind, self.prefix, self._body.model or self._service.models.name)
+        return response_head(kind, self.prefix, self._body.model or self._service.name)
 
     async def _steps(self, listen: bool) -> AsyncGenerator[tuple[int, ChoiceDelta, bool]]:
         """A choice's index, what it gained, and whether it has ended, until all have. Several pieces of one choice are
         decoded together: a stream that lags has them."""
-        async with Generation(self._service.engine, self._service.queue, self.requests, listen) as generation:
+        async with Generation(self._service, self.requests, listen) as generation:
             async for events in generation.events():
                 for index, items in events.items():
                     output = self.outputs[index]
@@ -343,7 +334,7 @@ class ChoiceWriter(ABC, Generic[B]):
             extra["token_ids"] = delta.token_ids
         if self._body.return_versions:
             extra["versions"] = delta.versions
-        if self.prompt_logprobs is not None and first:
+        if self._body.prompt_logprobs and first:
             extra["prompt_logprobs"] = self.prompt_logprobs[index]
         return extra
 

@@ -32,16 +32,8 @@ from paceline.server.service import Service
 C = TypeVar("C", bound=ChatBody)
 MOST_ITEMS = 4096
 CHAT_FIELDS = (
-    *(
-        "frequency_penalty",
-        "function_call",
-        "functions",
-        "logit_bias",
-        "logprobs",
-        "max_completion_tokens",
-        "max_tokens",
-    ),
-    *("messages", "n", "presence_penalty", "response_format", "seed", "stop", "top_k"),
+    *("frequency_penalty", "function_call", "functions", "logit_bias", "logprobs", "max_completion_tokens"),
+    *("max_tokens", "messages", "n", "presence_penalty", "response_format", "seed", "stop", "top_k"),
 )
 """Parameters of the Chat Completions API that have no effect here."""
 TEXT_TYPES = ("input_text", "output_text", "text")
@@ -57,7 +49,6 @@ class ContentText(ClientBody):
 
 
 def check_text_parts(content: Any) -> Any:
-    """Refuse parts that are no text by name."""
     if isinstance(content, list):
         check_text_only([part for part in content if not isinstance(part, dict) or part.get("type") not in TEXT_TYPES])
     return content
@@ -190,18 +181,12 @@ class ResponseBody(GenerationBody):
     prompt: Annotated[dict[str, Any] | None, Neutral()] = None
 
 
+SAME_FIELDS = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "user")
+
+
 def to_chat_body(body: ResponseBody, kind: type[C]) -> C:
-    """The same request as a body of the Chat Completions API."""
-    chat: dict[str, Any] = {
-        "model": body.model,
-        "messages": list(_chat_messages(body)),
-        "max_completion_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "stream": body.stream,
-        "user": body.user,
-    }
+    chat: dict[str, Any] = {name: getattr(body, name) for name in SAME_FIELDS}
+    chat |= {"messages": list(_chat_messages(body)), "max_completion_tokens": body.max_output_tokens}
     if body.tools:
         chat["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in body.tools]
     chat["tool_choice"] = choice = body.tool_choice
@@ -315,30 +300,32 @@ class ResponseWriter:
             else:
                 at = {"item_id": item["id"], "output_index": place}
                 fresh = item | {"arguments": "", "status": "in_progress"}
+                call = {name: item[name] for name in ("name", "arguments")}
                 events += self._event("response.output_item.added", output_index=place, item=fresh)
                 events += self._event("response.function_call_arguments.delta", **at, delta=item["arguments"])
-                events += self._event(
-                    "response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"]
-                )
+                events += self._event("response.function_call_arguments.done", **at, **call)
             events += self._event("response.output_item.done", output_index=place, item=item)
         response = self._final_response(output, finish, usage)
         return events + self._event(f"response.{response['status']}", response=response)
 
     def fail(self, message: str, code: str | None) -> bytes:
-        """End the stream with an error."""
         error = {"code": "server_error", "message": message}
         failed = self._head | {"status": "failed", "error": error}
-        return self._event("error", code=code, message=message, param=None) + self._event(
-            "response.failed", response=failed
-        )
+        begun = self._event("error", code=code, message=message, param=None)
+        return begun + self._event("response.failed", response=failed)
 
     def _output_items(self) -> list[dict[str, Any]]:
         """The message, if there is text or nothing else, and the calls."""
-        calls = [_call_item(call) for call in self._calls]
-        return calls if calls and not self._text else [_message_item(self._message_id, "completed", self._text), *calls]
+        kind = {"type": "function_call", "status": "completed"}
+        calls = [{"id": _new_id("fc"), **kind, "call_id": call["id"], **call["function"]} for call in self._calls]
+        return calls if calls and not self._text else [self._message_item("completed", self._text), *calls]
+
+    def _message_item(self, status: str, text: str) -> dict[str, Any]:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": [part]}
 
     def _open_message(self) -> bytes:
-        item = _message_item(self._message_id, "in_progress", "")
+        item = self._message_item("in_progress", "")
         begun = self._event("response.output_item.added", output_index=0, item=item | {"content": []})
         return begun + self._part_event("response.content_part.added", part=item["content"][0])
 
@@ -350,9 +337,7 @@ class ResponseWriter:
         self._num_events += 1
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
-    def _final_response(
-        self, output: list[dict[str, Any]], finish: str | None, usage: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _final_response(self, output: list[Any], finish: str | None, usage: dict[str, Any]) -> dict[str, Any]:
         truncated = finish == "length"
         cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
         return self._head | {
@@ -367,21 +352,6 @@ class ResponseWriter:
                 "total_tokens": usage["total_tokens"],
             },
         }
-
-
-def _message_item(name: str, status: str, text: str) -> dict[str, Any]:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {"id": name, "type": "message", "role": "assistant", "status": status, "content": [part]}
-
-
-def _call_item(call: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": _new_id("fc"),
-        "type": "function_call",
-        "status": "completed",
-        "call_id": call["id"],
-        **call["function"],
-    }
 
 
 def _new_id(prefix: str) -> str:
@@ -417,5 +387,5 @@ async def create_response(service: Service, body: ResponseBody, request: Request
     """Respond to text or to the items of a conversation."""
     chat = to_chat_body(body, ChatBody)
     requests = await cancel_on_disconnect(request.receive, build_chat_requests(service, chat))
-    writer = ResponseWriter(body, body.model or service.models.name)
+    writer = ResponseWriter(body, body.model or service.name)
     return await ResponseStream(service, chat, requests, writer).respond(request)

@@ -3,8 +3,7 @@
 import asyncio
 import os
 import time
-from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastapi import Request
 
+from paceline.clients.rpc import ThreadToLoopQueue
 from paceline.engine.base import Engine, EngineLimits
 from paceline.errors import UnknownModel
 from paceline.server.errors import Refusal
@@ -28,65 +28,10 @@ BASE_MODEL = "base"
 """The engine's name for the plain base, beside a policy that is an adapter."""
 
 
-@dataclass(slots=True)
-class ServedModels:
-    """Knows the engine's limits without asking it for every request; looks again when a name is unknown."""
-
-    engine: Engine
-    name: str
-    limits: EngineLimits
-    has_key: bool
-
-    async def refresh(self) -> None:
-        self.limits = await self.engine.limits()
-
-    async def resolve(self, requested: str | None) -> str:
-        """The engine's name for what a request calls its model."""
-        if not requested or requested == self.name:
-            return ""
-        if requested == BASE_MODEL:
-            return requested
-        if requested not in self.limits.adapters:
-            await self.refresh()
-        if requested not in self.limits.adapters:
-            served = ", ".join(f"`{name}`" for name in self.names())
-            raise UnknownModel(f"there is no model `{requested}` here: the server has {served}")
-        return requested
-
-    def names(self) -> list[str]:
-        return [self.name, *(name for name in self.limits.adapters if name)]
-
-
-GATHER_SECONDS = 0.001
-"""How long a message may wait for others: less than a decode step takes."""
-
-
-class ThreadToLoopQueue:
-    """Carries messages from any thread to inboxes of one event loop.
-
-    A step of the engine reaches hundreds of listeners. The first message wakes the loop, the others are only appended;
-    a moment later the loop delivers them all, in the order they came. Without that moment it would fight the engine for
-    Python's lock over every token. The flag is lowered before the queue is emptied, so a message that comes in between
-    raises it again: none is ever left behind.
-    """
-
-    def __init__(self) -> None:
-        self._pending: deque[tuple[asyncio.Queue[Any], Any]] = deque()
-        self._flush_scheduled = False
-        self._loop = asyncio.get_running_loop()
-
-    def send(self, inbox: asyncio.Queue[Any], message: Any) -> None:
-        """From any thread."""
-        self._pending.append((inbox, message))
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_SECONDS, self._deliver)
-
-    def _deliver(self) -> None:
-        self._flush_scheduled = False
-        while self._pending:
-            inbox, message = self._pending.popleft()
-            inbox.put_nowait(message)
+def deliver(messages: Iterable[tuple[asyncio.Queue[Any], Any]]) -> None:
+    """Put what the engine's thread reports into the inboxes of those who wait for it."""
+    for inbox, message in messages:
+        inbox.put_nowait(message)
 
 
 WRITE_BYTES = 4 << 20
@@ -175,7 +120,11 @@ class Service:
 
     engine: Engine
     tokenizer: ServerTokenizer
-    models: ServedModels
+    name: str
+    """The model's name for clients."""
+    limits: EngineLimits
+    """As the engine said last: it is not asked for every request, but again when a name is unknown."""
+    has_key: bool
     queue: ThreadToLoopQueue
     meter: Meter
     allowed_folders: tuple[Path, ...] = ()
@@ -190,6 +139,20 @@ class Service:
     """Whether we are about to join one."""
     started_at: int = field(default_factory=lambda: int(time.time()))
 
-    async def check_alive(self) -> None:
-        """Raise if the engine cannot answer any more."""
-        await self.engine.stats()
+    async def refresh_limits(self) -> EngineLimits:
+        self.limits = await self.engine.limits()
+        return self.limits
+
+    async def resolve_model(self, requested: str | None) -> str:
+        """The engine's name for what a request calls its model."""
+        if not requested or requested == self.name:
+            return ""
+        if requested != BASE_MODEL and requested not in self.limits.adapters:
+            await self.refresh_limits()
+            if requested not in self.limits.adapters:
+                served = ", ".join(f"`{name}`" for name in self.model_names())
+                raise UnknownModel(f"there is no model `{requested}` here: the server has {served}")
+        return requested
+
+    def model_names(self) -> list[str]:
+        return [self.name, *(name for name in self.limits.adapters if name)]

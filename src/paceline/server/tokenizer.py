@@ -98,19 +98,15 @@ class Detokenizer:
         end = len(text) if whole else sound
         new = text[self._num_sent : end]
         self._num_sent = max(self._num_sent, end)
-        if whole and new:
-            self._shrink()
+        if whole and new:  # keep only the latest tokens, as neighbours of what comes
+            self._window = self._window[self._context :]
+            self._context = len(self._window)
+            self._num_sent = len(self._decode(self._window))
         return new
 
     def flush(self) -> str:
         """The rest: a letter that was never completed."""
         return self._decode(self._window)[self._num_sent :]
-
-    def _shrink(self) -> None:
-        """Everything so far is whole: keep only the latest tokens, as neighbours of what comes."""
-        self._window = self._window[self._context :]
-        self._context = len(self._window)
-        self._num_sent = len(self._decode(self._window))
 
 
 LONG_TEXT = 20_000
@@ -194,7 +190,6 @@ class ServerTokenizer:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """The text with every token shown."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:

@@ -28,7 +28,7 @@ from paceline.server.completions import build_requests
 from paceline.server.errors import Refusal, install_error_handlers
 from paceline.server.guard import REQUESTS_PER_TURN, Meter, ServerGuard
 from paceline.server.http import BYTES_PER_COST, FastJsonResponse, json_cost, read_body
-from paceline.server.service import ServedModels
+from paceline.server.service import Service
 from paceline.server.tokenizer import ServerTokenizer, count_characters
 from paceline.util import connections
 from paceline.util.connections import BoundedProtocol, LenientTransport
@@ -61,9 +61,9 @@ def test_equal_prompts_are_tokenised_once_and_many_on_another_thread(scribe, mon
 )
 def test_without_a_key_no_client_comes_before_others(scribe, has_key, asked, place):
     limits = EngineLimits(max_context=64, vocabulary=100)
-    models = ServedModels(None, "m", limits, has_key)  # ty: ignore
+    service = Service(None, scribe, "m", limits, has_key, None, Meter())  # ty: ignore
     body = CompletionBody(prompt=[5], order=asked)
-    planned = build_requests(body, [(5,)], models, scribe, max_tokens=4, top_logprobs=0, grammar=None)
+    planned = build_requests(service, body, [(5,)], max_tokens=4, top_logprobs=0, grammar=None)
     assert [request.order for request in asyncio.run(planned)] == [place]
 
 

@@ -291,13 +291,11 @@ class ReasoningGymConfig(BaseEnvConfig):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Shares by task."""
         if self.task is not None:
             return {self.task: 1.0}
         return dict(self.tasks) if isinstance(self.tasks, dict) else dict.fromkeys(self.tasks, 1.0)
 
     def args_of(self, task: str) -> dict[str, Any]:
-        """A task's settings."""
         return self.args if self.task is not None else self.args.get(task, {})
 
 
