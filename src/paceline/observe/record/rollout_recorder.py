@@ -7,6 +7,7 @@ thread falls behind, bodies are left out and their rows stay; if a file cannot b
 and the run goes on. The same thread samples how busy engines and environments are, twice a second.
 """
 
+import contextlib
 import errno
 import logging
 import math
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 from paceline.observe.monitor.base import Gauges, Monitor, RunPlan
 from paceline.observe.record.body import encode
-from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, PACK_ROW, Facts, RecordWriter, rollout_facts
+from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, Facts, RecordWriter, rollout_facts
 from paceline.observe.record.rows import MOST_TEXT, fold_lines, has_images, message_texts
 
 log = logging.getLogger("paceline.observe.record")
@@ -49,7 +50,7 @@ LONGEST_SPAN_SECONDS = 10.0
 
 
 class LoadSpan(NamedTuple):
-    """A span of a lane during which nothing changed. What is idle has none."""
+    """A span of time in which a lane's load did not change; an idle lane has none."""
 
     lane: str
     kind: str
@@ -158,7 +159,8 @@ class RolloutRecorder(Monitor):
             if not self._bare:
                 log.warning("the record falls behind: from step %d on some rollouts are kept without their words", step)
             self._bare += len(rollouts)
-            self._queue.put(partial(_append_rows, step, now, [rollout_facts(rollout, state) for rollout in rollouts]))
+            facts = [rollout_facts(rollout, state) for rollout in rollouts]
+            self._queue.put(lambda writer: _append_bare_rows(step, now, facts, writer))
             return
         self._handed += tokens
         self._queue.put(_FinishedRollouts(step, state, now, tuple(rollouts), tokens))
@@ -212,22 +214,17 @@ class RolloutRecorder(Monitor):
         while True:
             sampler = self._sampler
             due = _IDLE if sampler is None else sampler.due(self._clock())
-            try:
+            with contextlib.suppress(queue.Empty):
                 return self._queue.get(timeout=max(0.001, due))
-            except queue.Empty:
-                if sampler is not None:
-                    self._sample_load(sampler)
-
-    def _sample_load(self, sampler: LoadSampler) -> None:
-        assert self._writer is not None
-        try:
-            self._spans += sampler.sample(self._clock())
-        except Exception as error:  # it reads parts that may be on their way down
-            self._sampler = None
-            log.debug("stopped recording how busy engines and environments are: %s", error)
-            return
-        if len(self._spans) >= _MOST_SPANS:
-            self._write_spans(self._writer)
+            if sampler is None:
+                continue
+            try:
+                self._spans += sampler.sample(self._clock())
+            except Exception as error:  # it reads parts that may be on their way down
+                self._sampler = None
+                log.debug("stopped recording how busy engines and environments are: %s", error)
+            if len(self._spans) >= _MOST_SPANS:
+                return self._write_spans
 
     def _write_spans(self, writer: RecordWriter) -> None:
         """A few at a time, or each sample would cost a write."""
@@ -271,25 +268,25 @@ def _write(played: Sequence[_FinishedRollouts], writer: RecordWriter) -> None:
     rows: list[bytes] = []
     bodies: list[bytes] = []
     texts: list[bytes] = []
-    (data, text), size = writer.ends, 0
+    start, text = writer.ends
+    data = start
     for item, rollout in [(one, rollout) for one in played for rollout in one.rollouts]:
         body, said, flags = _encode_rollout(rollout)
-        where = (data, len(body), text, len(said))
-        rows.append(_row(writer, item.step, item.time, rollout_facts(rollout, item.state), flags, where))
+        place = (data, len(body), text, len(said))
+        rows.append(writer.pack_row(item.step, item.time, rollout_facts(rollout, item.state), flags, place))
         bodies.append(body)
         texts.append(said)
-        data, text, size = data + len(body), text + len(said), size + len(body)
-        if size >= CHUNK_BYTES:
+        data, text = data + len(body), text + len(said)
+        if data - start >= CHUNK_BYTES:
             writer.append(rows, bodies, texts)
-            rows, bodies, texts, size = [], [], [], 0
+            rows, bodies, texts, start = [], [], [], data
     writer.append(rows, bodies, texts)
 
 
-def _append_rows(step: int, now: float, known: Sequence[Facts], writer: RecordWriter) -> None:
+def _append_bare_rows(step: int, now: float, known: Sequence[Facts], writer: RecordWriter) -> None:
     """The rows of rollouts whose bodies were left out for lack of time."""
     data, text = writer.ends
-    where = (data, 0, text, 0)
-    writer.append([_row(writer, step, now, fact, 0, where) for fact in known], [], [])
+    writer.append([writer.pack_row(step, now, facts, 0, (data, 0, text, 0)) for facts in known], [], [])
 
 
 def _encode_rollout(rollout: Any) -> tuple[bytes, bytes, int]:
@@ -307,9 +304,3 @@ def _encode_rollout(rollout: Any) -> tuple[bytes, bytes, int]:
         flags |= CUT_TEXT
         text = text[:MOST_TEXT].decode(errors="ignore").encode()
     return body, text, flags
-
-
-def _row(
-    writer: RecordWriter, step: int, now: float, fact: Facts, flags: int, where: tuple[int, int, int, int]
-) -> bytes:
-    return PACK_ROW.pack(step, *writer.numbers(fact[:6]), fact.domain, flags, *fact[7:], now, *where)

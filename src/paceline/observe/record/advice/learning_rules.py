@@ -18,6 +18,7 @@ from paceline.observe.record.advice.measures import (
     wilson_share,
 )
 from paceline.observe.record.advice.window import AdviceWindow
+from paceline.observe.record.layout import EVALUATION
 
 METRIC = "mismatch_kl"
 LEAST_MISMATCH = 8
@@ -89,8 +90,10 @@ def check_parting(window: AdviceWindow, env: str) -> Advisory | None:
         return None
     lr = float(window.get("trainer.optimizer.lr", 1e-5))
     best = int(steps[int(np.argmax(held_out))])
-    places = window.last_evaluation_rows(env)
-    worst = places[np.argsort(window.rows["reward"][places], kind="stable")]
+    rows = window.rows
+    places = window.finished_rows(env, EVALUATION)
+    places = places[rows["step"][places] == rows["step"][places].max(initial=-1)]  # the last evaluation alone
+    worst = places[np.argsort(rows["reward"][places], kind="stable")]
     knobs = [window.knob("trainer.optimizer.lr", lr / 2, f"and go back: held-out reward was best at step {best}")]
     if not window.env(env).get("contamination"):
         knobs.append(window.env_knob(env, "contamination", True, "rows too close to held-out ones are left out"))
@@ -162,16 +165,15 @@ def alpha(sums: NDArray, judges: int) -> float:
 LEAST_FLAT_GROUPS = 24
 """Groups below which nothing is said."""
 SAME = 1e-9
-CONSTANT_REWARD = (
-    "A reward that never changes is more often a fault of the reward than a task "
-    "too hard: read one of the rollouts first."
-)
 
 
 def check_flat_groups(window: AdviceWindow, env: str) -> Advisory | None:
     """The share of flat groups among those that have something left to learn (Wilson's interval)."""
-    groups = window.groups(env)
-    if not is_group_compared(window, env) or len(groups.size) < LEAST_FLAT_GROUPS or window.trained < 5:
+    groups, algo = window.groups(env), window.env(env).get("algo") or window.get("algo", {})
+    relative = algo.get("type", "grpo") in ("grpo", "echo", "max_rl", "hierarchical")
+    if not relative or algo.get("baseline", "group") != "group":
+        return None  # groups are not compared with themselves, so that a flat one has a gradient too
+    if len(groups.first) < LEAST_FLAT_GROUPS or window.trained < 5:
         return None
     flat = groups.high - groups.low <= SAME
     lowest, highest = float(groups.low.min()), float(groups.high.max())
@@ -191,18 +193,14 @@ def check_flat_groups(window: AdviceWindow, env: str) -> Advisory | None:
         seen=f"In {dull.sum()} of {left.sum()} groups all members got the same reward, {how}.{done}",
         sure=f"{dull.sum() / left.sum():.0%} of groups, surely more than {found.low:.0%} (Wilson's interval of three "
         f"standard errors), limit {window.advice.flat_groups:g}; {left.sum()} groups of {window.trained} steps",
-        caution=CONSTANT_REWARD if constant else "",
+        caution="A reward that never changes is more often a fault of the reward than a task too hard: read one of the "
+        "rollouts first."
+        if constant
+        else "",
         knobs=_flat_groups_knobs(window, env),
         rollouts=window.numbers(groups.first[dull][::-1]),
         metrics=[f"reward/{env}/std", f"reward/{env}/mean", "dropped/zero_advantage"],
     )
-
-
-def is_group_compared(window: AdviceWindow, env: str) -> bool:
-    """Whether a group is compared with itself here, so that a flat one has no gradient."""
-    algo = window.env(env).get("algo") or window.get("algo", {})
-    relative = algo.get("type", "grpo") in ("grpo", "echo", "max_rl", "hierarchical")
-    return relative and algo.get("baseline", "group") == "group"
 
 
 def _flat_groups_knobs(window: AdviceWindow, env: str) -> list[Knob]:
@@ -260,11 +258,9 @@ def _idle_knobs(window: AdviceWindow, idle: dict[str, Mean], dropped: float) -> 
         knobs.append(window.env_knob(env, "curriculum", True, "fewer groups are sampled in vain"))
     if window.get("placement") == "ray":
         engines = int(window.get("cluster.engines", 1))
-        knobs.append(window.knob("cluster.engines", engines + 1, "more of what it waits for"))
-    else:
-        running = int(window.get("engine.max_running", 128))
-        knobs.append(window.knob("engine.max_running", 2 * running, "decode more at once"))
-    return knobs
+        return [*knobs, window.knob("cluster.engines", engines + 1, "more of what it waits for")]
+    running = int(window.get("engine.max_running", 128))
+    return [*knobs, window.knob("engine.max_running", 2 * running, "decode more at once")]
 
 
 LEAST_STARVING = 6
@@ -273,10 +269,9 @@ LATE = ("dropped:stale", "dropped:oversampled")
 
 
 class _EnvShare(NamedTuple):
-    """An environment's share, relative to what its weight asks for."""
-
     env: str
     share: Mean
+    """Of the gradient, relative to what its weight asks for."""
     late: float
     """Share of its rollouts that came too late."""
     length: float
