@@ -28,8 +28,6 @@ _LAST_EVENTS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The diagnosis of a run directory."""
-
     run: Path
     verdict: str
     alive: bool
@@ -40,7 +38,6 @@ class Findings:
     events: list[dict[str, Any]]
     checkpoint: Path | None
     stall_reports: list[tuple[Path, float]]
-    """Reports of stalls, with their ages."""
     problems: list[str]
     """What could not be read, each as a sentence."""
 
@@ -78,7 +75,6 @@ def diagnose(run: Path, now: Callable[[], float] = time.time) -> Findings:
 
 
 def render_findings(found: Findings) -> RenderableType:
-    """The findings for a person."""
     facts = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
     facts.add_row("run", Text(str(found.run)))
     facts.add_row("state", Text(found.verdict, "green" if found.alive or found.finished else "yellow"))

@@ -49,12 +49,9 @@ class Wandb(Monitor):
         self._run.log({"step": step, **_finite(metrics)})
 
     def end(self, outcome: RunOutcome) -> None:
-        self._finish(0 if outcome.status == "finished" else 1)
+        self.close(0 if outcome.status == "finished" else 1)
 
-    def close(self) -> None:
-        self._finish(1)
-
-    def _finish(self, exit_code: int) -> None:
+    def close(self, exit_code: int = 1) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=exit_code)
@@ -64,9 +61,9 @@ class TensorBoard(Monitor):
     """Event files in `tensorboard/` of the run directory, written by tensorboard itself, without torch."""
 
     def __init__(self) -> None:
-        self._writing = _require("tensorboard.summary.writer.event_file_writer", "tensorboard")
-        self._events = _require("tensorboard.compat.proto.event_pb2", "tensorboard")
-        self._summaries = _require("tensorboard.compat.proto.summary_pb2", "tensorboard")
+        names = ("summary.writer.event_file_writer", "compat.proto.event_pb2", "compat.proto.summary_pb2")
+        modules = [_require(f"tensorboard.{name}", "tensorboard") for name in names]
+        self._writing, self._events, self._summaries = modules
         self._writer: Any = None
 
     def begin(self, plan: RunPlan) -> None:

@@ -30,6 +30,8 @@ NOTEBOOK_STEPS, NOTEBOOK_NOTES = 8, 4
 """Steps in a notebook's table, and notes below it."""
 REFRESH_SECONDS = 0.5
 """Least time between two updates: every one of them is kept in the notebook's file until it is saved."""
+
+
 Display = Callable[..., Any]
 """IPython's `display`."""
 
@@ -172,45 +174,40 @@ class NotebookView(Monitor):
         return latest if self._outcome is None else f"{self._outcome.status} at step {self._outcome.step}; {latest}"
 
     def _repr_html_(self) -> str:
-        notes = [f"<div>! {escape(note)}</div>" for note in self._notes[-NOTEBOOK_NOTES:]]
-        return "".join([*self._heading(), *self._table(), *notes])
+        now = escape(f"{self._outcome.status} {self._outcome.message}" if self._outcome else self._phase)
+        lines = [now]
+        if plan := self._plan:
+            total = plan.total_steps
+            bar = f'<progress value="{self._step}" max="{total}" style="width: 20em"></progress> ' if total else ""
+            step = f"step {self._step}/{total}" if total else f"step {self._step}"
+            where = f"{plan.name}, {format_count(plan.parameters)} parameters on {plan.device}, {plan.directory}"
+            lines = [escape(where), f"{bar}{step} {now}"]
+        notes = [f"! {escape(note)}" for note in self._notes[-NOTEBOOK_NOTES:]]
+        above, below = ("".join(f"<div>{line}</div>" for line in some) for some in (lines, notes))
+        return f"{above}{self._table()}{below}"
 
-    def _heading(self) -> list[str]:
-        plan = self._plan
-        now = f"{self._outcome.status} {self._outcome.message}" if self._outcome else self._phase
-        if plan is None:
-            return [f"<div>{escape(now)}</div>"]
-        total = plan.total_steps
-        bar = f'<progress value="{self._step}" max="{total}" style="width: 20em"></progress> ' if total else ""
-        step = f"step {self._step}/{total}" if total else f"step {self._step}"
-        where = f"{plan.name}, {format_count(plan.parameters)} parameters on {plan.device}, {plan.directory}"
-        return [f"<div>{escape(where)}</div>", f"<div>{bar}{step} {escape(now)}</div>"]
-
-    def _table(self) -> list[str]:
+    def _table(self) -> str:
         steps = (_table_row(step, metrics) for step, metrics in sorted(self._steps.items()))
         rows = [row for row in steps if len(row) > 1][-NOTEBOOK_STEPS:]
         names = list(dict.fromkeys(name for row in rows for name in row))
-        if not rows:
-            return []
-        head = "".join(f"<th>{escape(name)}</th>" for name in names)
-        body = ("".join(f"<td>{escape(row.get(name, ''))}</td>" for name in names) for row in rows)
-        return ["<table><tr>", head, "</tr>", *(f"<tr>{cells}</tr>" for cells in body), "</table>"]
+        cells = [[f"<th>{escape(name)}</th>" for name in names]]
+        cells += [[f"<td>{escape(row.get(name, ''))}</td>" for name in names] for row in rows]
+        lines = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+        return f"<table>{lines}</table>" if rows else ""
 
 
 def _table_row(step: int, metrics: Mapping[str, float]) -> dict[str, str]:
     """The cells of one step, by the name of their column."""
     now = MetricHistory.of([{**metrics, "step": step}])
-    cells = {"step": str(step)}
-    cells |= _cells("reward", now.rewards)
-    cells |= {
-        key.removeprefix("metric/"): format_score(now.latest[key]) for key in now.latest if key.startswith("metric/")
+    measured = {key.removeprefix("metric/"): value for key, value in now.latest.items() if key.startswith("metric/")}
+    speeds = (("tok/s", "tokens/s", format_count), ("time", "time/step", format_seconds))
+    return {
+        "step": str(step),
+        **_cells("reward", now.rewards),
+        **{name: format_score(value) for name, value in measured.items()},
+        **_cells("held-out", {**now.held_out, **now.exact}),
+        **{name: form(now.latest[key]) for name, key, form in speeds if key in now.latest},
     }
-    cells |= _cells("held-out", {**now.held_out, **now.exact})
-    if "tokens/s" in now.latest:
-        cells["tok/s"] = format_count(now.latest["tokens/s"])
-    if "time/step" in now.latest:
-        cells["time"] = format_seconds(now.latest["time/step"])
-    return cells
 
 
 def _cells(name: str, curves: Mapping[str, Curve]) -> dict[str, str]:

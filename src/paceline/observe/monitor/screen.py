@@ -121,7 +121,6 @@ class Screen(Monitor):
             self._live.start(refresh=True)
 
     def frame(self) -> RenderableType:
-        """The picture as it is now."""
         with self._lock:
             return self._draw(min(self._console.width, _MAX_WIDTH), self._console.height)
 
@@ -136,7 +135,14 @@ class Screen(Monitor):
             lost = format_reasons(self._history.dropped, " · ")
             line = Text.assemble(("dropped   ", "dim"), lost, no_wrap=True, overflow="ellipsis")
             parts += [self._figures(width), *([line] if lost else []), blank]
-        parts += [*self._last_note(), self._status()]
+        if self._notes:
+            text = one_line(self._notes[-1])
+            text = text if len(text) <= 240 else text[:239] + "…"
+            earlier = f"  ({format_amount(len(self._notes) - 1, 'earlier note')})" if len(self._notes) > 1 else ""
+            note = Table.grid(padding=(0, 1))
+            note.add_row(Text("!", "bold yellow"), Text.assemble((text, "yellow"), (earlier, "dim")))
+            parts.append(note)
+        parts.append(self._status())
         facts = f"{self._plan.device} · {format_count(self._plan.parameters)} parameters · "
         place, room = restore_paths(self._plan.directory), width - len(facts) - 8
         return Panel(
@@ -220,16 +226,6 @@ class Screen(Monitor):
             for label, value in pairs[index : index + 2]:
                 grids[-1].add_row(label, value)
         return Columns(grids, padding=(0, 3))
-
-    def _last_note(self) -> list[RenderableType]:
-        if not self._notes:
-            return []
-        text = one_line(self._notes[-1])
-        text = text if len(text) <= 240 else text[:239] + "…"
-        earlier = f"  ({format_amount(len(self._notes) - 1, 'earlier note')})" if len(self._notes) > 1 else ""
-        row = Table.grid(padding=(0, 1))
-        row.add_row(Text("!", "bold yellow"), Text.assemble((text, "yellow"), (earlier, "dim")))
-        return [row]
 
     def _status(self) -> RenderableType:
         if self._outcome is None:

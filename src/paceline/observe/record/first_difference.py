@@ -36,7 +36,6 @@ class FirstDifference:
     """What differs: `row`, `prompt`, `weights`, `version`, `token`, `logprob`, `finish`, `reward`, `metric`, `error`,
     `sample`, `fate`, `ticket`, `loss`, `gradient`, `measure` or `length`."""
     what: str
-    """In words."""
     one: Any = None
     other: Any = None
     step: int = 0
@@ -62,8 +61,6 @@ class FirstDifference:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """Two runs side by side."""
-
     settings: list[tuple[str, Any, Any]]
     """Keys of the run file that differ; MISSING on a side that lacks one."""
     first: FirstDifference | None

@@ -37,8 +37,6 @@ _ELSEWHERE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """The status of a run."""
-
     state: State
     """`crashed`: no process holds its lock, and it did not say how it ended."""
     step: int
@@ -307,14 +305,12 @@ class RunFolder:
             return []
         rows = map_rows(self._record.lanes, LANE)
         names = ["", *(str(line.get("name", "")) for line in self._names.read())]
-        fits = np.ones(len(rows), bool)
+        low, high = -np.inf if start is None else start, np.inf if end is None else end
+        fits = (rows["end"] >= low) & (rows["start"] <= high)
         for column in ("lane", "kind", "detail"):
             fits &= rows[column] < len(names)
         for column in ("start", "end", "value"):
             fits &= np.isfinite(rows[column])  # a damaged file has times that cannot be drawn
-        fits &= (rows["end"] >= (-np.inf if start is None else start)) & (
-            rows["start"] <= (np.inf if end is None else end)
-        )
         return [
             TimelineSpan(names[lane], names[kind], begun, ended, step, value, names[detail])
             for lane, kind, step, begun, ended, value, detail in rows[fits].tolist()
@@ -327,10 +323,11 @@ class RunFolder:
 
     def quick_problems(self) -> list[str]:
         """The same without the journal of tickets, which alone takes long to read."""
-        found = [*self._config()[1], *self._metrics.problems(), *self._events.problems()]
-        if not found and self.config():
+        config, found = self._config()
+        found = [*found, *self._metrics.problems(), *self._events.problems()]
+        if not found and config:
             try:
-                resolved_config(self.config())
+                resolved_config(config)
             except ValueError as error:
                 found.append(f"config.toml: {error}")
         return [*found, *self.rollouts.problems()]

@@ -111,8 +111,6 @@ def escape_surrogates(text: str) -> str:
 
 
 class RecordFiles:
-    """The record's files below a run directory."""
-
     def __init__(self, run: Path) -> None:
         self.folder = Path(run) / "record"
         self.schema = self.folder / "schema.json"
@@ -163,7 +161,6 @@ def rollout_facts(rollout: Rollout, state: str) -> Facts:
 
 
 def rollout_state(rollout: Rollout, state: str) -> str:
-    """The fate of one rollout of a batch or group."""
     if state in (EVALUATED, MATCHED):
         return state
     if rollout.error is not None:

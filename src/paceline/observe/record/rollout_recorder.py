@@ -15,7 +15,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,24 +84,19 @@ class LoadSampler:
             share = (seconds - before.get(engine, seconds)) / (now - since)
             values[engine, "busy"] = round(min(1.0, max(0.0, share)) * SHARE_LEVELS) / SHARE_LEVELS
         self._window = SAMPLE_SECONDS * max(1, math.ceil(len(values) / LANES_PER_WINDOW))
-        return self._join_spans(values, since, now)
-
-    def end(self) -> list[LoadSpan]:
-        """The spans that were still open."""
-        return list(self._open.values())
-
-    def _join_spans(self, values: Mapping[tuple[str, str], float], since: float, now: float) -> list[LoadSpan]:
         ended = []
-        for key in [*self._open, *(key for key in values if key not in self._open)]:
+        for key in self._open | values:
             value, going = values.get(key, 0.0), self._open.pop(key, None)
             if going is not None and (going.value != value or now - going.start > LONGEST_SPAN_SECONDS):
                 ended.append(going)
                 going = None
             if value:
                 self._open[key] = LoadSpan(*key, going.start if going else since, now, value)
-            elif going is not None:
-                ended.append(going)
         return ended
+
+    def end(self) -> list[LoadSpan]:
+        """The spans that were still open."""
+        return list(self._open.values())
 
 
 class _FinishedRollouts(NamedTuple):
@@ -133,7 +128,7 @@ class RolloutRecorder(Monitor):
         self._step = 0
         self._off = False
         self._handed = self._written = 0
-        """Tokens, counted by the run and by the thread: each changes its own number alone."""
+        """Tokens that were handed over, counted by the run, and those that were written, counted by the thread."""
         self._bare = 0
         """Rollouts whose bodies were left out."""
         self.seconds = 0.0
@@ -141,7 +136,6 @@ class RolloutRecorder(Monitor):
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens that were handed over and are not written yet."""
         return self._handed - self._written
 
     def begin(self, plan: RunPlan) -> None:
@@ -240,28 +234,24 @@ class RolloutRecorder(Monitor):
         self._step = step
 
     def _take(self, item: _Item, writer: RecordWriter) -> None:
+        """Write this and what lies behind it, which takes a moment to come where nothing is urgent."""
         if not isinstance(item, _FinishedRollouts):
             item(writer)
             return
-        played = self._gather(item)
+        self._hurry.wait(GATHER_SECONDS)
+        self._hurry.clear()  # before the queue is emptied: a later set() comes after its item was queued
+        played = [item]
+        while not self._queue.empty():
+            following = self._queue.get_nowait()
+            if not isinstance(following, _FinishedRollouts):
+                self._next_item.append(following)
+                break
+            played.append(following)
         self._step = max(self._step, *(one.step for one in played))
         if shutil.disk_usage(self._run).free < RESERVED_DISK_BYTES:
             raise OSError(errno.ENOSPC, f"less than {RESERVED_DISK_BYTES >> 20} MiB of the disk are left")
         _write(played, writer)
         self._written += sum(one.tokens for one in played)
-
-    def _gather(self, first: _FinishedRollouts) -> list[_FinishedRollouts]:
-        """This one and those behind it, which take a moment to come where nothing is urgent."""
-        self._hurry.wait(GATHER_SECONDS)
-        self._hurry.clear()  # before the queue is emptied: a later set() comes after its item was queued
-        played = [first]
-        while not self._queue.empty():
-            item = self._queue.get_nowait()
-            if not isinstance(item, _FinishedRollouts):
-                self._next_item.append(item)
-                break
-            played.append(item)
-        return played
 
 
 def _write(played: Sequence[_FinishedRollouts], writer: RecordWriter) -> None:

@@ -1,6 +1,6 @@
 """The window that advisories read: the last steps of a run, bounded in size, from its directory or from memory."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -114,9 +114,10 @@ class AdviceWindow:
         found, place = np.unique(steps, return_inverse=True)
         return found.astype(float), np.bincount(place, values) / np.maximum(1, np.bincount(place))
 
-    def numbers(self, places: Iterable[Any]) -> list[int]:
-        """Numbers in the record of a few rows."""
-        return [self.first + int(place) for place in list(places)[:MOST_ROLLOUTS]]
+    def numbers(self, places: NDArray[Any], by: NDArray[Any] | None = None) -> list[int]:
+        """Numbers in the record of a few rows: the first, or those with the lowest values."""
+        ordered = places if by is None else places[np.argsort(by, kind="stable")]
+        return (self.first + ordered[:MOST_ROLLOUTS]).tolist()
 
     def number(self, column: str, name: str) -> int:
         """The number that rows have for a name; one that none can have where no row has it."""
