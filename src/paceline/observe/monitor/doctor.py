@@ -150,17 +150,15 @@ def _state(pid: int, birth: str = "", host: str | None = None) -> str:
 
 def _process_line(part: dict[str, Any]) -> str:
     """One line about a process: which it is, how old the news are, what moves."""
-    quiet, blocked = part["quiet"], part["blocked"]
-    words = [
-        f"{part['pid']} on {part['host']}",
-        part["state"],
-        f"seen {format_seconds(part['age'])} ago",
-        one_line(part["phase"]),
-        f"last progress {format_seconds(quiet)} before that",
-        f"{part['cores']:.1f} cores busy since" if quiet > 5 else "",
-        f"event loop blocked for {format_seconds(blocked)}" if blocked else "",
-    ]
-    return ", ".join(filter(None, words))
+    words = [f"{part['pid']} on {part['host']}", part["state"], f"seen {format_seconds(part['age'])} ago"]
+    if part["phase"]:
+        words.append(one_line(part["phase"]))
+    words.append(f"last progress {format_seconds(part['quiet'])} before that")
+    if part["quiet"] > 5:
+        words.append(f"{part['cores']:.1f} cores busy since")
+    if part["blocked"]:
+        words.append(f"event loop blocked for {format_seconds(part['blocked'])}")
+    return ", ".join(words)
 
 
 def _trees(part: dict[str, Any]) -> list[RenderableType]:

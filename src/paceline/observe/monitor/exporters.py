@@ -61,9 +61,9 @@ class TensorBoard(Monitor):
     """Event files in `tensorboard/` of the run directory, written by tensorboard itself, without torch."""
 
     def __init__(self) -> None:
-        names = ("summary.writer.event_file_writer", "compat.proto.event_pb2", "compat.proto.summary_pb2")
-        modules = [_require(f"tensorboard.{name}", "tensorboard") for name in names]
-        self._writing, self._events, self._summaries = modules
+        self._writing = _require("tensorboard.summary.writer.event_file_writer", "tensorboard")
+        self._events = _require("tensorboard.compat.proto.event_pb2", "tensorboard")
+        self._summaries = _require("tensorboard.compat.proto.summary_pb2", "tensorboard")
         self._writer: Any = None
 
     def begin(self, plan: RunPlan) -> None:

@@ -30,8 +30,6 @@ NOTEBOOK_STEPS, NOTEBOOK_NOTES = 8, 4
 """Steps in a notebook's table, and notes below it."""
 REFRESH_SECONDS = 0.5
 """Least time between two updates: every one of them is kept in the notebook's file until it is saved."""
-
-
 Display = Callable[..., Any]
 """IPython's `display`."""
 
@@ -174,26 +172,29 @@ class NotebookView(Monitor):
         return latest if self._outcome is None else f"{self._outcome.status} at step {self._outcome.step}; {latest}"
 
     def _repr_html_(self) -> str:
-        now = escape(f"{self._outcome.status} {self._outcome.message}" if self._outcome else self._phase)
-        lines = [now]
-        if plan := self._plan:
-            total = plan.total_steps
-            bar = f'<progress value="{self._step}" max="{total}" style="width: 20em"></progress> ' if total else ""
-            step = f"step {self._step}/{total}" if total else f"step {self._step}"
-            where = f"{plan.name}, {format_count(plan.parameters)} parameters on {plan.device}, {plan.directory}"
-            lines = [escape(where), f"{bar}{step} {now}"]
-        notes = [f"! {escape(note)}" for note in self._notes[-NOTEBOOK_NOTES:]]
-        above, below = ("".join(f"<div>{line}</div>" for line in some) for some in (lines, notes))
-        return f"{above}{self._table()}{below}"
+        notes = [f"<div>! {escape(note)}</div>" for note in self._notes[-NOTEBOOK_NOTES:]]
+        return "".join([*self._heading(), *self._table(), *notes])
 
-    def _table(self) -> str:
+    def _heading(self) -> list[str]:
+        plan = self._plan
+        now = f"{self._outcome.status} {self._outcome.message}" if self._outcome else self._phase
+        if plan is None:
+            return [f"<div>{escape(now)}</div>"]
+        total = plan.total_steps
+        bar = f'<progress value="{self._step}" max="{total}" style="width: 20em"></progress> ' if total else ""
+        step = f"step {self._step}/{total}" if total else f"step {self._step}"
+        where = f"{plan.name}, {format_count(plan.parameters)} parameters on {plan.device}, {plan.directory}"
+        return [f"<div>{escape(where)}</div>", f"<div>{bar}{step} {escape(now)}</div>"]
+
+    def _table(self) -> list[str]:
         steps = (_table_row(step, metrics) for step, metrics in sorted(self._steps.items()))
         rows = [row for row in steps if len(row) > 1][-NOTEBOOK_STEPS:]
         names = list(dict.fromkeys(name for row in rows for name in row))
-        cells = [[f"<th>{escape(name)}</th>" for name in names]]
-        cells += [[f"<td>{escape(row.get(name, ''))}</td>" for name in names] for row in rows]
-        lines = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
-        return f"<table>{lines}</table>" if rows else ""
+        if not rows:
+            return []
+        head = "".join(f"<th>{escape(name)}</th>" for name in names)
+        body = ("".join(f"<td>{escape(row.get(name, ''))}</td>" for name in names) for row in rows)
+        return ["<table><tr>", head, "</tr>", *(f"<tr>{cells}</tr>" for cells in body), "</table>"]
 
 
 def _table_row(step: int, metrics: Mapping[str, float]) -> dict[str, str]:
