@@ -15,10 +15,10 @@ from paceline.config.inference import EngineConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.data.sample import Sample
 from paceline.observe.record import open_run
+from paceline.observe.record.body import decode
 from paceline.observe.record.first_difference import RunComparison, compare
 from paceline.observe.record.layout import ROW, RecordFiles
 from paceline.observe.record.rows import Query
-from paceline.observe.record.stored import decode
 from paceline.runtime import session
 
 STEPS = 3

@@ -112,7 +112,6 @@ class Monitors(Monitor):
         self._active = list(monitors)
 
     def add(self, monitor: Monitor) -> None:
-        """One more, from now on."""
         self._monitors.append(monitor)
         self._active.append(monitor)
 

@@ -250,8 +250,9 @@ class RunDirectory:
     def release(self) -> None:
         """Let others have the directory; safe to call twice."""
         if self._lock is not None:
-            # Unlock by name: a forked child that still holds the descriptor would keep the lock alive.
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):
+                # Unlock by name: a forked child that still holds the descriptor would keep the lock alive.
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 
@@ -267,29 +268,21 @@ class RunDirectory:
         ours = self.config_file.exists() or self.lock_file.exists()
         if not ours and any(not entry.name.startswith(".") for entry in self.root.iterdir()):
             raise PacelineError(f"{self.root} holds files that are not a run's: choose another --name")
-        self._take_lock()
+        self._lock = descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 32).decode(errors="replace").strip()
+            who = f"process {holder}" if holder else "another process"
+            raise PacelineError(f"{self.root} is in use by {who}: wait for it, or choose another --name") from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
         self._overwrite = overwrite
         if not (resume or overwrite) and (self.config_file.exists() or self.metrics_file.exists()):
             raise PacelineError(
                 f"{self.root} already holds a run: add --resume latest to go on, "
                 "--name NAME to start another, or --overwrite to replace it"
             )
-
-    def _take_lock(self) -> None:
-        descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 32).decode(errors="replace").strip()
-            os.close(descriptor)
-            who = f"process {holder}" if holder else "another process"
-            raise PacelineError(f"{self.root} is in use by {who}: wait for it, or choose another --name") from None
-        except OSError:
-            os.close(descriptor)
-            raise
-        self._lock = descriptor
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
 
 
 class RunRecorder(Monitor):
@@ -302,11 +295,10 @@ class RunRecorder(Monitor):
     essential: ClassVar[bool] = True
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.time, keep_batches: int = 0) -> None:
-        self._files = RunDirectory(directory)
+        self._files = files = RunDirectory(directory)
         self._keep_batches = keep_batches
         self._clock = clock
         self._kind = ""
-        files = self._files
         for path in (files.metrics_file, files.rollouts_file, files.tickets_file, files.events_file):
             drop_torn_line(path)
 
@@ -315,8 +307,7 @@ class RunRecorder(Monitor):
         self._event("begin", **_fields(plan, "name", "start_step", "total_steps", "device", "parameters"))
 
     def phase(self, text: str) -> None:
-        # A counter that moves is no event; a new kind of work is.
-        if (kind := phase_kind(text)) != self._kind:
+        if (kind := phase_kind(text)) != self._kind:  # a counter that moves is no event
             self._kind = kind
             self._event("phase", text=text)
 

@@ -28,20 +28,16 @@ _LAST_EVENTS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The diagnosis of a run directory."""
-
     run: Path
     verdict: str
     alive: bool
-    end_event: dict[str, Any] | None
-    """The `end` event, where the last try came so far."""
+    finished: bool
     step: int | None
     parts: list[dict[str, Any]]
     """Snapshots, one a process, with their `age` and the `state` of the process."""
     events: list[dict[str, Any]]
     checkpoint: Path | None
     stall_reports: list[tuple[Path, float]]
-    """Reports of stalls, with their ages."""
     problems: list[str]
     """What could not be read, each as a sentence."""
 
@@ -66,9 +62,9 @@ def diagnose(run: Path, now: Callable[[], float] = time.time) -> Findings:
     seen = f", after a last sign of life {format_seconds(now() - last)} ago" if last else ""
     return Findings(
         run=run,
-        verdict=_verdict(ended, pid, state, lead, ("" if marks else " before its first step", seen)),
+        verdict=_verdict(ended, pid, state, lead, "" if marks else " before its first step", seen),
         alive=state in ("runs", "suspended", "elsewhere"),
-        end_event=ended,
+        finished=ended is not None and ended.get("status") == "finished",
         step=step,
         parts=parts,
         events=[event for event in events if event["event"] in ("note", "phase")][-_LAST_EVENTS:],
@@ -79,11 +75,9 @@ def diagnose(run: Path, now: Callable[[], float] = time.time) -> Findings:
 
 
 def render_findings(found: Findings) -> RenderableType:
-    """The findings for a person."""
     facts = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
-    style = "green" if found.alive or (found.end_event and found.end_event.get("status") == "finished") else "yellow"
     facts.add_row("run", Text(str(found.run)))
-    facts.add_row("state", Text(found.verdict, style))
+    facts.add_row("state", Text(found.verdict, "green" if found.alive or found.finished else "yellow"))
     facts.add_row("step", Text("none yet" if found.step is None else str(found.step)))
     for part in found.parts:
         facts.add_row(part["part"] or "process", Text(_process_line(part)))
@@ -92,18 +86,23 @@ def render_findings(found: Findings) -> RenderableType:
     for problem in found.problems:
         facts.add_row("unreadable", Text(problem, "yellow"))
     facts.add_row("checkpoint", Text(str(found.checkpoint or "none yet")))
-    return Group(facts, *(tree for part in found.parts for tree in _trees(part)), *_events(found.events))
+    events = Table.grid(padding=(0, 2))
+    for event in found.events:
+        at = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+        events.add_row(Text(at, "dim"), Text(event["event"]), Text(one_line(str(event.get("text", "")))))
+    last = [Text(), Text("last events", "bold"), events] if found.events else []
+    return Group(facts, *(tree for part in found.parts for tree in _trees(part)), *last)
 
 
 def resume_command(found: Findings) -> str:
     """The command that resumes the run; empty where the run is alive or finished."""
-    if found.alive or (found.end_event and found.end_event.get("status") == "finished"):
+    if found.alive or found.finished:
         return ""
     return next_action(RunDirectory(found.run), found.checkpoint, bool(found.step))[1]
 
 
 def _verdict(
-    ended: dict[str, Any] | None, pid: int | None, state: str, lead: dict[str, Any] | None, killed: tuple[str, str]
+    ended: dict[str, Any] | None, pid: int | None, state: str, lead: dict[str, Any] | None, when: str, seen: str
 ) -> str:
     if state == "elsewhere" and lead:
         return f"on {lead['host']}, process {pid}: from here only its files can be seen"
@@ -120,7 +119,7 @@ def _verdict(
     if pid is None:
         return "never started"
     cause = "(SIGKILL, out of memory, or the machine stopped)"
-    return f"killed{killed[0]}: process {pid} is gone and wrote no end {cause}{killed[1]}"
+    return f"killed{when}: process {pid} is gone and wrote no end {cause}{seen}"
 
 
 def _part(path: Path, now: float) -> dict[str, Any]:
@@ -150,7 +149,7 @@ def _state(pid: int, birth: str = "", host: str | None = None) -> str:
 
 
 def _process_line(part: dict[str, Any]) -> str:
-    """One line about a process: who it is, how old the news are, what moves."""
+    """One line about a process: which it is, how old the news are, what moves."""
     words = [f"{part['pid']} on {part['host']}", part["state"], f"seen {format_seconds(part['age'])} ago"]
     if part["phase"]:
         words.append(one_line(part["phase"]))
@@ -186,13 +185,3 @@ def _add_branch(tree: Tree, title: Text, stack: list[str]) -> Tree:
     for line in stack:
         branch.add(Text(line, "dim"))
     return branch
-
-
-def _events(events: list[dict[str, Any]]) -> list[RenderableType]:
-    if not events:
-        return []
-    table = Table.grid(padding=(0, 2))
-    for event in events:
-        at = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-        table.add_row(Text(at, "dim"), Text(event["event"]), Text(one_line(str(event.get("text", "")))))
-    return [Text(), Text("last events", "bold"), table]

@@ -49,12 +49,9 @@ class Wandb(Monitor):
         self._run.log({"step": step, **_finite(metrics)})
 
     def end(self, outcome: RunOutcome) -> None:
-        self._finish(0 if outcome.status == "finished" else 1)
+        self.close(0 if outcome.status == "finished" else 1)
 
-    def close(self) -> None:
-        self._finish(1)
-
-    def _finish(self, exit_code: int) -> None:
+    def close(self, exit_code: int = 1) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=exit_code)

@@ -1,4 +1,4 @@
-"""A run without a terminal, as lines of text or as a cell of a notebook, and the small renderables of the live view."""
+"""Shows a run without a terminal: as lines of text, or as a cell of a notebook; and curves as lines of blocks."""
 
 import itertools
 import math
@@ -8,17 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any, Final, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
-from rich.progress_bar import ProgressBar
-from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan, phase_kind
 from paceline.observe.monitor.summary import Curve, MetricHistory
 from paceline.observe.monitor.text import (
     format_amount,
-    format_change,
     format_count,
     format_reasons,
     format_score,
@@ -203,17 +200,15 @@ class NotebookView(Monitor):
 def _table_row(step: int, metrics: Mapping[str, float]) -> dict[str, str]:
     """The cells of one step, by the name of their column."""
     now = MetricHistory.of([{**metrics, "step": step}])
-    cells = {"step": str(step)}
-    cells |= _cells("reward", now.rewards)
-    cells |= {
-        key.removeprefix("metric/"): format_score(now.latest[key]) for key in now.latest if key.startswith("metric/")
+    measured = {key.removeprefix("metric/"): value for key, value in now.latest.items() if key.startswith("metric/")}
+    speeds = (("tok/s", "tokens/s", format_count), ("time", "time/step", format_seconds))
+    return {
+        "step": str(step),
+        **_cells("reward", now.rewards),
+        **{name: format_score(value) for name, value in measured.items()},
+        **_cells("held-out", {**now.held_out, **now.exact}),
+        **{name: form(now.latest[key]) for name, key, form in speeds if key in now.latest},
     }
-    cells |= _cells("held-out", {**now.held_out, **now.exact})
-    if "tokens/s" in now.latest:
-        cells["tok/s"] = format_count(now.latest["tokens/s"])
-    if "time/step" in now.latest:
-        cells["time"] = format_seconds(now.latest["time/step"])
-    return cells
 
 
 def _cells(name: str, curves: Mapping[str, Curve]) -> dict[str, str]:
@@ -249,34 +244,3 @@ def block_chars(values: Sequence[float], width: int) -> str:
     # A flat curve should look flat, and not like noise blown up to full height.
     span = max(high - low, 0.05 * max(1.0, abs(high)))
     return "".join(_LEVELS[min(7, int((mean - low) / span * 8))] for mean in means)
-
-
-def latest_and_change(curve: Curve) -> tuple[RenderableType, RenderableType]:
-    """The last value, and how far it is from the first."""
-    if not curve:
-        return Text("-", "dim"), ""
-    first, last = curve[0][1], curve[-1][1]
-    if len(curve) == 1:
-        return Text(format_score(last), "bold"), ""
-    moved = format_change(first, last)
-    return Text(format_score(last), "bold"), Text(moved, {"+": "green", "-": "red"}.get(moved[0], "dim"))
-
-
-def label_grid(pairs: Sequence[tuple[str, RenderableType]]) -> RenderableType:
-    block = Table.grid(Column(style="dim", no_wrap=True), Column(no_wrap=True), padding=(0, 1))
-    for label, value in pairs:
-        block.add_row(label, value)
-    return block
-
-
-def share_bar(value: float | None) -> RenderableType:
-    if value is None:
-        return Text("-", "dim")
-    cell = Table.grid(padding=(0, 1))
-    bar = ProgressBar(total=1.0, completed=min(1.0, value), width=10, complete_style="cyan", finished_style="cyan")
-    cell.add_row(bar, f"{value:4.0%}")
-    return cell
-
-
-def metric_text(metrics: Mapping[str, float], key: str, form: Callable[[float], str]) -> Text:
-    return Text(form(metrics[key])) if key in metrics else Text("-", "dim")

@@ -1,6 +1,7 @@
 """The live view of a run, and the choice between it and plain lines."""
 
 import atexit
+import itertools
 import os
 import threading
 import time
@@ -20,10 +21,11 @@ from rich.text import Text
 
 from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan
 from paceline.observe.monitor.directory import RunDirectory, read_valid_jsonl
-from paceline.observe.monitor.plain import PlainLines, Sparkline, label_grid, latest_and_change, metric_text, share_bar
+from paceline.observe.monitor.plain import PlainLines, Sparkline
 from paceline.observe.monitor.summary import MetricHistory
 from paceline.observe.monitor.text import (
     format_amount,
+    format_change,
     format_clock,
     format_count,
     format_reasons,
@@ -119,7 +121,6 @@ class Screen(Monitor):
             self._live.start(refresh=True)
 
     def frame(self) -> RenderableType:
-        """The picture as it is now."""
         with self._lock:
             return self._draw(min(self._console.width, _MAX_WIDTH), self._console.height)
 
@@ -134,23 +135,27 @@ class Screen(Monitor):
             lost = format_reasons(self._history.dropped, " · ")
             line = Text.assemble(("dropped   ", "dim"), lost, no_wrap=True, overflow="ellipsis")
             parts += [self._figures(width), *([line] if lost else []), blank]
-        parts += [*self._last_note(), self._status()]
+        if self._notes:
+            text = one_line(self._notes[-1])
+            text = text if len(text) <= 240 else text[:239] + "…"
+            earlier = f"  ({format_amount(len(self._notes) - 1, 'earlier note')})" if len(self._notes) > 1 else ""
+            note = Table.grid(padding=(0, 1))
+            note.add_row(Text("!", "bold yellow"), Text.assemble((text, "yellow"), (earlier, "dim")))
+            parts.append(note)
+        parts.append(self._status())
+        facts = f"{self._plan.device} · {format_count(self._plan.parameters)} parameters · "
+        place, room = restore_paths(self._plan.directory), width - len(facts) - 8
         return Panel(
             Group(*parts),
             title=Text.assemble(("paceline ", "bold"), (self._plan.name, "bold cyan")),
             title_align="left",
-            subtitle=self._footer(self._plan, width),
+            # The end of a path says most.
+            subtitle=Text(facts + (place if len(place) <= room else f"…{place[1 - room :]}"), "dim"),
             subtitle_align="right",
             border_style="bright_black",
             padding=(1, 2, 0, 2),
             width=width,
         )
-
-    def _footer(self, plan: RunPlan, width: int) -> Text:
-        facts = f"{plan.device} · {format_count(plan.parameters)} parameters · "
-        place, room = restore_paths(plan.directory), width - len(facts) - 8
-        # The end of a path says most.
-        return Text(facts + (place if len(place) <= room else f"…{place[1 - room :]}"), "dim")
 
     def _progress(self, plan: RunPlan) -> RenderableType:
         step, total = self._history.step, plan.total_steps
@@ -187,11 +192,12 @@ class Screen(Monitor):
         table.add_column("", ratio=1, no_wrap=True)
         table.add_column("now", justify="right", no_wrap=True)
         table.add_column("change", justify="right", no_wrap=True, min_width=6)
-        for env in shown:
-            for kind, curves in kinds:
-                name = Text(env if kind == "reward" else "")
-                curve = curves.get(env, [])
-                table.add_row(name, kind, Sparkline([value for _, value in curve]), *latest_and_change(curve))
+        for env, (kind, curves) in itertools.product(shown, kinds):
+            values = [value for _, value in curves.get(env, [])]
+            now = Text(format_score(values[-1]), "bold") if values else Text("-", "dim")
+            moved = format_change(values[0], values[-1]) if len(values) > 1 else ""
+            change = Text(moved, {"+": "green", "-": "red"}.get(moved[:1], "dim"))
+            table.add_row(Text(env if kind == "reward" else ""), kind, Sparkline(values), now, change)
         if hidden := len(history.envs) - len(shown):
             table.add_row(Text(f"and {hidden} more", "dim"))
         return table
@@ -199,35 +205,42 @@ class Screen(Monitor):
     def _figures(self, width: int) -> RenderableType:
         latest = self._history.latest
         highest = f" (max {latest['staleness/max']:.0f})" if "staleness/max" in latest else ""
-        pairs = [
-            ("tokens/s", metric_text(latest, "tokens/s", format_count)),
-            ("step time", metric_text(latest, "time/step", format_seconds)),
-            ("trainer busy", share_bar(latest.get("busy/trainer"))),
-            ("sampler busy", share_bar(latest.get("busy/sampler"))),
-            ("staleness", metric_text(latest, "staleness/mean", lambda mean: f"{mean:.1f}{highest}")),
-            ("length", metric_text(latest, "length", lambda value: format_amount(round(value), "token"))),
-            ("entropy", metric_text(latest, "entropy", format_score)),
-            ("grad norm", metric_text(latest, "grad_norm", format_score)),
-        ]
-        # Two under one another; those that matter least are last and need a wide screen.
-        shown = pairs if width >= 100 else pairs[:6]
-        return Columns([label_grid(shown[index : index + 2]) for index in range(0, len(shown), 2)], padding=(0, 3))
 
-    def _last_note(self) -> list[RenderableType]:
-        if not self._notes:
-            return []
-        text = one_line(self._notes[-1])
-        text = text if len(text) <= 240 else text[:239] + "…"
-        earlier = f"  ({format_amount(len(self._notes) - 1, 'earlier note')})" if len(self._notes) > 1 else ""
-        row = Table.grid(padding=(0, 1))
-        row.add_row(Text("!", "bold yellow"), Text.assemble((text, "yellow"), (earlier, "dim")))
-        return [row]
+        def figure(key: str, form: Callable[[float], str]) -> Text:
+            return Text(form(latest[key])) if key in latest else Text("-", "dim")
+
+        pairs = [
+            ("tokens/s", figure("tokens/s", format_count)),
+            ("step time", figure("time/step", format_seconds)),
+            ("trainer busy", _share_bar(latest.get("busy/trainer"))),
+            ("sampler busy", _share_bar(latest.get("busy/sampler"))),
+            ("staleness", figure("staleness/mean", lambda mean: f"{mean:.1f}{highest}")),
+            ("length", figure("length", lambda value: format_amount(round(value), "token"))),
+            ("entropy", figure("entropy", format_score)),
+            ("grad norm", figure("grad_norm", format_score)),
+        ]
+        grids = []
+        # Two under one another; those that matter least are last and need a wide screen.
+        for index in range(0, 8 if width >= 100 else 6, 2):
+            grids.append(Table.grid(Column(style="dim", no_wrap=True), Column(no_wrap=True), padding=(0, 1)))
+            for label, value in pairs[index : index + 2]:
+                grids[-1].add_row(label, value)
+        return Columns(grids, padding=(0, 3))
 
     def _status(self) -> RenderableType:
         if self._outcome is None:
             return self._spinner
         sign, style = _OUTCOMES[self._outcome.status]
         return Text(f"{sign} {self._outcome.status} at step {self._outcome.step}", style)
+
+
+def _share_bar(value: float | None) -> RenderableType:
+    if value is None:
+        return Text("-", "dim")
+    cell = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=1.0, completed=min(1.0, value), width=10, complete_style="cyan", finished_style="cyan")
+    cell.add_row(bar, f"{value:4.0%}")
+    return cell
 
 
 def _metrics_until(plan: RunPlan, step: int) -> tuple[MetricHistory, list[str]]:

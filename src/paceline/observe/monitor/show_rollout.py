@@ -13,7 +13,7 @@ A record is a plain dict, as `Rollout.record()` gives it. Keys, all of them opti
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -31,11 +31,14 @@ Record = Mapping[str, Any]
 
 
 def show_rollout(record: Record, console: Console) -> None:
-    """Print one actor's episode."""
     width = min(console.width, MAX_WIDTH)
     console.print(Rule(_heading(record), style="bright_black", align="left"), width=width)
-    for line in _tools(record.get("tools") or ()):
-        console.print(line, soft_wrap=True)
+    for tool in record.get("tools") or ():
+        function = tool.get("function", tool)
+        names = ", ".join((function.get("parameters") or {}).get("properties") or {})
+        purpose = f": {function['description']}" if function.get("description") else ""
+        line = Text(_plain(f"tool {function.get('name')}({names})"), "magenta")
+        console.print(line.append(_plain(purpose), "dim"), soft_wrap=True)
     turns = [turn for turn in record.get("turns") or () if "prompt" in turn]
     for number, turn in enumerate(turns, start=1):  # letter by letter: no frame, no wrapping
         console.print(Text(f"prompt of turn {number}, {format_amount(turn['prompt_tokens'], 'token')}", "blue"))
@@ -48,8 +51,8 @@ def show_rollout(record: Record, console: Console) -> None:
             console.print(Text(f"conversation {number} of {len(conversations)}", "dim"))
         messages, sampled = conversation.get("messages") or [], conversation.get("sampled")
         said = sampled if sampled is not None else [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
-        for panel in _panels(messages, said, width):
-            console.print(panel)
+        for place, message in enumerate(messages):
+            console.print(_panel(message, place in said, width))
     console.print(_verdict(record), width=width)
     if record.get("error"):
         console.print(Panel(Text(_plain(str(record["error"])), "red"), title="error", border_style="red", width=width))
@@ -58,7 +61,6 @@ def show_rollout(record: Record, console: Console) -> None:
 def show_summary(records: Sequence[Record], console: Console) -> None:
     """One line over all episodes: mean reward and metrics, and how many failed."""
     played = [record for record in records if record.get("reward") is not None]
-    failed = sum(1 for record in records if record.get("error"))
     line = Text(format_amount(len(records), "rollout"), "bold")
     if played:
         rewards = [float(record["reward"]) for record in played]
@@ -67,7 +69,7 @@ def show_summary(records: Sequence[Record], console: Console) -> None:
     for name in sorted({name for record in played for name in record.get("metrics") or {}}):
         values = [float(record["metrics"][name]) for record in played if name in (record.get("metrics") or {})]
         line.append(f"  {name} {format_score(fmean(values))}")
-    if failed:
+    if failed := sum(1 for record in records if record.get("error")):
         line.append(f"  {failed} failed", "red")
     console.print(line)
 
@@ -82,32 +84,23 @@ def _heading(record: Record) -> Text:
     return Text(" · ".join(parts), "bold cyan")
 
 
-def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
-    """`tool calculator(expression): what it does` for each."""
-    for tool in tools:
-        function = tool.get("function", tool)
-        names = ", ".join((function.get("parameters") or {}).get("properties") or {})
-        line = Text(_plain(f"tool {function.get('name')}({names})"), "magenta")
-        yield line.append(_plain(f": {function['description']}") if function.get("description") else "", "dim")
-
-
-def _panels(messages: Sequence[Mapping[str, Any]], said: Collection[int], width: int) -> Iterator[Panel]:
-    for place, message in enumerate(messages):
-        role, sampled = str(message.get("role", "?")), place in said
-        colour = ROLES.get(role, "white")
-        yield Panel(
-            Group(*_body(message, sampled)),
-            title=Text(f"{role}, sampled" if sampled else role, f"bold {colour}" if sampled else colour),
-            title_align="left",
-            border_style=colour if sampled else f"dim {colour}",
-            width=width,
-        )
+def _panel(message: Mapping[str, Any], sampled: bool, width: int) -> Panel:
+    role = str(message.get("role", "?"))
+    colour = ROLES.get(role, "white")
+    return Panel(
+        Group(*_body(message, sampled)),
+        title=Text(f"{role}, sampled" if sampled else role, f"bold {colour}" if sampled else colour),
+        title_align="left",
+        border_style=colour if sampled else f"dim {colour}",
+        width=width,
+    )
 
 
 def _body(message: Mapping[str, Any], sampled: bool) -> Iterator[Text]:
     style = "bold" if sampled else "dim"
-    calls = message.get("tool_calls") or []
-    content = _content(message.get("content"))
+    calls, content = message.get("tool_calls") or [], message.get("content") or ""
+    if not isinstance(content, str):  # it comes in parts
+        content = "".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
     if content or not calls:
         yield Text(_plain(content), style) if content else Text("(nothing)", "dim italic")
     for call in calls:
@@ -117,21 +110,11 @@ def _body(message: Mapping[str, Any], sampled: bool) -> Iterator[Text]:
         yield Text(_plain(f"→ {function.get('name')}({arguments})"), f"{style} magenta")
 
 
-def _content(content: Any) -> str:
-    """The text of a message, also when it comes in parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
-
-
 def _verdict(record: Record) -> Text:
     """`reward 1.000  correct 1.000  2 searches ...` and, dimmer, how it came about."""
-    line = Text()
     reward = record.get("reward")
-    if reward is not None:
-        line.append(f"reward {format_score(float(reward))}", "bold green" if reward > 0 else "bold yellow")
-    else:
-        line.append("no reward", "bold yellow")
+    said = "no reward" if reward is None else f"reward {format_score(float(reward))}"
+    line = Text().append(said, "bold green" if reward is not None and reward > 0 else "bold yellow")
     for name, value in (record.get("metrics") or {}).items():
         line.append(f"  {name} {format_score(float(value))}")
     line.append("".join(f"  {part}" for part in _circumstances(record)), "dim")

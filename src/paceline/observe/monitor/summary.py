@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from paceline.observe.monitor.base import RunOutcome
 from paceline.observe.monitor.directory import RunDirectory, replace_file
@@ -22,12 +22,11 @@ Curve = list[tuple[int, float]]
 
 
 class MetricHistory:
-    """What the metrics say so far. Values that are missing or not finite leave no point."""
+    """Curves and last values of the metrics so far. Values that are missing or not finite leave no point."""
 
     def __init__(self, envs: Iterable[str] = ()) -> None:
         self.step = 0
         self.latest: dict[str, float] = {}
-        """The last value of every metric."""
         self.rewards: dict[str, Curve] = {env: [] for env in envs}
         """Training reward by environment."""
         self.exact: dict[str, Curve] = {}
@@ -57,7 +56,7 @@ class MetricHistory:
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
         self.step = max(self.step, step)
-        values = {key: value for key, value in metrics.items() if _finite(value)}
+        values = {key: value for key, value in metrics.items() if value is not None and math.isfinite(value)}
         self.latest.update(values)
         self.seconds += values.get("time/step", 0.0)
         curves = {("reward", "mean"): self.rewards, ("eval", "exact"): self.exact, ("eval", "reward"): self.held_out}
@@ -70,19 +69,19 @@ class MetricHistory:
                 self.dropped[rest] += round(value)
 
 
-def _finite(value: float | None) -> TypeGuard[float]:
-    """False for a NaN, and for the null that a file has in its place."""
-    return value is not None and math.isfinite(value)
-
-
 def summary(metrics: Sequence[Mapping[str, Any]], outcome: RunOutcome, directory: Path) -> list[str]:
     """What was reached, where things are, and what to do next: one line each."""
     files = RunDirectory(directory)
     history = MetricHistory.of(metrics)
     finished = outcome.step if outcome.status == "finished" else None
+    places = [f"run {files.root}", f"curve {files.plot}" if files.plot.exists() else ""]
+    if outcome.export is not None:
+        places.append(f"model {outcome.export}")
+    elif outcome.checkpoint is not None:
+        places.append(f"checkpoint {outcome.checkpoint}")
     lines = [
         _result_line(history, metrics, outcome),
-        _paths_line(outcome, files),
+        ", ".join(filter(None, places)),
         ": ".join(next_action(files, outcome.checkpoint, history.has_trained, finished)),
     ]
     return [one_line(restore_paths(line)) for line in lines]
@@ -105,30 +104,16 @@ def _result_line(history: MetricHistory, metrics: Sequence[Mapping[str, Any]], o
 
 def _env_result(history: MetricHistory, env: str) -> str:
     """Exact matches, or the held-out reward where there are none, then the reward in training."""
+    exact, held_out, rewards = (
+        " -> ".join(format_score(value, 2) for _, value in curve[:1] + curve[1:][-1:])
+        for curve in (curves.get(env, []) for curves in (history.exact, history.held_out, history.rewards))
+    )
     parts = []
-    if exact := history.exact.get(env):
-        parts.append(f"exact {_format_course(exact)} on held-out rows")
-    elif held_out := history.held_out.get(env):
-        parts.append(f"reward {_format_course(held_out)} on held-out rows")
-    if rewards := history.rewards.get(env):
-        parts.append(f"{'in training' if parts and not exact else 'reward'} {_format_course(rewards)}")
+    if exact or held_out:
+        parts.append(f"exact {exact} on held-out rows" if exact else f"reward {held_out} on held-out rows")
+    if rewards:
+        parts.append(f"{'in training' if parts and not exact else 'reward'} {rewards}")
     return ", ".join(parts)
-
-
-def _format_course(curve: Curve) -> str:
-    first, last = curve[0][1], curve[-1][1]
-    return format_score(last, 2) if len(curve) == 1 else f"{format_score(first, 2)} -> {format_score(last, 2)}"
-
-
-def _paths_line(outcome: RunOutcome, files: RunDirectory) -> str:
-    places = [f"run {files.root}"]
-    if files.plot.exists():
-        places.append(f"curve {files.plot}")
-    if outcome.export is not None:
-        places.append(f"model {outcome.export}")
-    elif outcome.checkpoint is not None:
-        places.append(f"checkpoint {outcome.checkpoint}")
-    return ", ".join(places)
 
 
 def next_action(

@@ -32,7 +32,6 @@ _HOPS = 8
 def wait_graph(waits: Iterable[Wait], now: float) -> list[Node]:
     """Open waits, oldest first, told by name and parent: twenty thousand episodes are one line with a count."""
     nodes: list[Node] = []
-    oldest: list[Wait] = []
     at: dict[tuple[str, int | None], int] = {}
     places: dict[Wait, int] = {}
     for wait in waits:
@@ -40,23 +39,33 @@ def wait_graph(waits: Iterable[Wait], now: float) -> list[Node]:
         while parent is not None and parent.waiter is None:
             parent = parent.parent
         key = (wait.what, None if parent is None else places.get(parent))
-        index = at.get(key)
-        if index is None:
-            at[key] = index = len(nodes)
+        index = places[wait] = at.setdefault(key, len(nodes))
+        if index == len(nodes):
+            who = wait.waiter
             nodes.append(
-                {"what": wait.what, "count": 0, "parent": key[1], "on": list(wait.waits_for), "limit": wait.seconds}
+                {
+                    "what": wait.what,
+                    "count": 0,
+                    "parent": key[1],
+                    "on": list(wait.waits_for),
+                    "limit": wait.seconds,
+                    "age": max(0.0, now - wait.since),
+                    "who": "" if who is None else who.get_name() if isinstance(who, asyncio.Task) else who.name,
+                    "stack": [] if who is None else stack_of(who),
+                }
             )
-            oldest.append(wait)
+            if key[1] is not None and nodes[key[1]]["stack"] == nodes[index]["stack"]:
+                nodes[key[1]]["stack"] = []  # one task in two waits stands at one place
         nodes[index]["count"] += 1
-        places[wait] = index
-    for node, wait in zip(nodes, oldest, strict=True):
-        who = wait.waiter
-        node["age"] = max(0.0, now - wait.since)
-        node["who"] = "" if who is None else who.get_name() if isinstance(who, asyncio.Task) else who.name
-        node["stack"] = [] if who is None else stack_of(who)
-        if node["parent"] is not None and nodes[node["parent"]]["stack"] == node["stack"]:
-            nodes[node["parent"]]["stack"] = []  # one task in two waits stands at one place
-    _attach_by_name(nodes)
+    # Put each wait without a parent below the innermost wait whose `on` names its like.
+    for index, node in enumerate(nodes):
+        if node["parent"] is None:
+            above = (
+                at
+                for at, other in reversed(list(enumerate(nodes)))
+                if any(node["what"].startswith(name) for name in other["on"]) and not _is_below(nodes, at, index)
+            )
+            node["parent"] = next(above, None)
     return nodes
 
 
@@ -133,18 +142,6 @@ def stack_summary(stack: list[str]) -> str:
 
 def format_frames(frames: Iterable[FrameType]) -> list[str]:
     return [f"{_short(f.f_code.co_filename)}:{f.f_lineno} {f.f_code.co_name}" for f in deque(frames, FRAMES)]
-
-
-def _attach_by_name(nodes: list[Node]) -> None:
-    """Put each wait without a parent below the innermost wait whose `on` names its like."""
-    for index, node in enumerate(nodes):
-        if node["parent"] is None:
-            above = (
-                at
-                for at, other in reversed(list(enumerate(nodes)))
-                if any(node["what"].startswith(name) for name in other["on"]) and not _is_below(nodes, at, index)
-            )
-            node["parent"] = next(above, None)
 
 
 def _explanation_rank(nodes: list[Node], index: int) -> tuple[bool, int, float]:

@@ -89,13 +89,11 @@ class Watchdog(Monitor):
         self._step: int | None = None
         self._phase = ""
         self._heard = 0
-        now = clock()
         self._started_at = time.time()
-        self._seen = self._progress()
-        self._moved_at, self._cpu_then = now, cpu()
-        self._shown_at, self._seen_at_show = now, self._seen
+        self._moved_at = self._shown_at = self._snapshot_due = clock()
+        self._seen = self._seen_at_show = self._progress()
+        self._cpu_then = cpu()
         self._stall_due = self._slow_due = self._first_due
-        self._snapshot_due = now
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
         self._asked: float | None = None
@@ -104,8 +102,7 @@ class Watchdog(Monitor):
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def begin(self, plan: RunPlan) -> None:
-        self._step = plan.start_step
-        self._note_output()
+        self.roll_back(plan.start_step)
 
     def phase(self, text: str) -> None:
         if threading.current_thread() is not self._thread:
@@ -132,7 +129,6 @@ class Watchdog(Monitor):
         self.record_progress()
 
     def record_progress(self) -> None:
-        """Something has moved."""
         self._heard += 1
 
     def _note_output(self) -> None:
@@ -235,9 +231,7 @@ class Watchdog(Monitor):
 
     def _position(self) -> str:
         """Where the process stands, for a stall in which no wait has a name."""
-        loop = self._loop
-        tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name()) if loop is not None else []
-        if tasks:
+        if tasks := sorted(asyncio.all_tasks(self._loop), key=asyncio.Task.get_name) if self._loop else []:
             more = f", and {len(tasks) - 1} more wait" if len(tasks) > 1 else ""
             return f"the task `{tasks[0].get_name()}` waits at {stack_summary(stack_of(tasks[0]))}{more}"
         thread = self._loop_thread or threading.main_thread()
@@ -264,15 +258,14 @@ class Watchdog(Monitor):
 
     def _dump(self, text: str, nodes: list[Node]) -> None:
         """The whole story, for a person: the sentence, the graph, all tasks and all threads."""
-        lines = [time.strftime("%Y-%m-%d %H:%M:%S"), text, "", "who waits for whom"]
-        lines += format_graph(nodes)
+        lines = [time.strftime("%Y-%m-%d %H:%M:%S"), text, "", "who waits for whom", *format_graph(nodes)]
         for group in task_stacks(self._loop) if self._loop is not None else []:
-            names = group["names"]
-            like = f" and {len(names) - 1} like it" if len(names) > 1 else ""
-            lines += ["", f"task {names[0]}{like}", *(f"    {line}" for line in group["stack"])]
+            first, *others = group["names"]
+            like = f" and {len(others)} like it" if others else ""
+            lines += ["", f"task {first}{like}", *(f"    {line}" for line in group["stack"])]
         for group in thread_stacks():
             lines += ["", f"thread {', '.join(group['names'])}", *(f"    {line}" for line in group["stack"])]
-        content = "\n".join(lines) + "\n"
+        content = "\n".join([*lines, ""])
         replace_file(stalled_file(self._directory, self._part), [content.encode()], durable=False)
 
 
@@ -281,8 +274,8 @@ def format_graph(nodes: list[Node], parent: int | None = None, depth: int = 1) -
     lines: list[str] = []
     for index, node in enumerate(nodes):
         if node["parent"] == parent and depth < 20:
-            lines.append(f"{'  ' * depth}{label(node)}, {node['who']}")
-            lines += [f"{'  ' * depth}    {line}" for line in node["stack"]]
+            stack = (f"    {line}" for line in node["stack"])
+            lines += ["  " * depth + line for line in (f"{label(node)}, {node['who']}", *stack)]
             lines += format_graph(nodes, index, depth + 1)
     return lines
 

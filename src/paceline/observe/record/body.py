@@ -1,4 +1,4 @@
-"""Encodes one rollout as bytes, and defines the two forms of a rollout in `rollouts.data`.
+"""Encodes one rollout as bytes and decodes it, in the two forms that `rollouts.data` has.
 
 A conversation grows by repeating itself: each prompt holds all turns before it. A turn keeps only what is new, tokens
 and messages alike, and says which turn it goes on from; so the record grows with what happened and not with its square.
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from msgspec.structs import asdict
 
 from paceline.data.rollout import (
     PackedTurn,
@@ -24,13 +24,15 @@ from paceline.data.rollout import (
     Runs,
     Turn,
     compress_stream,
+    decompress_stream,
     expand_versions,
     pack_floats,
     pack_ids,
     pack_versions,
 )
-from paceline.data.sample import STREAM_DTYPES, Ended, Sample
+from paceline.data.sample import RENAMED_STREAMS, STREAM_DTYPES, Ended, Sample, Ticket
 from paceline.observe.record.layout import escape_surrogates
+from paceline.observe.record.rows import StoredTurn
 
 LOOK_BACK = 8
 """Turns that one is compared with: those of a sub-agent or two may lie in between."""
@@ -38,11 +40,11 @@ SHORT = 40
 """Tokens, prompt and reply, up to which a rollout is written in the short form."""
 TURN_STREAMS = ("loss_mask", "logprobs", "versions", "temperatures")
 """Streams that the turns hold already, unless they were changed since."""
-ALL_TURN_STREAMS = (1 << len(TURN_STREAMS)) - 1
 CREDIT_STREAMS = tuple(name for name in STREAM_DTYPES if name not in TURN_STREAMS and name != "token_ids")
 """Streams that come in when a rollout is judged."""
 _AFTER_TOKENS = tuple(name for name in STREAM_DTYPES if name != "token_ids")
-
+_NUMBERS = {"prompt_ids": "<i4", "completion_ids": "<i4", "logprobs": "<f4", "versions": "<i4", "log_z": "<f4"}
+"""Fields of a turn that are arrays."""
 
 DEEPEST = 60
 """Levels of nesting that are kept; a reader's own recursion ends not far below a thousand."""
@@ -67,9 +69,8 @@ def sanitize(value: Any, depth: int = DEEPEST) -> Any:
             return escape_surrogates(value)
         case int():
             return value if -_LARGEST <= value < _LARGEST else str(value)
-    if depth == 0:
-        return f"({type(value).__name__}, nested too deep to be kept)"
-    match value:
+        case _ if depth == 0:
+            return f"({type(value).__name__}, nested too deep to be kept)"
         case dict():
             return {_key(key): sanitize(item, depth - 1) for key, item in value.items()}
         case list() | tuple() | set() | frozenset():
@@ -229,21 +230,15 @@ def _encode_short(rollout: Rollout) -> bytes | None:
         return None
     for sample in rollout.samples:
         streams = {name: stream.tobytes() for name in _AFTER_TOKENS if (stream := getattr(sample, name)) is not None}
-        if not _is_whole_turn(sample.token_ids, turn):
+        packed, tokens = turn.packed, sample.token_ids
+        whole = packed is not None and tokens is packed.made[0] and packed.end == len(tokens)
+        if not whole and tokens.tolist() != [*turn.prompt_ids, *turn.completion_ids]:
             streams = {"token_ids": sample.token_ids.tobytes()} | streams
         kept = ShortSample(streams, sample.ended, sample.rollout, sample.spans, sample.ticket is not None)
     try:
         return encoder.encode(ShortRolloutRecord(*_rollout_fields(rollout), ShortTurn(*_turn_fields(turn)), kept))
     except REFUSED:
         return None
-
-
-def _is_whole_turn(tokens: NDArray, turn: Turn) -> bool:
-    """Whether they are the turn's, prompt and reply."""
-    packed = turn.packed
-    if packed is not None and tokens is packed.made[0] and packed.end == len(tokens):
-        return True
-    return tokens.tolist() == [*turn.prompt_ids, *turn.completion_ids]
 
 
 class TurnTokens(NamedTuple):
@@ -276,7 +271,8 @@ class LongEncoder:
         if like >= 0:
             past = turns[like]
             if messages and past.messages is not None:
-                repeated = _shared_messages(messages, past)
+                pairs = zip(messages, [*(past.messages or ()), past.message], strict=False)
+                repeated = sum(1 for _ in takewhile(lambda pair: _is_equal(*pair), pairs))
                 messages = messages[repeated:]
             if tools is not None and _is_equal(tools, past.tools):
                 tools = True
@@ -303,7 +299,7 @@ class LongEncoder:
     def _sample(self, sample: Sample) -> _Sample:
         spans, length = sample.spans, len(sample.token_ids)
         if self._only is not None and is_unchanged(sample, self._only):
-            turn, from_turns, streams = 0, ALL_TURN_STREAMS, {}
+            turn, from_turns, streams = 0, (1 << len(TURN_STREAMS)) - 1, {}
         else:
             turn, from_turns, streams = self._compared(sample)
         for name in CREDIT_STREAMS:
@@ -313,11 +309,13 @@ class LongEncoder:
         return _Sample(length, turn, from_turns, streams, *facts)
 
     def _compared(self, sample: Sample) -> tuple[int, int, dict[str, bytes | Runs]]:
-        """The turn that holds its tokens, what its turns say of it, and the rest of that."""
+        """The turn that its tokens are, or were cut from if it is the last; what its turns say of it, and the rest."""
         spans, length = sample.spans, len(sample.token_ids)
-        turn = self._holder(sample.token_ids.astype(np.int32).tobytes())
+        tokens, last = sample.token_ids.astype(np.int32).tobytes(), len(self._full) - 1
+        fits = (full == tokens or (at == last and full.startswith(tokens)) for at, full in enumerate(self._full))
+        turn = next((at for at, fit in enumerate(fits) if fit), -1)
         streams: dict[str, bytes | Runs] = {} if turn >= 0 else {"token_ids": compress_stream(sample.token_ids)}
-        expected, from_turns = streams_of(length, spans, turns_of(spans, self._tokens, turn)), 0
+        expected, from_turns = streams_of(length, spans, self._tokens, turn), 0
         for bit, name in enumerate(TURN_STREAMS):
             if (stream := getattr(sample, name)) is None:
                 continue
@@ -326,13 +324,6 @@ class LongEncoder:
             else:
                 streams[name] = compress_stream(stream)
         return turn, from_turns, streams
-
-    def _holder(self, tokens: bytes) -> int:
-        """The turn whose prompt and completion these are, or that they were cut from."""
-        for at, full in enumerate(self._full):
-            if len(full) == len(tokens) and full == tokens:
-                return at
-        return len(self._full) - 1 if self._full and self._full[-1].startswith(tokens) else -1
 
 
 def _token_arrays(turn: Turn) -> tuple[bytes, bytes, bytes, bytes, int | bytes]:
@@ -350,12 +341,6 @@ def _shared_prefix(one: bytes, other: bytes) -> int:
     if one[: 4 * shorter] == other[: 4 * shorter]:
         return shorter
     return int(np.argmax(np.frombuffer(one, "<i4")[:shorter] != np.frombuffer(other, "<i4")[:shorter]))
-
-
-def _shared_messages(messages: Sequence[Any], past: Turn) -> int:
-    """How many messages of a conversation are those of an earlier turn and its reply."""
-    pairs = zip(messages, [*(past.messages or ()), past.message], strict=False)
-    return sum(1 for _ in takewhile(lambda pair: _is_equal(*pair), pairs))
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -381,33 +366,84 @@ def is_unchanged(sample: Sample, turn: PackedTurn) -> bool:
     )
 
 
-def turns_of(spans: Sequence[tuple[int, int]], turns: Sequence[Any], turn: int) -> list[Any]:
-    """The turns that a sample's spans are: all of them, or the one it ends with."""
-    if len(spans) == len(turns):
-        return list(turns)
-    return [turns[turn]] if len(spans) == 1 and turn >= 0 else []
-
-
 def streams_of(
-    length: int, spans: Sequence[tuple[int, int]], turns: Sequence[TurnTokens]
+    length: int, spans: Sequence[tuple[int, int]], turns: Sequence[TurnTokens], turn: int
 ) -> tuple[bytes, bytes, bytes, bytes] | None:
-    """`TURN_STREAMS` as the assembly of a sample makes them of its turns; None where the turns do not fit."""
+    """`TURN_STREAMS` as the assembly of a sample makes them of all turns, a span each, or of the one turn that it ends
+    with; None where the turns do not fit."""
+    if len(spans) != len(turns):
+        turns = [turns[turn]] if len(spans) == 1 and turn >= 0 else []
     if not turns:
         return None
     mask, logprobs = bytearray(length), bytearray(4 * length)
     versions, temperatures = bytearray(b"\xff" * (4 * length)), bytearray(_ONE * length)
     place = 0
-    for (start, end), turn in zip(spans, turns, strict=True):
+    for (start, end), said in zip(spans, turns, strict=True):
         count, here = end - start, slice(4 * start, 4 * end)
-        if not place <= start <= end <= length or len(turn.logprobs) < 4 * count:
+        if not place <= start <= end <= length or len(said.logprobs) < 4 * count:
             return None
         mask[start:end] = b"\1" * count
-        logprobs[here] = turn.logprobs[: 4 * count]
-        versions[here] = expand_versions(turn.versions, count)[: 4 * count]
-        temperatures[here] = _float(turn.temperature or 1.0) * count
+        logprobs[here] = said.logprobs[: 4 * count]
+        versions[here] = expand_versions(said.versions, count)[: 4 * count]
+        temperatures[here] = _float(said.temperature or 1.0) * count
         place = end
     return bytes(mask), bytes(logprobs), bytes(versions), bytes(temperatures)
 
 
 _float = struct.Struct("<f").pack
 _ONE = _float(1.0)
+_decoder = msgspec.msgpack.Decoder(RolloutRecord | ShortRolloutRecord)
+
+
+def decode(data: bytes) -> RolloutRecord | ShortRolloutRecord:
+    """The body; garbage raises `ValueError`."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not a rollout: {error}") from error
+
+
+def decode_turns(body: RolloutRecord | ShortRolloutRecord) -> list[StoredTurn]:
+    """Every turn whole again."""
+    turns: list[StoredTurn] = []
+    for record in body.turns:
+        fields = asdict(record)
+        like, shared, messages = (fields.pop(name, -1) for name in ("like", "shared", "shared_messages"))
+        for name, kind in _NUMBERS.items():
+            if isinstance(fields[name], bytes):
+                fields[name] = np.frombuffer(fields[name], kind)
+            elif isinstance(fields[name], list):
+                fields[name] = np.array(fields[name], kind)
+        if isinstance(record.versions, int):
+            fields["versions"] = np.full(len(fields["completion_ids"]), record.versions, "<i4")
+        past = turns[like] if like >= 0 else None
+        if past is not None:
+            fields["prompt_ids"] = np.concatenate([past.full_ids[:shared], fields["prompt_ids"]])
+            if messages:
+                fields["messages"] = [*(past.messages or ()), past.message][:messages] + (record.messages or [])
+        if isinstance(record.tools, bool):
+            fields["tools"] = past.tools if past is not None and record.tools else None
+        turns.append(StoredTurn(**fields))
+    return turns
+
+
+def decode_samples(body: RolloutRecord | ShortRolloutRecord, turns: Sequence[StoredTurn]) -> list[Sample]:
+    """The samples as they shipped."""
+    ticket = Ticket(*body.ticket)
+    tokens = [TurnTokens(turn.logprobs.tobytes(), turn.versions.tobytes(), turn.temperature) for turn in turns]
+    samples = []
+    for record in body.samples:
+        streams, length = {}, record.length
+        if record.turn >= 0:
+            streams["token_ids"] = turns[record.turn].full_ids[:length].astype(np.int64)
+        if record.from_turns:
+            expected = streams_of(length, record.spans, tokens, record.turn)
+            for bit, name in enumerate(TURN_STREAMS):
+                if expected is not None and record.from_turns >> bit & 1:
+                    streams[name] = np.frombuffer(expected[bit], STREAM_DTYPES[name])
+        for written, stream in record.streams.items():
+            name = RENAMED_STREAMS.get(written, written)
+            streams[name] = decompress_stream(stream, np.dtype(STREAM_DTYPES[name]), length, record.spans)
+        facts = {name: getattr(record, name) for name in ("ended", "rollout", "spans")}
+        samples.append(Sample(**streams, **facts, env=ticket.env, ticket=ticket if record.ticketed else None))
+    return samples

@@ -36,7 +36,6 @@ class FirstDifference:
     """What differs: `row`, `prompt`, `weights`, `version`, `token`, `logprob`, `finish`, `reward`, `metric`, `error`,
     `sample`, `fate`, `ticket`, `loss`, `gradient`, `measure` or `length`."""
     what: str
-    """In words."""
     one: Any = None
     other: Any = None
     step: int = 0
@@ -62,8 +61,6 @@ class FirstDifference:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """Two runs side by side."""
-
     settings: list[tuple[str, Any, Any]]
     """Keys of the run file that differ; MISSING on a side that lacks one."""
     first: FirstDifference | None
@@ -94,8 +91,7 @@ def compare(
         remarks.append(
             f"{seen['bare']} rollouts were kept without their tokens in one of the runs: only their rows were compared"
         )
-    lacking = [run.name for run in (one, other) if not run.rollouts.keeps_all]
-    if lacking:
+    if lacking := [run.name for run in (one, other) if not run.rollouts.keeps_all]:
         remarks.append(f"{' and '.join(lacking)} kept no record of all rollouts: only what was measured was compared")
     return RunComparison(list(_settings(one.config(), other.config())), first, seen["steps"], seen["rollouts"], remarks)
 
@@ -120,19 +116,17 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _differences(one: RunFolder, other: RunFolder, tolerance: float, seen: Counter[str]) -> Iterator[FirstDifference]:
-    measured = [_by_step(run.metrics()) for run in (one, other)]
-    steps = sorted({step for known in measured for step in known})
+    mine, theirs = (_by_step(run.metrics()) for run in (one, other))
     kept = one.rollouts.keeps_all and other.rollouts.keeps_all
-    for step in steps:
-        lacking = [run.name for run, known in zip((one, other), measured, strict=True) if step not in known]
-        if lacking:
-            yield FirstDifference(kind="length", what=f"{lacking[0]} ends before step {step}", step=step)
+    for step in sorted(mine.keys() | theirs.keys()):
+        if step not in mine or step not in theirs:
+            shorter = one if step not in mine else other
+            yield FirstDifference(kind="length", what=f"{shorter.name} ends before step {step}", step=step)
             return
-        mine, theirs = (known[step] for known in measured)
         for training in (True, False):  # an evaluation is played with the weights that this step made
             if kept:
                 yield from _step(one, other, step, training, tolerance, seen)
-            yield from _measures(step, mine, theirs, not training, tolerance)
+            yield from _measures(step, mine[step], theirs[step], not training, tolerance)
         seen["steps"] += 1
 
 
@@ -147,12 +141,10 @@ def _step(
 ) -> Iterator[FirstDifference]:
     mine, theirs = (_step_rollouts(run, step, training) for run in (one, other))
     judged: list[FirstDifference] = []
-    for key, row in mine.items():
-        if key not in theirs:
-            continue
+    for key in (key for key in mine if key in theirs):
         seen["rollouts"] += 1
-        for details in _details((one, other), row, theirs[key], tolerance, seen):
-            found = _location(row, (row.index, theirs[key].index), **details)
+        for details in _details((one, other), mine[key], theirs[key], tolerance, seen):
+            found = _location(mine[key], (mine[key].index, theirs[key].index), **details)
             if found.kind not in GROUP_RESULTS:
                 yield found
             judged.append(found)
@@ -230,12 +222,12 @@ def _turns(mine: StoredTurn, theirs: StoredTurn, tolerance: float) -> Iterator[d
         yield from _values("weights", what, mine.weights[version], theirs.weights[version])
     found = [
         {"kind": kind, "what": what, "stream": stream, **details}
-        for kind, what, stream, slack in (
-            ("version", "the version that sampled a token", "versions", 0.0),
-            ("token", "a sampled token", "completion_ids", 0.0),
-            ("logprob", "a sampled token's log probability", "logprobs", tolerance),
+        for kind, what, stream in (
+            ("version", "the version that sampled a token", "versions"),
+            ("token", "a sampled token", "completion_ids"),
+            ("logprob", "a sampled token's log probability", "logprobs"),
         )
-        for details in _stream(getattr(mine, stream), getattr(theirs, stream), slack)
+        for details in _stream(getattr(mine, stream), getattr(theirs, stream), tolerance)
     ]
     yield from sorted(found, key=lambda details: details["token"])  # whichever came first; a token before its scores
     yield from _values("finish", "why it ended", mine.finish, theirs.finish)
@@ -249,38 +241,30 @@ def _stream(mine: NDArray | None, theirs: NDArray | None, tolerance: float = 0.0
             yield {"token": 0, "one": sides[0], "other": sides[1]}
         return
     common = min(len(mine), len(theirs))
-    apart = _differing_index(mine[:common], theirs[:common], tolerance)
-    if apart is None and len(mine) != len(theirs):
-        apart = common
-    if apart is not None:
+    one, other = mine[:common], theirs[:common]
+    differ = one != other
+    if mine.dtype.kind == "f":
+        wide, other = one.astype(np.float64), other.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            differ &= ~(np.abs(wide - other) <= tolerance * np.maximum(1.0, np.abs(wide)))
+        differ &= ~(np.isnan(wide) & np.isnan(other))
+    apart = int(np.argmax(differ)) if differ.any() else common
+    if apart < max(len(mine), len(theirs)):
         sides = [stream[apart].item() if apart < len(stream) else "(ended)" for stream in (mine, theirs)]
         yield {"token": apart, "one": sides[0], "other": sides[1]}
-
-
-def _differing_index(mine: NDArray, theirs: NDArray, tolerance: float) -> int | None:
-    if mine.dtype.kind == "f":
-        wide = [stream.astype(np.float64) for stream in (mine, theirs)]
-        with np.errstate(invalid="ignore"):
-            near = np.abs(wide[0] - wide[1]) <= tolerance * np.maximum(1.0, np.abs(wide[0]))
-            differ = ~(near | (np.isnan(wide[0]) & np.isnan(wide[1])) | (mine == theirs))
-    else:
-        differ = mine != theirs
-    return int(np.argmax(differ)) if differ.any() else None
 
 
 def _measures(
     step: int, mine: Mapping[str, Any], theirs: Mapping[str, Any], evaluation: bool, tolerance: float
 ) -> Iterator[FirstDifference]:
-    for name in sorted((mine.keys() | theirs.keys()) - {"step"}, key=_rank):
+    names = (mine.keys() | theirs.keys()) - {"step"}
+    ranked = ((0 if name.startswith("loss") else 1 if name in GRADIENT_METRICS else 2, name) for name in names)
+    for rank, name in sorted(ranked):
         timed = name.startswith(MACHINE_METRICS) or name.endswith("/s")
         if name.startswith("eval/") == evaluation and not timed:
-            kind = ("loss", "gradient", "measure")[_rank(name)[0]]
+            kind = ("loss", "gradient", "measure")[rank]
             for details in _values(kind, f"`{name}`", mine.get(name), theirs.get(name), tolerance):
                 yield FirstDifference(**details, step=step)
-
-
-def _rank(name: str) -> tuple[int, str]:
-    return (0 if name.startswith("loss") else 1 if name in GRADIENT_METRICS else 2), name
 
 
 def _is_same(mine: Any, theirs: Any, tolerance: float) -> bool:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -27,7 +28,6 @@ from paceline.observe.monitor.directory import JsonlReader, RunDirectory
 from paceline.observe.monitor.watchdog import waits_file
 from paceline.observe.record.layout import LANE, RecordFiles, map_rows
 from paceline.observe.record.rollouts import Rollouts
-from paceline.observe.record.stored import schema_problem
 from paceline.observe.record.tickets import Tickets
 
 State = Literal["starting", "running", "finished", "interrupted", "failed", "crashed"]
@@ -37,8 +37,6 @@ _ELSEWHERE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """The status of a run."""
-
     state: State
     """`crashed`: no process holds its lock, and it did not say how it ended."""
     step: int
@@ -66,29 +64,21 @@ def _is_locked(path: Path) -> bool:
         return False
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     try:
-        held = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        locks = Path("/proc/locks").read_text()
     except OSError:
         return _is_lock_refused(path)
-    for _, kind, *_, process, file, _, _ in (fields for fields in held if len(fields) >= 8):
-        where, _, inode = file.rpartition(":")
-        if kind == "FLOCK" and inode == str(status.st_ino) and (where == device or process == holder):
-            return True
-    return False
+    held = re.findall(rf"^\d+: FLOCK +\w+ +\w+ +(-?\d+) (\w+:\w+):{status.st_ino} ", locks, re.MULTILINE)
+    return any(where == device or process == holder for process, where in held)
 
 
 def _is_lock_refused(path: Path) -> bool:
-    """Where there is no such list: ask for the lock, and give it back at once."""
+    """For a system without such a list."""
     try:
-        file = path.open("rb")
-    except OSError:
-        return False
-    with file:
-        try:
+        with path.open("rb") as file:  # whose end gives the lock back
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            fcntl.flock(file, fcntl.LOCK_UN)
             return False
-        except OSError:
-            return True
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
 
 
 def _is_alive_elsewhere(snapshot: Path) -> bool:
@@ -102,10 +92,6 @@ def _is_alive_elsewhere(snapshot: Path) -> bool:
 
 def _as_int(value: Any) -> int | None:
     return value if isinstance(value, int) else None
-
-
-def _step(line: dict[str, Any]) -> int:
-    return _as_int(line.get("step")) or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,33 +126,36 @@ def changed_keys(config: dict[str, Any]) -> list[ChangedKey]:
     """The keys that matter, in the file's order; raises `ValueError` where this Paceline cannot read the config. A key
     matters where the config would be another without it, so nothing that Paceline fills in by itself is listed."""
     resolved = resolved_config(config)
-    return [found for key in resolved for found in _changed_below(resolved, resolved, (key,))]
+    return [found for key in resolved for found in _changed_below(resolved, (key,))]
 
 
 def resolved_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config with every key; raises `ValueError` where this Paceline cannot read it."""
-    resolved = _validate_config(config)
-    if resolved is None:
-        raise ValueError("this version of Paceline does not take the config, so its defaults are unknown")
-    return resolved
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return RunConfig.model_validate(config).model_dump(mode="json", exclude_none=True)
+        except ValueError:  # pydantic's ValidationError is one, and says more than concerns a reader
+            unknown = "this version of Paceline does not take the config, so its defaults are unknown"
+            raise ValueError(unknown) from None
 
 
-def _changed_below(whole: dict[str, Any], table: Any, path: KeyPath) -> Iterator[ChangedKey]:
-    value = table[path[-1]]
-    if FILLED_IN_VALUES.get(path) == value:
-        return
+def _changed_below(whole: dict[str, Any], path: KeyPath) -> Iterator[ChangedKey]:
     rest: Any = copy.deepcopy(whole)
-    del reduce(getitem, path[:-1], rest)[path[-1]]
-    without: Any = _validate_config(rest)
-    if without == whole:
+    table: Any = reduce(getitem, path[:-1], rest)
+    value = table.pop(path[-1])
+    without: Any = None
+    with contextlib.suppress(ValueError):  # the run cannot do without the key
+        without = resolved_config(rest)
+    if without == whole or FILLED_IN_VALUES.get(path) == value:
         return
     if isinstance(value, dict) and value:
         for key in value:
-            yield from _changed_below(whole, value, (*path, key))
+            yield from _changed_below(whole, (*path, key))
     elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         for place, item in enumerate(value):
             for key in item:
-                yield from _changed_below(whole, item, (*path, place, key))
+                yield from _changed_below(whole, (*path, place, key))
     else:
         default = None
         with contextlib.suppress(LookupError, TypeError):
@@ -177,15 +166,6 @@ def _changed_below(whole: dict[str, Any], table: Any, path: KeyPath) -> Iterator
 def key_text(path: KeyPath) -> str:
     """`env[0].algo.type`: a key of the run file as pages and reports name it."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
-
-
-def _validate_config(config: dict[str, Any]) -> dict[str, Any] | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return RunConfig.model_validate(config).model_dump(mode="json", exclude_none=True)
-        except ValueError:  # pydantic's ValidationError is one
-            return None
 
 
 Columns = dict[str, list[float | None]]
@@ -218,10 +198,8 @@ def has_run_files(run: RunDirectory) -> bool:
 def _last_modified(path: Path) -> float:
     run = RunDirectory(path)
     for file in (run.metrics_file, run.events_file, run.config_file, run.lock_file):
-        try:
+        with contextlib.suppress(OSError):
             return file.stat().st_mtime
-        except OSError:
-            continue
     return 0.0
 
 
@@ -251,20 +229,15 @@ class RunFolder:
         living, events = is_alive(self._run), self._events.read()
         marks = [event for event in events if event.get("event") in ("begin", "end")]
         begin = next((event for event in reversed(marks) if event["event"] == "begin"), {})
-        end = marks[-1] if marks and marks[-1]["event"] == "end" else None
+        end = marks[-1] if marks and marks[-1]["event"] == "end" else {}
         # While a process holds the lock, an end that is not the last word belongs to an earlier life.
-        over = end if end is not None and (not living or events[-1] is end) else None
-        state: State
-        if over is not None and (how := over.get("status")) in ("finished", "interrupted", "failed"):
+        over = end if not living or events[-1:] == [end] else {}
+        state: State = ("starting" if end or not begin else "running") if living else "crashed"
+        if (how := over.get("status")) in ("finished", "interrupted", "failed"):
             state = how
-        elif living:
-            state = "running" if begin and end is None else "starting"
-        else:
-            state = "crashed"
-        over = over or {}
         return RunStatus(
             state=state,
-            step=max([_step(line) for line in [*self._metrics.read()[-1:], over]]),
+            step=max(_as_int(line.get("step")) or 0 for line in [*self._metrics.read()[-1:], over]),
             total_steps=_as_int(begin.get("total_steps")),
             began=_number(begin.get("time")),
             ended=_number(over.get("time")),
@@ -303,8 +276,8 @@ class RunFolder:
     def step_metrics(self, step: int) -> dict[str, float]:
         """The metrics of one step, by its last line."""
         columns = self.metrics()
-        places = [place for place, number in enumerate(columns["step"]) if number == step]
-        last = {name: values[places[-1]] for name, values in columns.items()} if places else {}
+        place = max((place for place, number in enumerate(columns["step"]) if number == step), default=None)
+        last = {} if place is None else {name: values[place] for name, values in columns.items()}
         return {name: value for name, value in last.items() if value is not None}
 
     def events(self, since: int = 0) -> list[dict[str, Any]]:
@@ -328,18 +301,16 @@ class RunFolder:
 
     def lanes(self, start: float | None = None, end: float | None = None) -> list[TimelineSpan]:
         """The timeline spans that touch this time, in seconds since 1970: those of one lane in the order of time."""
-        if schema_problem(self._record) is not None:
+        if self._record.schema_problem() is not None:
             return []
         rows = map_rows(self._record.lanes, LANE)
         names = ["", *(str(line.get("name", "")) for line in self._names.read())]
-        fits = np.ones(len(rows), bool)
+        low, high = -np.inf if start is None else start, np.inf if end is None else end
+        fits = (rows["end"] >= low) & (rows["start"] <= high)
         for column in ("lane", "kind", "detail"):
             fits &= rows[column] < len(names)
         for column in ("start", "end", "value"):
             fits &= np.isfinite(rows[column])  # a damaged file has times that cannot be drawn
-        fits &= (rows["end"] >= (-np.inf if start is None else start)) & (
-            rows["start"] <= (np.inf if end is None else end)
-        )
         return [
             TimelineSpan(names[lane], names[kind], begun, ended, step, value, names[detail])
             for lane, kind, step, begun, ended, value, detail in rows[fits].tolist()
@@ -352,10 +323,11 @@ class RunFolder:
 
     def quick_problems(self) -> list[str]:
         """The same without the journal of tickets, which alone takes long to read."""
-        found = [*self._config()[1], *self._metrics.problems(), *self._events.problems()]
-        if not found and self.config():
+        config, found = self._config()
+        found = [*found, *self._metrics.problems(), *self._events.problems()]
+        if not found and config:
             try:
-                resolved_config(self.config())
+                resolved_config(config)
             except ValueError as error:
                 found.append(f"config.toml: {error}")
         return [*found, *self.rollouts.problems()]

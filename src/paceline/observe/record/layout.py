@@ -19,7 +19,7 @@ import os
 import re
 import struct
 from collections import namedtuple
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.rollout import Rollout, Turn
+from paceline.data.rollout import Rollout, all_equal
 from paceline.data.sample import Sample
 from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import append_jsonl, drop_torn_line, read_jsonl, replace_file, write_all
@@ -91,8 +91,8 @@ PACK_ROW: Final = struct.Struct("<" + "".join(_ROW_TYPES.values()))
 LANE: Final[np.dtype[Any]] = np.dtype([(name, f"<{letter}") for name, letter in _LANE_TYPES.items()])
 PACK_LANE: Final = struct.Struct("<" + "".join(_LANE_TYPES.values()))
 
-_columns = tuple(_ROW_TYPES)
-Facts = namedtuple("Facts", [*NAMED, "domain", *_columns[_columns.index("ticket") : _columns.index("time")]])
+_PLACES = ("step", "flags", "time", "offset", "size", "text_offset", "text_size")
+Facts = namedtuple("Facts", [name for name in _ROW_TYPES if name not in _PLACES])
 """What a row says of a rollout itself, before names become numbers."""
 
 Names = dict[tuple[str, str], int]
@@ -111,8 +111,6 @@ def escape_surrogates(text: str) -> str:
 
 
 class RecordFiles:
-    """The record's files below a run directory."""
-
     def __init__(self, run: Path) -> None:
         self.folder = Path(run) / "record"
         self.schema = self.folder / "schema.json"
@@ -122,11 +120,24 @@ class RecordFiles:
         self.lanes = self.folder / "lanes.index"
         self.names = self.folder / "names.jsonl"
 
+    def schema_problem(self) -> str | None:
+        """Why the record cannot be read, if it is another version's."""
+        try:
+            schema = json.loads(self.schema.read_text())["schema"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError):
+            return "record/schema.json cannot be read, so the layout of record/ is unknown: restore it"
+        if schema == SCHEMA:
+            return None
+        return f"record/ is of schema {schema!r} and this Paceline reads schema {SCHEMA}: use the version that wrote it"
+
 
 def rollout_facts(rollout: Rollout, state: str) -> Facts:
     """The columns of a rollout of a batch or group that came to this state."""
     turns, ticket, samples = rollout.turns, rollout.ticket, rollout.samples
-    oldest, newest = _versions(turns)
+    versions = turns[0].versions if len(turns) == 1 else [version for turn in turns for version in turn.versions]
+    one = all_equal(versions)  # as nearly always, and soon seen
     return Facts(
         ticket.env,
         rollout.actor,
@@ -142,25 +153,14 @@ def rollout_facts(rollout: Rollout, state: str) -> Facts:
         len(turns[0].prompt_ids) if turns else 0,
         min(len(turns), _MOST_TURNS),
         min(len(samples), _MOST_TURNS),
-        oldest,
-        newest,
+        versions[0] if one else min(versions, default=-1),
+        versions[0] if one else max(versions, default=-1),
         math.nan if rollout.reward is None else rollout.reward,
         _advantage(samples),
     )
 
 
-def _versions(turns: Sequence[Turn]) -> tuple[int, int]:
-    """The oldest and the newest; -1 where nothing was sampled. Mostly all are one, which is soon seen."""
-    versions = turns[0].versions if len(turns) == 1 else [version for turn in turns for version in turn.versions]
-    if not versions:
-        return -1, -1
-    if versions.count(versions[0]) == len(versions):
-        return versions[0], versions[0]
-    return min(versions), max(versions)
-
-
 def rollout_state(rollout: Rollout, state: str) -> str:
-    """The fate of one rollout of a batch or group."""
     if state in (EVALUATED, MATCHED):
         return state
     if rollout.error is not None:
@@ -177,7 +177,6 @@ def error_kind(error: str, dropped: bool) -> str:
 
 
 def _advantage(samples: Sequence[Sample]) -> float:
-    """Mean over all tokens that train by rl."""
     total, count = 0.0, 0
     for sample in samples:
         if (advantages := sample.advantages) is None:
@@ -236,13 +235,14 @@ class RecordWriter:
             self._new.append({"kind": kind, "name": escape_surrogates(name)})
         return number
 
-    def numbers(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """The numbers of a row's names, in the order of `NAMED`. Most rows have the names of one before."""
-        if (found := self._numbers.get(names)) is None:
-            found = tuple(self.name(kind, name) for kind, name in zip(NAMED, names, strict=True))
+    def pack_row(self, step: int, time: float, facts: Facts, flags: int, place: tuple[int, int, int, int]) -> bytes:
+        """A row whose body and text have this place: offset and size of each."""
+        names = facts[: len(NAMED)]
+        if (numbers := self._numbers.get(names)) is None:  # most rows have the names of one before
+            numbers = tuple(self.name(kind, name) for kind, name in zip(NAMED, names, strict=True))
             if len(self._numbers) < MOST_NAMES:
-                self._numbers[names] = found
-        return found
+                self._numbers[names] = numbers
+        return PACK_ROW.pack(step, *numbers, facts.domain, flags, *facts[7:], time, *place)
 
     def append(self, rows: Sequence[bytes], data: Sequence[bytes], text: Sequence[bytes]) -> None:
         """Bodies, text and names first, then the rows that point at them."""
@@ -287,12 +287,8 @@ class RecordWriter:
     def _replace(self, path: Path, size: int) -> None:
         """The same file, but its first bytes alone, under a new identity."""
         descriptor = self._files[path]
-
-        def blocks() -> Iterator[bytes]:
-            for start in range(0, size, _BLOCK):
-                yield os.pread(descriptor, min(_BLOCK, size - start), start)
-
-        replace_file(path, blocks(), durable=False)
+        blocks = (os.pread(descriptor, min(_BLOCK, size - start), start) for start in range(0, size, _BLOCK))
+        replace_file(path, blocks, durable=False)
         os.close(descriptor)
         self._files[path] = _open_for_append(path)
 
@@ -308,11 +304,11 @@ class RecordWriter:
 
 def count_complete_rows(rows: NDArray[Any], data: int, text: int, names: int) -> int:
     """How many rows from the first on have all that they point at, in files of these sizes."""
-    count = int(np.searchsorted(rows["offset"] + rows["size"], data, side="right"))
-    count = min(count, int(np.searchsorted(rows["text_offset"] + rows["text_size"], text, side="right")))
+    ends = (rows["offset"] + rows["size"], data), (rows["text_offset"] + rows["text_size"], text)
+    count = min(int(np.searchsorted(at, size, side="right")) for at, size in ends)
     for column in NAMED:
-        if count and rows[column][:count].max() > names:
-            count = int(np.argmax(rows[column][:count] > names))
+        if (unknown := rows[column][:count] > names).any():
+            count = int(np.argmax(unknown))
     return count
 
 
@@ -324,6 +320,15 @@ def map_rows(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
             return np.memmap(file, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
     except FileNotFoundError:
         return np.empty(0, dtype)
+
+
+def identity(path: Path) -> tuple[int, int, int]:
+    """Which file this is, and how long."""
+    try:
+        status = path.stat()
+        return status.st_dev, status.st_ino, status.st_size
+    except OSError:
+        return 0, 0, 0
 
 
 def _open_for_append(path: Path) -> int:

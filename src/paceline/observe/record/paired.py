@@ -89,8 +89,6 @@ def pair_rewards(one: RunFolder, other: RunFolder) -> Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict(ConfidenceSequence):
-    """The comparison of two runs so far."""
-
     pairs: Pairs
 
     @property

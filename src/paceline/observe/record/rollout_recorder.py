@@ -7,6 +7,7 @@ thread falls behind, bodies are left out and their rows stay; if a file cannot b
 and the run goes on. The same thread samples how busy engines and environments are, twice a second.
 """
 
+import contextlib
 import errno
 import logging
 import math
@@ -14,14 +15,14 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.observe.monitor.base import Gauges, Monitor, RunPlan
 from paceline.observe.record.body import encode
-from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, PACK_ROW, Facts, RecordWriter, rollout_facts
+from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, Facts, RecordWriter, rollout_facts
 from paceline.observe.record.rows import MOST_TEXT, fold_lines, has_images, message_texts
 
 log = logging.getLogger("paceline.observe.record")
@@ -49,7 +50,7 @@ LONGEST_SPAN_SECONDS = 10.0
 
 
 class LoadSpan(NamedTuple):
-    """A span of a lane during which nothing changed. What is idle has none."""
+    """A span of time in which a lane's load did not change; an idle lane has none."""
 
     lane: str
     kind: str
@@ -83,24 +84,19 @@ class LoadSampler:
             share = (seconds - before.get(engine, seconds)) / (now - since)
             values[engine, "busy"] = round(min(1.0, max(0.0, share)) * SHARE_LEVELS) / SHARE_LEVELS
         self._window = SAMPLE_SECONDS * max(1, math.ceil(len(values) / LANES_PER_WINDOW))
-        return self._join_spans(values, since, now)
-
-    def end(self) -> list[LoadSpan]:
-        """The spans that were still open."""
-        return list(self._open.values())
-
-    def _join_spans(self, values: Mapping[tuple[str, str], float], since: float, now: float) -> list[LoadSpan]:
         ended = []
-        for key in [*self._open, *(key for key in values if key not in self._open)]:
+        for key in self._open | values:
             value, going = values.get(key, 0.0), self._open.pop(key, None)
             if going is not None and (going.value != value or now - going.start > LONGEST_SPAN_SECONDS):
                 ended.append(going)
                 going = None
             if value:
                 self._open[key] = LoadSpan(*key, going.start if going else since, now, value)
-            elif going is not None:
-                ended.append(going)
         return ended
+
+    def end(self) -> list[LoadSpan]:
+        """The spans that were still open."""
+        return list(self._open.values())
 
 
 class _FinishedRollouts(NamedTuple):
@@ -132,7 +128,7 @@ class RolloutRecorder(Monitor):
         self._step = 0
         self._off = False
         self._handed = self._written = 0
-        """Tokens, counted by the run and by the thread: each changes its own number alone."""
+        """Tokens that were handed over, counted by the run, and those that were written, counted by the thread."""
         self._bare = 0
         """Rollouts whose bodies were left out."""
         self.seconds = 0.0
@@ -140,7 +136,6 @@ class RolloutRecorder(Monitor):
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens that were handed over and are not written yet."""
         return self._handed - self._written
 
     def begin(self, plan: RunPlan) -> None:
@@ -158,7 +153,8 @@ class RolloutRecorder(Monitor):
             if not self._bare:
                 log.warning("the record falls behind: from step %d on some rollouts are kept without their words", step)
             self._bare += len(rollouts)
-            self._queue.put(partial(_append_rows, step, now, [rollout_facts(rollout, state) for rollout in rollouts]))
+            facts = [rollout_facts(rollout, state) for rollout in rollouts]
+            self._queue.put(lambda writer: _append_bare_rows(step, now, facts, writer))
             return
         self._handed += tokens
         self._queue.put(_FinishedRollouts(step, state, now, tuple(rollouts), tokens))
@@ -212,22 +208,17 @@ class RolloutRecorder(Monitor):
         while True:
             sampler = self._sampler
             due = _IDLE if sampler is None else sampler.due(self._clock())
-            try:
+            with contextlib.suppress(queue.Empty):
                 return self._queue.get(timeout=max(0.001, due))
-            except queue.Empty:
-                if sampler is not None:
-                    self._sample_load(sampler)
-
-    def _sample_load(self, sampler: LoadSampler) -> None:
-        assert self._writer is not None
-        try:
-            self._spans += sampler.sample(self._clock())
-        except Exception as error:  # it reads parts that may be on their way down
-            self._sampler = None
-            log.debug("stopped recording how busy engines and environments are: %s", error)
-            return
-        if len(self._spans) >= _MOST_SPANS:
-            self._write_spans(self._writer)
+            if sampler is None:
+                continue
+            try:
+                self._spans += sampler.sample(self._clock())
+            except Exception as error:  # it reads parts that may be on their way down
+                self._sampler = None
+                log.debug("stopped recording how busy engines and environments are: %s", error)
+            if len(self._spans) >= _MOST_SPANS:
+                return self._write_spans
 
     def _write_spans(self, writer: RecordWriter) -> None:
         """A few at a time, or each sample would cost a write."""
@@ -243,53 +234,49 @@ class RolloutRecorder(Monitor):
         self._step = step
 
     def _take(self, item: _Item, writer: RecordWriter) -> None:
+        """Write this and what lies behind it, which takes a moment to come where nothing is urgent."""
         if not isinstance(item, _FinishedRollouts):
             item(writer)
             return
-        played = self._gather(item)
+        self._hurry.wait(GATHER_SECONDS)
+        self._hurry.clear()  # before the queue is emptied: a later set() comes after its item was queued
+        played = [item]
+        while not self._queue.empty():
+            following = self._queue.get_nowait()
+            if not isinstance(following, _FinishedRollouts):
+                self._next_item.append(following)
+                break
+            played.append(following)
         self._step = max(self._step, *(one.step for one in played))
         if shutil.disk_usage(self._run).free < RESERVED_DISK_BYTES:
             raise OSError(errno.ENOSPC, f"less than {RESERVED_DISK_BYTES >> 20} MiB of the disk are left")
         _write(played, writer)
         self._written += sum(one.tokens for one in played)
 
-    def _gather(self, first: _FinishedRollouts) -> list[_FinishedRollouts]:
-        """This one and those behind it, which take a moment to come where nothing is urgent."""
-        self._hurry.wait(GATHER_SECONDS)
-        self._hurry.clear()  # before the queue is emptied: a later set() comes after its item was queued
-        played = [first]
-        while not self._queue.empty():
-            item = self._queue.get_nowait()
-            if not isinstance(item, _FinishedRollouts):
-                self._next_item.append(item)
-                break
-            played.append(item)
-        return played
-
 
 def _write(played: Sequence[_FinishedRollouts], writer: RecordWriter) -> None:
     rows: list[bytes] = []
     bodies: list[bytes] = []
     texts: list[bytes] = []
-    (data, text), size = writer.ends, 0
+    start, text = writer.ends
+    data = start
     for item, rollout in [(one, rollout) for one in played for rollout in one.rollouts]:
         body, said, flags = _encode_rollout(rollout)
-        where = (data, len(body), text, len(said))
-        rows.append(_row(writer, item.step, item.time, rollout_facts(rollout, item.state), flags, where))
+        place = (data, len(body), text, len(said))
+        rows.append(writer.pack_row(item.step, item.time, rollout_facts(rollout, item.state), flags, place))
         bodies.append(body)
         texts.append(said)
-        data, text, size = data + len(body), text + len(said), size + len(body)
-        if size >= CHUNK_BYTES:
+        data, text = data + len(body), text + len(said)
+        if data - start >= CHUNK_BYTES:
             writer.append(rows, bodies, texts)
-            rows, bodies, texts, size = [], [], [], 0
+            rows, bodies, texts, start = [], [], [], data
     writer.append(rows, bodies, texts)
 
 
-def _append_rows(step: int, now: float, known: Sequence[Facts], writer: RecordWriter) -> None:
+def _append_bare_rows(step: int, now: float, known: Sequence[Facts], writer: RecordWriter) -> None:
     """The rows of rollouts whose bodies were left out for lack of time."""
     data, text = writer.ends
-    where = (data, 0, text, 0)
-    writer.append([_row(writer, step, now, fact, 0, where) for fact in known], [], [])
+    writer.append([writer.pack_row(step, now, facts, 0, (data, 0, text, 0)) for facts in known], [], [])
 
 
 def _encode_rollout(rollout: Any) -> tuple[bytes, bytes, int]:
@@ -307,9 +294,3 @@ def _encode_rollout(rollout: Any) -> tuple[bytes, bytes, int]:
         flags |= CUT_TEXT
         text = text[:MOST_TEXT].decode(errors="ignore").encode()
     return body, text, flags
-
-
-def _row(
-    writer: RecordWriter, step: int, now: float, fact: Facts, flags: int, where: tuple[int, int, int, int]
-) -> bytes:
-    return PACK_ROW.pack(step, *writer.numbers(fact[:6]), fact.domain, flags, *fact[7:], now, *where)

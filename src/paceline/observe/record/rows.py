@@ -1,7 +1,7 @@
 """Queries of the record and their results as plain values, and the text of messages, case-folded for search."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import isnan
 from typing import Any, Generic, TypeVar
 
@@ -140,9 +140,6 @@ class RolloutNotFound(LookupError):
     """There is no such rollout, or the run went back and it is gone."""
 
 
-_FIELDS = tuple(field.name for field in fields(Row))
-
-
 def row_of(index: int, cells: np.void, names: Sequence[str]) -> Row:
     values: dict[str, Any] = dict(zip(ROW.names or (), cells.item(), strict=True))
     domain, flags = values["domain"], values["flags"]
@@ -150,14 +147,12 @@ def row_of(index: int, cells: np.void, names: Sequence[str]) -> Row:
     values |= {column: None if isnan(values[column]) else values[column] for column in ("reward", "advantage")}
     values |= {"index": index, "domain": DOMAINS[domain] if domain < len(DOMAINS) else ""}
     values |= {"whole": bool(flags & BODY), "images": bool(flags & IMAGES)}
-    return Row(**{name: values[name] for name in _FIELDS})
+    return Row(**{name: values[name] for name in Row.__slots__})
 
 
 MOST_TEXT = 1 << 20
 """Bytes of one rollout that can be searched; its body keeps the rest."""
-
-_PLAIN = bytes(range(128))
-_RARE = 8
+_ASCII = bytes(range(128))
 
 
 def fold(text: str) -> bytes:
@@ -168,9 +163,9 @@ def fold(text: str) -> bytes:
         data = text.encode()
     except UnicodeEncodeError:
         return escape_surrogates(text).casefold().encode()
-    # Python folds letter by letter as soon as one is not plain, and mostly those are a few dashes without capitals.
-    if _RARE * (len(data) - len(text)) <= len(text):
-        others = data.translate(None, _PLAIN).decode()
+    # Python folds letter by letter as soon as one is not ASCII, and mostly those are a few dashes without capitals.
+    if 8 * (len(data) - len(text)) <= len(text):
+        others = data.translate(None, _ASCII).decode()
         if others.casefold() == others:
             return data.lower()
     return text.casefold().encode()

@@ -9,15 +9,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.observe.monitor.directory import RunDirectory, replace_file, skipped_lines_note
+from paceline.observe.record.layout import identity
 from paceline.observe.record.rows import ResultPage
-from paceline.observe.record.stored import identity
 
 NAMED = ("env", "state", "reason")
 """Columns that hold the number of a name."""
@@ -31,6 +31,12 @@ LINE: np.dtype[Any] = np.dtype(
 MISSING_VALUE = -(2**31)
 """The value of a column that a line leaves out."""
 MOST_NAMES = 2**16
+SCHEMA = 1
+_BLOCK = 1 << 20
+_LINES_WORTH_SAVING = 50_000
+"""So many lines that were read anew are worth keeping beside the journal."""
+_QUICK_BYTES = 4 << 20
+"""Bytes that are read without a noticeable delay."""
 
 _Small = Annotated[int, msgspec.Meta(ge=MISSING_VALUE, lt=2**31)]
 _Large = Annotated[int, msgspec.Meta(ge=MISSING_VALUE, lt=2**62)]
@@ -76,9 +82,7 @@ def parse_lines(data: bytes, names: NameTable) -> tuple[NDArray[Any], list[int]]
 def as_dict(line: np.void, names: Sequence[str]) -> dict[str, Any]:
     """A line as it was written."""
     found: dict[str, Any] = {key: int(line[key]) for key in ("number", "epoch", "draw", "row")}
-    found |= {key: names[line[key]] for key in ("env", "state")}
-    if line["reason"]:
-        found["reason"] = names[line["reason"]]
+    found |= {key: names[line[key]] for key in NAMED if line[key] or key != "reason"}
     return found | {key: int(line[key]) for key in ("step", "since", "replays") if line[key] != MISSING_VALUE}
 
 
@@ -97,10 +101,6 @@ def _decode_lines(data: bytes) -> tuple[list[_Line], list[int]]:
     return lines, strange
 
 
-SCHEMA = 1
-_BLOCK = 1 << 20
-
-
 class JournalPosition(msgspec.Struct):
     """How far the journal was read, and what the lines leave out."""
 
@@ -117,21 +117,12 @@ class JournalPosition(msgspec.Struct):
     schema: int = SCHEMA
 
 
-_decoder = msgspec.json.Decoder(JournalPosition)
-
-
 def digest(journal: int, at: int) -> str:
     """A fingerprint of what stands before a place in a file; a tenth of the time that reading it as JSON takes."""
     found = hashlib.sha256()
     for start in range(0, at, _BLOCK):
         found.update(os.pread(journal, min(_BLOCK, at - start), start))
     return found.hexdigest()
-
-
-_LINES_WORTH_SAVING = 50_000
-"""So many lines that were read anew are worth keeping beside the journal."""
-_QUICK_BYTES = 4 << 20
-"""Bytes that are read without a noticeable delay."""
 
 
 class _Journal:
@@ -228,41 +219,41 @@ class Tickets:
     def _read(self) -> _Journal:
         with self._lock:
             try:
-                file = self._path.open("rb", buffering=0)
+                file = self._path.open("rb")
             except OSError:
                 self._forget()
                 return self._journal
             with file:
-                descriptor = file.fileno()
-                now = os.fstat(descriptor)
+                now = os.fstat(file.fileno())
                 if (now.st_dev, now.st_ino) != self._identity or now.st_size < self._position.at:
                     self._forget()
                     self._identity = now.st_dev, now.st_ino
-                    self._load_index(descriptor)
+                    self._load_index(file.fileno(), now.st_size)
                 if now.st_size > self._position.at:
-                    self._read_on(descriptor, now.st_size)
+                    self._read_on(file)
             return self._journal
 
-    def _load_index(self, descriptor: int) -> None:
+    def _load_index(self, journal: int, size: int) -> None:
         """Begin where an earlier reader stopped, if the index is of this open journal."""
         try:
             with self._index.open("rb") as file:
-                head = _decoder.decode(file.readline())
+                head = msgspec.json.decode(file.readline(), type=JournalPosition)
                 lines = np.frombuffer(file.read(), LINE)
         except (OSError, ValueError, msgspec.DecodeError):
             return
-        same = head.schema == SCHEMA and 0 <= head.at <= os.fstat(descriptor).st_size
+        same = head.schema == SCHEMA and 0 <= head.at <= size
         known = all(lines[column].max(initial=0) < len(set(head.names)) for column in NAMED)
         whole = known and len(lines) == head.count - head.strange
-        if same and whole and digest(descriptor, head.at) == head.digest:
+        if same and whole and digest(journal, head.at) == head.digest:
             self._position, self._saved = head, head.count
             self._numbers = NameTable({name: number for number, name in enumerate(head.names)})
             self._journal = _Journal(lines, self._numbers)
 
-    def _read_on(self, descriptor: int, size: int) -> None:
+    def _read_on(self, file: BinaryIO) -> None:
         """Read what came since, block by block: all of it at once would take ten times its room."""
         position, found = self._position, [self._journal.lines]
-        for data in _whole_lines(descriptor, position.at, size):
+        file.seek(position.at)
+        for data in _whole_lines(file):
             lines, strange = parse_lines(data, self._numbers)
             if strange and not position.first:
                 position.first = position.count + strange[0] + 1
@@ -273,22 +264,17 @@ class Tickets:
         if len(found) > 1:
             self._journal = _Journal(np.concatenate(found), self._numbers)
         if position.count - self._saved >= self._worth:
-            position.digest, position.names = digest(descriptor, position.at), self._journal.names
+            position.digest, position.names = digest(file.fileno(), position.at), self._journal.names
             saved = [msgspec.json.encode(position), b"\n", self._journal.lines.tobytes()]
             with contextlib.suppress(OSError):  # a folder that may only be read
                 replace_file(self._index, saved, durable=False)
             self._saved = position.count
 
 
-def _whole_lines(descriptor: int, start: int, end: int) -> Iterator[bytes]:
-    """The whole lines from one place to another, in blocks; what follows the last line's end is not there yet."""
-    wanted = _BLOCK
-    while start < end:
-        data = os.pread(descriptor, min(wanted, end - start), start)
-        data = data[: data.rfind(b"\n") + 1]
-        if data:
-            yield data
-        elif start + wanted >= end:
+def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The whole lines from here on, in blocks; what follows the last line's end is not there yet."""
+    while data := file.read(_BLOCK) + file.readline():
+        if whole := data[: data.rfind(b"\n") + 1]:
+            yield whole
+        if whole != data:
             return
-        wanted = _BLOCK if data else 2 * wanted
-        start += len(data)

@@ -23,8 +23,7 @@ from paceline.config.trainer import REF_KL_TRUST
 from paceline.data import Sample, Scales, component_counts, minibatches, token_scales
 from paceline.observe.analysis.text import format_four_digits as figure
 from paceline.observe.record import Query, Row, RunFolder, StoredRollout
-from paceline.observe.record.layout import RecordFiles
-from paceline.observe.record.stored import identity
+from paceline.observe.record.layout import RecordFiles, identity
 from paceline.observe.web.rollouts import TRAINED_STATES, state_text
 from paceline.observe.web.tokens import SHIPPED_STATES, TokenStrip, credit_config, loss_weights, shipped_rows
 from paceline.trainer.terms import KL_TERMS, Ratio, TrainedTokens, ref_kl_term, rl_term

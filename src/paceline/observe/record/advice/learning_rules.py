@@ -18,6 +18,7 @@ from paceline.observe.record.advice.measures import (
     wilson_share,
 )
 from paceline.observe.record.advice.window import AdviceWindow
+from paceline.observe.record.layout import EVALUATION
 
 METRIC = "mismatch_kl"
 LEAST_MISMATCH = 8
@@ -37,29 +38,26 @@ def check_mismatch(window: AdviceWindow, env: str) -> Advisory | None:
     grows = line.t > SURE and line.last > GROWN * max(0.0, before) and line.last > limit / GROWN
     if not grows and now.low <= limit:
         return None
-    slope, mean = f"slope {line.slope:+.2g} ± {line.error:.1g} a step", f"mean {now.value:.2g} ± {now.error:.1g}"
-    figure = slope if grows else mean
+    mean = f"mean {now.value:.2g} ± {now.error:.1g}"
+    figure = f"slope {line.slope:+.2g} ± {line.error:.1g} a step" if grows else mean
     rows = window.rows  # the longest replies of the last step: where rounding has had most time to add up
     last = np.flatnonzero((rows["step"] == window.steps[1]) & (rows["state"] == window.number("state", "trained")))
+    knobs = []
+    if not window.get("model.fp32_head"):
+        knobs.append(window.knob("model.fp32_head", True, "both compute the last layer in float32"))
+    if window.get("engine.on_swap", "keep") == "keep" and window.get("staleness", 1):
+        knobs.append(window.knob("engine.on_swap", "recompute", "no reply goes on from what older weights computed"))
+    knobs = knobs or [window.knob("model.dtype", "float32", "the same sums in another order differ less")]
     return Advisory(
         title="Engine and trainer disagree" + (" more and more" if grows else ""),
         seen=f"`{METRIC}` is {now.value:.2g} nats a token, {line.first:.2g} at the beginning of these steps and "
         f"{line.last:.2g} at their end; early in the run it was {before:.2g}.",
         sure=f"{figure} (least squares, errors widened for autocorrelation), limit {limit:g}; {len(values)} steps",
         caution="It compares tokens whose weights are the trainer's own, so staleness is no part of it.",
-        knobs=_mismatch_knobs(window),
-        rollouts=window.numbers(last[np.argsort(-rows["tokens"][last], kind="stable")]),
+        knobs=knobs,
+        rollouts=window.numbers(last, by=-rows["tokens"][last]),
         metrics=[METRIC, "mismatch/numerics", "mismatch/staleness", "mismatch/mask"],
     )
-
-
-def _mismatch_knobs(window: AdviceWindow) -> list[Knob]:
-    knobs = []
-    if not window.get("model.fp32_head"):
-        knobs.append(window.knob("model.fp32_head", True, "both compute the last layer in float32"))
-    if window.get("engine.on_swap", "keep") == "keep" and window.get("staleness", 1):
-        knobs.append(window.knob("engine.on_swap", "recompute", "no reply goes on from what older weights computed"))
-    return knobs or [window.knob("model.dtype", "float32", "the same sums in another order differ less")]
 
 
 EVALUATIONS = 12
@@ -89,8 +87,8 @@ def check_parting(window: AdviceWindow, env: str) -> Advisory | None:
         return None
     lr = float(window.get("trainer.optimizer.lr", 1e-5))
     best = int(steps[int(np.argmax(held_out))])
-    places = window.last_evaluation_rows(env)
-    worst = places[np.argsort(window.rows["reward"][places], kind="stable")]
+    rows, places = window.rows, window.finished_rows(env, EVALUATION)
+    places = places[rows["step"][places] == rows["step"][places].max(initial=-1)]  # the last evaluation alone
     knobs = [window.knob("trainer.optimizer.lr", lr / 2, f"and go back: held-out reward was best at step {best}")]
     if not window.env(env).get("contamination"):
         knobs.append(window.env_knob(env, "contamination", True, "rows too close to held-out ones are left out"))
@@ -103,7 +101,7 @@ def check_parting(window: AdviceWindow, env: str) -> Advisory | None:
         caution="The reward may also be one that can be had without the task, on rows that training has seen often.",
         steps=(int(steps[0]), int(steps[-1])),
         knobs=knobs,
-        rollouts=window.numbers(worst),
+        rollouts=window.numbers(places, by=rows["reward"][places]),
         metrics=[f"reward/{env}/mean", f"eval/{env}/reward"],
     )
 
@@ -144,7 +142,7 @@ def check_judges(window: AdviceWindow, env: str) -> Advisory | None:
         caution="Who is a judge is guessed from the names of metrics. Judges that are meant to look at different "
         "things need not agree.",
         knobs=[window.knob("advice.pause", ["judges"], "draw nothing from it until its judges are mended")],
-        rollouts=window.numbers(table.places[there][np.argsort(-apart, kind="stable")]),
+        rollouts=window.numbers(table.places[there], by=-apart),
         metrics=[f"metric/{env}/{name}" for name in names],
     )
 
@@ -162,16 +160,15 @@ def alpha(sums: NDArray, judges: int) -> float:
 LEAST_FLAT_GROUPS = 24
 """Groups below which nothing is said."""
 SAME = 1e-9
-CONSTANT_REWARD = (
-    "A reward that never changes is more often a fault of the reward than a task "
-    "too hard: read one of the rollouts first."
-)
 
 
 def check_flat_groups(window: AdviceWindow, env: str) -> Advisory | None:
     """The share of flat groups among those that have something left to learn (Wilson's interval)."""
-    groups = window.groups(env)
-    if not is_group_compared(window, env) or len(groups.size) < LEAST_FLAT_GROUPS or window.trained < 5:
+    groups, algo = window.groups(env), window.env(env).get("algo") or window.get("algo", {})
+    relative = algo.get("type", "grpo") in ("grpo", "echo", "max_rl", "hierarchical")
+    if not relative or algo.get("baseline", "group") != "group":
+        return None  # groups are not compared with themselves, so that a flat one has a gradient too
+    if len(groups.first) < LEAST_FLAT_GROUPS or window.trained < 5:
         return None
     flat = groups.high - groups.low <= SAME
     lowest, highest = float(groups.low.min()), float(groups.high.max())
@@ -186,34 +183,25 @@ def check_flat_groups(window: AdviceWindow, env: str) -> Advisory | None:
     done = f" {mastered.sum()} more do as well as any ever did; those are not counted." if mastered.any() else ""
     worst = float((dull & (groups.high <= lowest + SAME)).sum() / dull.sum())
     how = f"every reward was exactly {lowest:g}" if constant else f"{worst:.0%} of them all at the lowest"
+    now = int(window.env(env).get("group_size") or window.get("group_size", 8))
+    batch, knobs = int(window.get("batch_size", 128)), []
+    if 2 * now <= batch and batch % (2 * now) == 0:
+        knobs.append(window.env_knob(env, "group_size", 2 * now, "more tries of a row find the rare one that differs"))
+    if not window.env(env).get("curriculum"):
+        knobs.append(window.env_knob(env, "curriculum", True, "rows that are neither hopeless nor mastered come first"))
     return Advisory(
         title=f"Most groups of `{env}` teach nothing",
         seen=f"In {dull.sum()} of {left.sum()} groups all members got the same reward, {how}.{done}",
         sure=f"{dull.sum() / left.sum():.0%} of groups, surely more than {found.low:.0%} (Wilson's interval of three "
         f"standard errors), limit {window.advice.flat_groups:g}; {left.sum()} groups of {window.trained} steps",
-        caution=CONSTANT_REWARD if constant else "",
-        knobs=_flat_groups_knobs(window, env),
+        caution="A reward that never changes is more often a fault of the reward than a task too hard: read one of the "
+        "rollouts first."
+        if constant
+        else "",
+        knobs=knobs,
         rollouts=window.numbers(groups.first[dull][::-1]),
         metrics=[f"reward/{env}/std", f"reward/{env}/mean", "dropped/zero_advantage"],
     )
-
-
-def is_group_compared(window: AdviceWindow, env: str) -> bool:
-    """Whether a group is compared with itself here, so that a flat one has no gradient."""
-    algo = window.env(env).get("algo") or window.get("algo", {})
-    relative = algo.get("type", "grpo") in ("grpo", "echo", "max_rl", "hierarchical")
-    return relative and algo.get("baseline", "group") == "group"
-
-
-def _flat_groups_knobs(window: AdviceWindow, env: str) -> list[Knob]:
-    now = int(window.env(env).get("group_size") or window.get("group_size", 8))
-    batch = int(window.get("batch_size", 128))
-    knobs = []
-    if 2 * now <= batch and batch % (2 * now) == 0:
-        knobs.append(window.env_knob(env, "group_size", 2 * now, "more tries of a row find the rare one that differs"))
-    if not window.env(env).get("curriculum"):
-        knobs.append(window.env_knob(env, "curriculum", True, "rows that are neither hopeless nor mastered come first"))
-    return knobs
 
 
 WARMING = 3
@@ -260,11 +248,9 @@ def _idle_knobs(window: AdviceWindow, idle: dict[str, Mean], dropped: float) -> 
         knobs.append(window.env_knob(env, "curriculum", True, "fewer groups are sampled in vain"))
     if window.get("placement") == "ray":
         engines = int(window.get("cluster.engines", 1))
-        knobs.append(window.knob("cluster.engines", engines + 1, "more of what it waits for"))
-    else:
-        running = int(window.get("engine.max_running", 128))
-        knobs.append(window.knob("engine.max_running", 2 * running, "decode more at once"))
-    return knobs
+        return [*knobs, window.knob("cluster.engines", engines + 1, "more of what it waits for")]
+    running = int(window.get("engine.max_running", 128))
+    return [*knobs, window.knob("engine.max_running", 2 * running, "decode more at once")]
 
 
 LEAST_STARVING = 6
@@ -273,10 +259,9 @@ LATE = ("dropped:stale", "dropped:oversampled")
 
 
 class _EnvShare(NamedTuple):
-    """An environment's share, relative to what its weight asks for."""
-
     env: str
     share: Mean
+    """Of the gradient, relative to what its weight asks for."""
     late: float
     """Share of its rollouts that came too late."""
     length: float
@@ -293,17 +278,25 @@ def check_starving(window: AdviceWindow, env: str) -> Advisory | None:
     if fullest is None or fullest.env != env or not hungry:
         return None
     worst = min(hungry, key=lambda one: one.share.value)
-    slow = worst.late > 0.5
-    why = f"{worst.late:.0%} of its rollouts came too late for a batch" if slow else "its replies are short"
-    places = window.finished_rows(env)
+    if worst.late > 0.5:
+        why = f"{worst.late:.0%} of its rollouts came too late for a batch"
+        later = int(window.get("staleness", 1)) + 1
+        knobs = [window.knob("staleness", later, f"`{worst.env}` has one more batch to come in time for")]
+    else:
+        why, weight = "its replies are short", float(window.env(worst.env).get("weight", 1.0))
+        knobs = [
+            window.knob("trainer.normalise", "sample", "every sample counts alike, however long it is"),
+            window.env_knob(worst.env, "weight", round(2 * weight, 3), "or draw it more often"),
+        ]
+    places = window.finished_rows(env)[-512:]
     return Advisory(
         title=f"`{env}` leaves little to {', '.join(f'`{one.env}`' for one in hungry)}",
         seen=f"`{worst.env}` has {worst.share.value:.0%} of the place in the gradient that its weight asks for: {why}. "
         f"Mean length: {', '.join(f'`{one.env}` {one.length:.0f}' for one in fed)} tokens.",
         sure=f"{worst.share.value:.3f} ± {worst.share.error:.3f} of its due (mean over steps), limit "
         f"{window.advice.starving:g}; {worst.share.count} steps",
-        knobs=_starving_knobs(window, worst, slow),
-        rollouts=window.numbers(places[-512:][np.argsort(-window.rows["tokens"][places[-512:]], kind="stable")]),
+        knobs=knobs,
+        rollouts=window.numbers(places, by=-window.rows["tokens"][places]),
         metrics=[f"reward_trained/{one.env}/mean" for one in fed] + ["dropped/stale"],
     )
 
@@ -330,14 +323,3 @@ def _env_shares(window: AdviceWindow) -> list[_EnvShare]:
     due = np.array([float(window.env(env).get("weight", 1.0)) for env in window.envs])
     shares = per_step / per_step.sum(axis=0) / (due / due.sum())[:, None]
     return [_EnvShare(*row) for row in zip(window.envs, map(series_mean, shares), lateness, lengths, strict=True)]
-
-
-def _starving_knobs(window: AdviceWindow, worst: _EnvShare, slow: bool) -> list[Knob]:
-    if slow:
-        staleness = int(window.get("staleness", 1))
-        return [window.knob("staleness", staleness + 1, f"`{worst.env}` has one more batch to come in time for")]
-    weight = float(window.env(worst.env).get("weight", 1.0))
-    return [
-        window.knob("trainer.normalise", "sample", "every sample counts alike, however long it is"),
-        window.env_knob(worst.env, "weight", round(2 * weight, 3), "or draw it more often"),
-    ]

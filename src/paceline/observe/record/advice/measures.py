@@ -16,8 +16,6 @@ healthy run would hear of something every few looks."""
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean with its standard error."""
-
     value: float
     error: float
     count: int

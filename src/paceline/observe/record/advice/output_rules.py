@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.observe.record.advice.measures import SURE, Advisory, Knob, clustered_mean, jackknife, series_mean, trend
+from paceline.observe.record.advice.measures import SURE, Advisory, clustered_mean, jackknife, series_mean, trend
 from paceline.observe.record.advice.window import AdviceWindow, MetricTable
 
 FORM = re.compile(
@@ -48,7 +48,7 @@ def check_format(window: AdviceWindow, env: str) -> Advisory | None:
         "from its name, and what the environment does not report cannot be seen: let it report whether "
         "the answer is right.",
         knobs=[window.knob("advice.pause", ["format"], "draw nothing from it until its reward is mended")],
-        rollouts=window.numbers(table.places[np.argsort(-paid, kind="stable")]),
+        rollouts=window.numbers(table.places, by=-paid),
         metrics=[f"metric/{env}/{name}" for name in [*form, *other]][:6],
     )
 
@@ -127,26 +127,24 @@ def check_length(window: AdviceWindow, env: str) -> Advisory | None:
         return None
     grows = change > 0
     order = np.argsort(window.rows["tokens"][places][-512:], kind="stable")
+    limit, lr = int(window.get("sampling.max_tokens", 256)), float(window.get("trainer.optimizer.lr", 1e-5))
+    if grows and not window.get("length.buffer") and limit >= 4:
+        knobs = [window.knob("length.buffer", limit // 4, "the last tokens before the limit cost reward")]
+    else:
+        knobs = [
+            window.knob("trainer.kl.coef", 0.05, "stay near the model it began with"),
+            window.knob("trainer.optimizer.lr", lr / 2, "go there more slowly"),
+        ]
     return Advisory(
         title=f"Replies of `{env}` {'grow' if grows else 'shrink'}, and the reward does not rise",
         seen=f"The mean length went from {line.first:.1f} to {line.last:.1f} tokens ({change:+.0%}); the mean reward "
         f"from {pay.first:.3f} to {pay.last:.3f}.",
         sure=f"slope {line.slope:+.3g} ± {line.error:.2g} tokens a step, reward {pay.slope:+.2g} ± {pay.error:.2g} "
         f"(least squares, errors widened for autocorrelation); {len(steps)} steps",
-        knobs=_length_knobs(window, grows),
+        knobs=knobs,
         rollouts=window.numbers(places[-512:][order[::-1] if grows else order]),
         metrics=["length", f"reward/{env}/mean", "truncated_ratio"],
     )
-
-
-def _length_knobs(window: AdviceWindow, grows: bool) -> list[Knob]:
-    limit, lr = int(window.get("sampling.max_tokens", 256)), float(window.get("trainer.optimizer.lr", 1e-5))
-    if grows and not window.get("length.buffer") and limit >= 4:
-        return [window.knob("length.buffer", limit // 4, "the last tokens before the limit cost reward")]
-    return [
-        window.knob("trainer.kl.coef", 0.05, "stay near the model it began with"),
-        window.knob("trainer.optimizer.lr", lr / 2, "go there more slowly"),
-    ]
 
 
 FEW = 5
@@ -166,7 +164,7 @@ def check_entropy(window: AdviceWindow, env: str) -> Advisory | None:
     limit = window.advice.entropy * start
     if now.high >= limit or not stuck or len(stuck) < len(window.envs):
         return None
-    flat = [group for name in stuck for group in window.groups(name).first[::-1][:4]]
+    flat = np.concatenate([window.groups(name).first[::-1][:4] for name in stuck])
     paid, temperature = float(window.get("trainer.entropy_coef", 0.0)), float(window.get("sampling.temperature", 1.0))
     return Advisory(
         title="Entropy has collapsed, and the task is not learnt",

@@ -26,8 +26,6 @@ MOST_LINES = 600
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One thing that is looked for."""
-
     name: AdvisoryName
     question: str
     """The question it checks, shown also where nothing is found."""
@@ -67,7 +65,17 @@ def advice(run: RunFolder) -> RenderableType:
     found = advise(window)
     table = Table.grid(Column(no_wrap=True, style="dim"), Column(), padding=(0, 2))
     for advisory in found:
-        _add(table, advisory)
+        first, last = advisory.steps
+        table.add_row(Text(advisory.rule, "yellow"), Text(advisory.title, "bold"))
+        table.add_row("seen", Text(f"{advisory.seen} (steps {first} to {last})"))
+        table.add_row("how sure", Text(advisory.sure))
+        if advisory.caution:
+            table.add_row("but", Text(advisory.caution))
+        for knob in advisory.knobs:
+            now = "" if knob.now is None else f" (now {knob.now})"
+            table.add_row("turn", Text(f"{knob.flag}   {knob.why}{now}"))
+        if advisory.rollouts:
+            table.add_row("look at", Text("rollouts " + ", ".join(map(str, advisory.rollouts))))
     return Group(Text(), Text("advice", "bold"), table if found else Text(silence_reason(window)))
 
 
@@ -80,19 +88,6 @@ def silence_reason(window: AdviceWindow) -> str:
     if not window.whole:
         return "the run keeps no record (record.all): only its metrics were looked at, and nothing was found"
     return f"nothing to say about the last {window.trained} steps"
-
-
-def _add(table: Table, advisory: Advisory) -> None:
-    first, last = advisory.steps
-    table.add_row(Text(advisory.rule, "yellow"), Text(advisory.title, "bold"))
-    table.add_row("seen", Text(f"{advisory.seen} (steps {first} to {last})"))
-    table.add_row("how sure", Text(advisory.sure))
-    if advisory.caution:
-        table.add_row("but", Text(advisory.caution))
-    for knob in advisory.knobs:
-        table.add_row("turn", Text(f"{knob.flag}   {knob.why}" + ("" if knob.now is None else f" (now {knob.now})")))
-    if advisory.rollouts:
-        table.add_row("look at", Text("rollouts " + ", ".join(map(str, advisory.rollouts))))
 
 
 class AdviceMemory:

@@ -1,6 +1,6 @@
 """The window that advisories read: the last steps of a run, bounded in size, from its directory or from memory."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paceline.config.filters import AdviceConfig
 from paceline.observe.record.advice.measures import MOST_ROLLOUTS, Knob
 from paceline.observe.record.folder import RunFolder, resolved_config
-from paceline.observe.record.layout import EVALUATION, NOWHERE, REPLAYED, TRAINING
+from paceline.observe.record.layout import NOWHERE, REPLAYED, TRAINING
 
 MOST_ROWS = 400_000
 """Of a window that holds more, the newest are enough for any of the figures."""
@@ -26,7 +26,6 @@ Measured = Callable[[int], Mapping[str, Any]]
 class Groups(NamedTuple):
     """Groups of an environment, a number in each array for every one."""
 
-    size: NDArray[Any]
     low: NDArray[Any]
     """The lowest reward in it."""
     high: NDArray[Any]
@@ -61,7 +60,7 @@ class AdviceWindow:
 
     @cached_property
     def trained(self) -> int:
-        """Steps of the window that there are."""
+        """How many steps of the window there are."""
         return len(self.series("batch/rollouts")[0]) or len(self.series("loss")[0])
 
     @cached_property
@@ -75,11 +74,11 @@ class AdviceWindow:
     def series(self, name: str, since: int | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
         """Steps and values of a metric in the window, or from the step `since` on; without gaps."""
         since = self.steps[0] if since is None else since
-        steps, values = self.columns.get("step", ()), self.columns.get(name, ())
+        steps = self.columns.get("step", ())
         start = len(steps)
         while start and (steps[start - 1] or 0) >= since:
             start -= 1
-        x, y = np.array(steps[start:], float), np.array(values[start:], float)  # None becomes NaN
+        x, y = (np.array(self.columns.get(key, ())[start:], float) for key in ("step", name))  # None becomes NaN
         if len(x) != len(y):
             return np.empty(0), np.empty(0)
         there = np.isfinite(x) & np.isfinite(y) & (x > 0)
@@ -102,13 +101,12 @@ class AdviceWindow:
     def groups(self, env: str) -> Groups:
         """Tries of one row by one actor, two or more."""
         places = self.finished_rows(env)
-        rows = self.rows[places]
-        key = _group_keys(rows)
-        _, first, group, size = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
+        keys, rewards = _group_keys(self.rows[places]), self.rows["reward"][places]
+        _, first, group, size = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
         low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
-        np.minimum.at(low, group, rows["reward"])
-        np.maximum.at(high, group, rows["reward"])
-        return Groups(*(column[size > 1] for column in (size, low, high, places[first])))
+        np.minimum.at(low, group, rewards)
+        np.maximum.at(high, group, rewards)
+        return Groups(*(column[size > 1] for column in (low, high, places[first])))
 
     def by_step(self, env: str, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Steps, and the mean over each of what `places` counted."""
@@ -116,9 +114,10 @@ class AdviceWindow:
         found, place = np.unique(steps, return_inverse=True)
         return found.astype(float), np.bincount(place, values) / np.maximum(1, np.bincount(place))
 
-    def numbers(self, places: Iterable[Any]) -> list[int]:
-        """Numbers in the record of a few rows."""
-        return [self.first + int(place) for place in list(places)[:MOST_ROLLOUTS]]
+    def numbers(self, places: NDArray[Any], by: NDArray[Any] | None = None) -> list[int]:
+        """Numbers in the record of a few rows: the first, or those with the lowest values."""
+        ordered = places if by is None else places[np.argsort(by, kind="stable")]
+        return (self.first + ordered[:MOST_ROLLOUTS]).tolist()
 
     def number(self, column: str, name: str) -> int:
         """The number that rows have for a name; one that none can have where no row has it."""
@@ -134,11 +133,6 @@ class AdviceWindow:
             groups = np.unique(_group_keys(rows), return_inverse=True)[1] if len(rows) else np.empty(0, int)
             self._read[env] = MetricTable(places, rows["reward"].astype(float), groups, columns)
         return self._read[env]
-
-    def last_evaluation_rows(self, env: str) -> NDArray[Any]:
-        """Where the rollouts of the last evaluation are."""
-        places = self.finished_rows(env, EVALUATION)
-        return places[self.rows["step"][places] == self.rows["step"][places].max(initial=-1)]
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         """A value of the run file by its dotted key."""
