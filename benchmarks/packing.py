@@ -34,7 +34,7 @@ from rich.table import Table
 
 from bars import Row, arguments, finish
 from paceline.data import first_fit_decreasing
-from paceline.data.balance import Cost, balance_bins, imbalance
+from paceline.data.packing import Cost, balance_bins, imbalance
 
 BAR, SECONDS, MANY = 0.03, 1.0, 100_000
 RANKS = (2, 4, 8, 16, 32, 64)

@@ -4,7 +4,7 @@ import numpy as np
 
 from paceline.data import Sample, Ticket
 from paceline.rollout import Group, Message, Renderer, Rollout, Turn, assemble
-from paceline.rollout.history import TurnIndex
+from paceline.rollout.assemble import TurnIndex
 
 TICKET = Ticket(4, "maze", 0, 4, 1)
 

@@ -47,6 +47,10 @@ class PartialUpdateError(Unreachable):
     until it is sent all weights."""
 
 
+class RunStopped(PacelineError):
+    """The run cannot go on, as a sentence for the user."""
+
+
 class TrainerError(PacelineError):
     """Training cannot go on, as a sentence for the user."""
 

@@ -65,7 +65,6 @@ BUILDERS: dict[type, Callable[..., Algorithm]] = {
 
 
 def build_algorithm(c: config.AlgorithmConfig) -> Algorithm:
-    """The algorithm a section of the run file describes."""
     return BUILDERS[type(c)](c)
 
 

@@ -116,20 +116,18 @@ def broadcast(rollout: Rollout, advantage: float) -> None:
 def spread(rollout: Rollout, advantages: Iterable[float]) -> None:
     """One advantage per sampled token, over the rollout's samples in order."""
     flat = np.asarray(list(advantages), dtype=np.float32)
-    sampled = sum(int(s.loss_mask.sum()) for s in rollout.samples)
-    if flat.shape != (sampled,):
+    counts = [int(s.loss_mask.sum()) for s in rollout.samples]
+    where = f"env `{rollout.env}`, ticket {rollout.ticket.number}"
+    if flat.shape != (sum(counts),):
         raise AlgorithmError(
-            f"env `{rollout.env}`, ticket {rollout.ticket.number}, rollout {rollout.member}: the algorithm gave "
-            f"{len(flat)} advantages for {sampled} sampled tokens; they must align"
+            f"{where}, rollout {rollout.member}: the algorithm gave {len(flat)} advantages for {sum(counts)} sampled "
+            "tokens; they must align"
         )
     if not np.isfinite(flat).all():
-        raise AlgorithmError(f"env `{rollout.env}`, ticket {rollout.ticket.number}: advantages must be finite")
-    at = 0
+        raise AlgorithmError(f"{where}: advantages must be finite")
     samples = []
-    for sample in rollout.samples:
+    for sample, count in zip(rollout.samples, counts, strict=True):
         stream = np.zeros(len(sample), np.float32)
-        count = int(sample.loss_mask.sum())
-        stream[sample.loss_mask] = flat[at : at + count]
+        stream[sample.loss_mask], flat = flat[:count], flat[count:]
         samples.append(sample.with_streams(advantages=stream))
-        at += count
     rollout.samples = samples

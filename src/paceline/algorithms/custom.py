@@ -79,14 +79,11 @@ def guard_hooks(algorithm: Algorithm, path: str) -> Algorithm:
 
 def describe_call(*args: Any) -> str:
     """The environment, row and ticket that a hook was called for, where it was called for one."""
-    first = args[0] if args else None
-    groups = first if isinstance(first, Sequence) else [first]
+    groups = args[0] if args and isinstance(args[0], Sequence) else args[:1]
     tickets = [one.ticket for one in groups if isinstance(one, Group | Rollout)]
-    if not tickets:
-        return ""
     if len(tickets) > 1:
         return f"environment `{tickets[0].env}`, {len(tickets)} groups from ticket {tickets[0].number}"
-    return f"environment `{tickets[0].env}`, row {tickets[0].row}, ticket {tickets[0].number}"
+    return "".join(f"environment `{t.env}`, row {t.row}, ticket {t.number}" for t in tickets)
 
 
 def custom_algorithm(config: Config) -> Algorithm:
@@ -105,12 +102,11 @@ def custom_algorithm(config: Config) -> Algorithm:
                 raise AlgorithmError(f"{config.import_path}: {error}") from error
         if hasattr(found, "score"):
             raise AlgorithmError(f"{config.import_path}: `score` of an algorithm is called `finish_batch` now")
-        for name in CALLED:
-            if inspect.iscoroutinefunction(getattr(algorithm, name)):
-                raise AlgorithmError(f"{config.import_path}: `{name}` is called, not awaited: write it without `async`")
-        for name in AWAITED:
-            if not inspect.iscoroutinefunction(getattr(algorithm, name)):
-                raise AlgorithmError(f"{config.import_path}: `{name}` is awaited: write `async def {name}`")
+        for name in CALLED + AWAITED:
+            if inspect.iscoroutinefunction(getattr(algorithm, name)) != (name in AWAITED):
+                write = "is called, not awaited: write it without `async`"
+                write = f"is awaited: write `async def {name}`" if name in AWAITED else write
+                raise AlgorithmError(f"{config.import_path}: `{name}` {write}")
         return guard_hooks(algorithm, config.import_path)
     if not callable(found):
         raise AlgorithmError(f"{config.import_path}: neither a credit function nor an Algorithm class")

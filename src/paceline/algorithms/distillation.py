@@ -17,9 +17,9 @@ from paceline.config.algorithm import OPDConfig, OPSDConfig
 from paceline.config.filters import DEFAULT_POLICY, FailurePolicy
 from paceline.config.model import Reference as Ref
 from paceline.data import Row, Sample, find_bad_rows
+from paceline.data.rollout import message_text
 from paceline.errors import EngineError, RequestError
 from paceline.rollout import Group, Message, RenderError, Rollout, threads
-from paceline.rollout.history import message_text
 from paceline.util.deadlines import gather_or_cancel
 
 SECONDS = 120.0
@@ -27,10 +27,8 @@ SECONDS = 120.0
 MAX_CONCURRENT_SCORES = 32
 """Scores asked of the policy itself at once; a frozen endpoint has a limit of its own."""
 PROGRESS_SECONDS = 30.0
-"""Interval at which a batch that waits for a reference logs how far it is."""
 MAX_EMPTY_BATCHES = 3
 """Batches in a row in which the reference scored nothing at all before the run stops."""
-FAILED = "teacher_failed"
 log = logging.getLogger(__name__)
 
 
@@ -48,11 +46,9 @@ class ReferenceScorer:
     """Asks a reference model how likely the sampled tokens are."""
 
     def __init__(self, pool: Pool, name: str, policy: FailurePolicy = DEFAULT_POLICY) -> None:
-        self._pool, self._name, self._policy = pool, name, policy
-        self._semaphore = asyncio.Semaphore(
-            pool.ref.concurrency if isinstance(pool, FrozenPool) else MAX_CONCURRENT_SCORES
-        )
-        self._empty = 0
+        self._pool, self._name, self._policy, self._empty = pool, name, policy, 0
+        concurrency = pool.ref.concurrency if isinstance(pool, FrozenPool) else MAX_CONCURRENT_SCORES
+        self._semaphore = asyncio.Semaphore(concurrency)
 
     @classmethod
     async def connect(cls, ref: Ref, context: AlgorithmContext) -> "ReferenceScorer":
@@ -82,24 +78,28 @@ class ReferenceScorer:
         pending = PendingBatch(sum(_lacks_scores(sample) for _, sample in pairs))
         progress = asyncio.create_task(self._log_progress(pending), name="progress of a reference")
         try:
-            answers = await gather_or_cancel(
-                [self._score_sample(pending, sample, context, rollout) for rollout, sample in pairs]
-            )
+            answers = await gather_or_cancel([self._score_sample(pending, s, context, rollout) for rollout, s in pairs])
         finally:
             progress.cancel()
-        for group in groups:
-            for rollout in group.rollouts:
-                rollout.samples = []
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            rollout.samples = []
         for (rollout, _), answer in zip(pairs, answers, strict=True):
             if answer is not None:
                 rollout.samples.append(answer)
-        self._stop_if_lost(pending)
-        return Counter({FAILED: pending.lost} if pending.lost else {})
+        if pending.lost:
+            text = "%s left %d of %d samples without a score: %s"
+            log.warning(text, self._name, pending.lost, pending.total, pending.cause)
+        self._empty = self._empty + 1 if pending.total and pending.lost == pending.total else 0
+        if self._empty >= MAX_EMPTY_BATCHES:
+            raise AlgorithmError(
+                f"{self._name} scored nothing in {self._empty} batches: {pending.cause}. "
+                "See that it is up and large enough, then add --resume latest"
+            )
+        return Counter(teacher_failed=pending.lost) if pending.lost else Counter()
 
     async def _score_sample(
         self, pending: "PendingBatch", sample: Sample, context: Context, rollout: Rollout
     ) -> Sample | None:
-        """The sample with its score; None where there is none to be had."""
         if not _lacks_scores(sample):
             return sample
         async with self._semaphore:  # bounded: those before it each have SECONDS
@@ -114,7 +114,10 @@ class ReferenceScorer:
                     pending.cause = pending.cause or str(error)
                     # No request had an answer in all that time: those that still wait for their turn need not wait too.
                     pending.abandoned = pending.abandoned or (pending.answered == before and now() - began >= SECONDS)
-                    if not self._should_retry(error, failed) or pending.abandoned:
+                    if self._policy.choice == "fail":
+                        text = f'{self._name} could not score a sample: {error} (failures.teacher = "fail")'
+                        raise AlgorithmError(text) from error
+                    if pending.abandoned or isinstance(error, RequestError) or not self._policy.retries(failed):
                         break
                     await asyncio.sleep(self._policy.pause(failed))
                 else:
@@ -123,20 +126,14 @@ class ReferenceScorer:
         pending.lost += 1
         return None
 
-    def _should_retry(self, error: EngineError, failed: int) -> bool:
-        """Whether to ask once more; raises where the run file wants the run to stop."""
-        if self._policy.choice == "fail":
-            raise AlgorithmError(f'{self._name} could not score a sample: {error} (failures.teacher = "fail")')
-        return self._policy.retries(failed) and not isinstance(error, RequestError)
-
     async def _log_progress(self, pending: "PendingBatch") -> None:
         """Says every now and then how far it is, and what is in the way, until it is cancelled."""
         now = asyncio.get_running_loop().time
         began = now()
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)  # bounded: by the batch, which cancels it
-            why = f": {pending.cause or self._pool.trouble or 'no answer yet'}"
-            text = "waiting for %s since %.0f s: %d of %d samples are scored%s"
+            why = pending.cause or self._pool.trouble or "no answer yet"
+            text = "waiting for %s since %.0f s: %d of %d samples are scored: %s"
             log.warning(text, self._name, now() - began, pending.answered, pending.total, why)
 
     async def _request_scores(self, sample: Sample, setting: ReferencePrompt) -> Sample:
@@ -151,17 +148,6 @@ class ReferenceScorer:
             logprobs[here] = aligned[here]
         return sample.with_streams(teacher_logprobs=logprobs)
 
-    def _stop_if_lost(self, pending: "PendingBatch") -> None:
-        if pending.lost:
-            text = "%s left %d of %d samples without a score: %s"
-            log.warning(text, self._name, pending.lost, pending.total, pending.cause)
-        self._empty = self._empty + 1 if pending.total and pending.lost == pending.total else 0
-        if self._empty >= MAX_EMPTY_BATCHES:
-            raise AlgorithmError(
-                f"{self._name} scored nothing in {self._empty} batches: {pending.cause}. "
-                "See that it is up and large enough, then add --resume latest"
-            )
-
 
 @dataclass(slots=True)
 class PendingBatch:
@@ -171,7 +157,6 @@ class PendingBatch:
     answered: int = 0
     lost: int = 0
     cause: str = ""
-    """The first error."""
     abandoned: bool = False
     """It is not to be waited for any more."""
 

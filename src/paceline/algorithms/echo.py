@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 from paceline.algorithms.base import AlgorithmContext, AlgorithmError
 from paceline.algorithms.grpo import GRPO
 from paceline.config.algorithm import EchoConfig as Config
+from paceline.data.rollout import Tools
 from paceline.rollout import Message, Rollout, Turn, threads
-from paceline.rollout.history import PrefixHashes, Tools
+from paceline.rollout.assemble import PrefixHashes
 from paceline.rollout.render import Renderer, RenderError
 from paceline.server.tokenizer import TokenBytes
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
 
 MARK = "paceline-here-are-the-words"
-"""A word that is put in place of a message's own, to see what the template writes around it."""
+"""Put in place of a message's own words, to see what the template writes around them."""
 
 
 class MessageSpan(NamedTuple):
@@ -59,15 +60,15 @@ class MessageLocator:
             return []
         found = []
         for place in messages:
-            span = self._span(turn.messages, turn.tools, place, whole)
-            if span is None:
+            if (span := self._span(turn.messages, turn.tools, place, whole)) is None:
                 continue
             inside = [
                 at
                 for at, token in enumerate(ids)
                 if span[0] <= first + edges[at] and first + edges[at + 1] <= span[1] and token not in self._special
             ]
-            found += [MessageSpan(place, begin + start, begin + end) for start, end in _runs(inside)]
+            runs = np.split(inside, np.flatnonzero(np.diff(inside) != 1) + 1)
+            found += [MessageSpan(place, begin + int(run[0]), begin + int(run[-1]) + 1) for run in runs if len(run)]
         return found
 
     def _span(self, messages: Sequence[Message], tools: Tools | None, place: int, whole: str) -> tuple[int, int] | None:
@@ -79,16 +80,8 @@ class MessageLocator:
             before, mark, after = self._renderer.text(marked, tools).partition(MARK)
         except RenderError:
             return None
-        fits = len(before) + len(after) <= len(whole)
-        if not (mark and fits and whole.startswith(before) and whole.endswith(after)):
-            return None
-        return len(before.encode()), len(whole.encode()) - len(after.encode())
-
-
-def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours as ranges: [2, 3, 7] is [(2, 4), (7, 8)]."""
-    runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
-    return [(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
+        fits = len(before) + len(after) <= len(whole) and whole.startswith(before) and whole.endswith(after)
+        return (len(before.encode()), len(whole.encode()) - len(after.encode())) if mark and fits else None
 
 
 OPENINGS: dict[str, list[Message]] = {
@@ -133,10 +126,8 @@ class Echo(GRPO):
                 )
 
     def observe(self, rollout: Rollout) -> None:
-        keep = self._filter_masks(rollout)
-        seen: set[bytes] = set()
-        lost = 0
-        samples = []
+        keep, seen = self._filter_masks(rollout), set[bytes]()
+        lost, samples = 0, []
         for sample, thread in zip(rollout.samples, threads(rollout.turns), strict=True):
             weights, begin, known = np.zeros(len(sample), np.float32), 0, 0
             for turn, (_, end) in zip(thread.turns, thread.spans, strict=True):
@@ -161,8 +152,8 @@ class Echo(GRPO):
         if turn.messages is None:
             return []
         new = []
-        for place, digest in enumerate(PrefixHashes(turn.messages, turn.tools).digests):
-            message = turn.messages[place]
+        digests = PrefixHashes(turn.messages, turn.tools).digests
+        for place, (digest, message) in enumerate(zip(digests, turn.messages, strict=True)):
             if place >= known and message.get("role") in self._alphas and message.get("content") and digest not in seen:
                 new.append(place)
             seen.add(digest)
@@ -181,8 +172,7 @@ class Echo(GRPO):
             raise AlgorithmError(f"{where} gave {given} masks for {len(rollout.turns)} turns; they must align")
         kept = {}
         for number, (turn, mask) in enumerate(zip(rollout.turns, masks, strict=True), start=1):
-            length = len(turn.prompt_ids) + len(turn.completion_ids)
-            flags = np.asarray(mask)
+            length, flags = len(turn.prompt_ids) + len(turn.completion_ids), np.asarray(mask)
             if flags.shape != (length,):
                 raise AlgorithmError(
                     f"{where} gave a mask of {flags.size} for turn {number}, which has {length} tokens; they must align"

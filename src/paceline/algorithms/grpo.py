@@ -25,7 +25,6 @@ class MaxRL(RewardCredit):
 
 
 PASS = 0.5
-"""A reward of at least this counts as a pass."""
 
 
 class GRPO(RewardCredit):
@@ -55,7 +54,9 @@ class GRPO(RewardCredit):
             actors: dict[tuple[str, str], list[Rollout]] = {}
             for group in groups:
                 for actor, rollouts in group.by_actor().items():
-                    actors.setdefault(actor, []).extend(filter(_uncredited, rollouts))
+                    # A rollout that trains once more keeps the credit it had among those it was sampled with.
+                    new = [r for r in rollouts if all(sample.advantages is None for sample in r.samples)]
+                    actors.setdefault(actor, []).extend(new)
             for rollouts in filter(None, actors.values()):
                 self.compare(rollouts)
         return Counter()
@@ -72,27 +73,10 @@ class GRPO(RewardCredit):
         return rewards
 
     def credit(self, rewards: NDArray) -> NDArray:
-        advantages = centred(rewards)
-        std = _deviation(rewards, self._config.std)
-        if std > 1e-8:
+        advantages, freedom = centred(rewards), int(self._config.std == "sample")
+        if self._config.std != "none" and len(rewards) > freedom and (std := rewards.std(ddof=freedom)) > 1e-8:
             advantages = advantages / std
         return np.maximum(advantages, 0.0) if self._config.positive_only else advantages
-
-
-def _uncredited(rollout: Rollout) -> bool:
-    """A rollout that trains once more keeps the credit it had among those it was sampled with."""
-    return all(sample.advantages is None for sample in rollout.samples)
-
-
-def _deviation(rewards: NDArray, kind: str) -> float:
-    match kind:
-        case "population":
-            return float(rewards.std())
-        case "sample" if len(rewards) > 1:
-            return float(rewards.std(ddof=1))
-        case "none":
-            return 1.0
-    return 0.0
 
 
 class Hierarchical(Algorithm):

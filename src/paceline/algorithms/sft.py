@@ -11,9 +11,9 @@ from paceline.algorithms.base import Algorithm, AlgorithmContext, AlgorithmError
 from paceline.config.algorithm import SFTConfig as Config
 from paceline.config.model import ModelRef
 from paceline.data import Row, Sample, find_bad_rows
+from paceline.data.rollout import Tools, message_text
 from paceline.envs import POLICY, Environment, Outcome, Split
 from paceline.rollout import Group, Message, SamplingClient, Seat, Turn
-from paceline.rollout.history import Tools, message_text
 from paceline.rollout.render import Renderer, RenderError
 
 
@@ -24,15 +24,13 @@ def demonstration_turns(renderer: Renderer, messages: Sequence[Message], tools: 
     Nothing was sampled, so log probabilities and versions are placeholders: a loss on these turns must not weigh
     them by a ratio.
     """
-    turns: list[Turn] = []
+    turns, shown = [], list(tools) if tools else None
     for place, message in enumerate(messages):
-        if message.get("role") != "assistant" or not place:
-            continue
-        before = list(messages[:place])
-        said = _reply(renderer, before, message, tools)
-        shown = list(tools) if tools else None
-        words = {"messages": before, "tools": shown, "text": renderer.reply(said), "said": message}
-        turns.append(Turn.unsampled(renderer.prompt(before, tools), said, **words))
+        if message.get("role") == "assistant" and place:
+            before = list(messages[:place])
+            said = _reply(renderer, before, message, tools)
+            words = {"messages": before, "tools": shown, "text": renderer.reply(said), "said": message}
+            turns.append(Turn.unsampled(renderer.prompt(before, tools), said, **words))
     if not turns:
         raise RenderError("a demonstration needs an assistant message after what it answers")
     return turns
@@ -59,7 +57,6 @@ def _reply(renderer: Renderer, before: Sequence[Message], message: Message, tool
 
 
 WRITTEN = "paceline/demonstration"
-"""The field of a training row that holds its conversation, while it is played."""
 
 
 class SFT(Algorithm):
@@ -117,7 +114,6 @@ class DemonstrationEnvironment(Environment):
         return self._played.examples(split)
 
     async def assign(self, example: Row, draw: int, dice: Any) -> Row:
-        """Only training rows come by here."""
         return {WRITTEN: self.conversation(example, "a row"), "tools": example.get("tools")}
 
     async def prepare(self, example: Row) -> Row:

@@ -20,13 +20,14 @@ from paceline.commands.show import show_messages
 from paceline.config import RunConfig
 from paceline.config.env import BaseEnvConfig
 from paceline.config.inference import SamplingConfig
+from paceline.data.rollout import Tools
 from paceline.envs import Split, build_environment
 from paceline.errors import PacelineError
 from paceline.observe.monitor.show_rollout import show_rollout
 from paceline.observe.monitor.text import format_amount, format_score
 from paceline.rollout import Message, Reply
+from paceline.rollout.assemble import same_conversation
 from paceline.rollout.endpoint import TextSeat
-from paceline.rollout.history import Tools, same_conversation
 from paceline.rollout.seat import SeatClosed
 from paceline.runtime.episode_runtime import EpisodeRuntime, OpenAIServer, is_checkpoint, open_episode_runtime
 from paceline.runtime.local import with_sections

@@ -25,8 +25,8 @@ from paceline.observe.monitor.show_rollout import show_rollout, show_summary
 from paceline.orchestrator import Clock
 from paceline.orchestrator.episodes import assign_row, metric_value, outcome_error
 from paceline.rollout import Message, Rollout, SamplingClient, Seat, SessionMap, Turn, assemble
+from paceline.rollout.assemble import canonical_text
 from paceline.rollout.endpoint import TextSeat
-from paceline.rollout.history import canonical_text
 from paceline.rollout.seat import SeatFactories
 from paceline.runtime.episode_runtime import EpisodeRuntime, OpenAIServer, open_episode_runtime
 from paceline.runtime.signals import run_until_complete

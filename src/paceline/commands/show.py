@@ -17,10 +17,10 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from paceline.data import Row
+from paceline.data.rollout import message_text
 from paceline.observe.monitor.show_rollout import ROLES
 from paceline.observe.monitor.text import CONTROL_PICTURES, format_amount
 from paceline.rollout import Message
-from paceline.rollout.history import message_text
 from paceline.rollout.render import Renderer, RenderError
 
 TRAINED, CONTEXT, TEMPLATE, ANSWER = "bold green", "default", "dim", "yellow"

@@ -1,7 +1,6 @@
 """Dataset rows, samples, packing, and the ledger of tickets."""
 
 from paceline.data.ledger import Ledger, State
-from paceline.data.mixture import decontaminate, make_cursor, open_dataset, skipped_rows
 from paceline.data.packing import (
     MicroBatch,
     Scales,
@@ -14,7 +13,7 @@ from paceline.data.packing import (
 )
 from paceline.data.rows import BadRow, BadRows, DataError, Row, find_bad_rows, part_problem, row_change, row_digest
 from paceline.data.sample import Sample, Ticket, WireError, decode, encode
-from paceline.data.sampler import Cursor
+from paceline.data.sampler import Cursor, decontaminate, make_cursor, open_dataset, skipped_rows
 from paceline.data.sources import DatasetUri, listed_rows, open_rows, parse_address, register_scheme
 
 __all__ = [

@@ -7,7 +7,7 @@ same of thousands of tokens in a row.
 import copy
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -18,12 +18,13 @@ from paceline.data.sample import Sample, Ticket
 from paceline.util.lazy_import import renamed_attributes
 
 Message = dict
+Tools = Sequence[dict[str, Any]]
 
 _IMMUTABLE = {str, int, float, bool, type(None)}
 
 
 def is_text(message: Message) -> bool:
-    """Whether a message is a role and a text, as most are, so that nothing in it needs a second look."""
+    """Whether a message is a role and a text, as most are."""
     return len(message) == 2 and type(message.get("role")) is str and type(message.get("content")) is str
 
 
@@ -44,19 +45,22 @@ def copy_value(value: Any) -> Any:
     return value if kind in _IMMUTABLE else copy.deepcopy(value)
 
 
+def message_text(message: Message) -> str:
+    """The text of a message's content, also when it comes in parts."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
 class PackedTurn(NamedTuple):
-    """The numbers of a turn, four bytes each, as the assembly of its sample needed them anyway: their lists hold an
-    object a number all over the memory, and to read those a second time would cost more than all other writing."""
+    """The numbers of a turn, four bytes each, as the assembly of its sample made them anyway: to read the lists, which
+    hold an object a number, a second time would cost more than all other writing."""
 
     tokens: bytes
     """Of the sample it is part of: its prompt, what it said, and what came later."""
     start: int
-    """Tokens of its prompt."""
     end: int
-    """Tokens with what was sampled."""
     logprobs: bytes
     versions: int | bytes
-    """One for all, or one for each."""
     made: tuple[NDArray, NDArray, NDArray]
     """Token ids, log probabilities and temperatures of the sample. They are read-only: a sample that has them
     still has what was sampled."""
@@ -77,7 +81,6 @@ class Turn(_Packing):
     logprobs: list[float]
     versions: list[int]
     finish: Literal["stop", "length"]
-    """As `paceline.engine.Finish`."""
     temperature: float
     log_z: list[float] | None = None
     recomputed: bool = False
@@ -86,7 +89,6 @@ class Turn(_Packing):
     messages: list[Message] | None = None
     """The conversation the prompt was rendered from; None for a prompt given as tokens."""
     tools: list[dict] | None = None
-    """The tools the prompt told of."""
     text: str = ""
     """The sampled text, without the end-of-turn token."""
     said: Message | None = None
@@ -120,7 +122,6 @@ class Rollout:
     ticket: Ticket
     member: int
     actor: str = "policy"
-    """Who spoke."""
     kind: str = ""
     """The kind of episode, where an environment plays several."""
     parent: str = ""
@@ -153,7 +154,6 @@ class Rollout:
         return bool(self.turns) and self.turns[-1].finish == "length"
 
     def record(self) -> dict:
-        """Something a person can read."""
         conversation = list(self.turns[-1].messages or []) if self.turns else []
         return {
             "env": self.env,
@@ -202,6 +202,21 @@ class Group:
         return [sample for rollout in self.rollouts for sample in rollout.samples]
 
 
+def total_size(groups: Iterable[Group]) -> int:
+    """Places that the groups take in a batch."""
+    return sum(group.size for group in groups)
+
+
+def groups_that_fit(groups: Iterable[Group], room: int) -> list[Group]:
+    """Those that still fit into so many slots, in their order."""
+    chosen = []
+    for group in groups:
+        if group.size <= room:
+            chosen.append(group)
+            room -= group.size
+    return chosen
+
+
 _INT = struct.Struct("i")
 SHORT = 16
 """Tokens up to which `compress_stream` does not look for runs."""
@@ -237,7 +252,6 @@ def pack_versions(versions: Sequence[int]) -> int | bytes:
 
 
 def expand_versions(versions: int | bytes, count: int) -> bytes:
-    """The version of each of so many tokens."""
     return versions if isinstance(versions, bytes) else _INT.pack(versions) * count
 
 
@@ -269,7 +283,6 @@ def compress_stream(stream: NDArray, spans: Spans = ()) -> bytes | Runs:
 
 
 def decompress_stream(kept: bytes | Runs, dtype: np.dtype[Any], length: int, spans: Spans) -> NDArray:
-    """The stream again."""
     if isinstance(kept, bytes):
         return np.frombuffer(kept, dtype)
     if not kept[1]:
@@ -279,7 +292,6 @@ def decompress_stream(kept: bytes | Runs, dtype: np.dtype[Any], length: int, spa
 
 
 def fill_spans(value: bytes, length: int, spans: Spans) -> bytes:
-    """Four bytes in each place of the spans, and zero elsewhere."""
     if len(spans) == 1:
         start, end = spans[0]
         return bytes(4 * start) + value * (end - start) + bytes(4 * (length - end)) if end <= length else b""

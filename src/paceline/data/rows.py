@@ -21,7 +21,6 @@ FIRST_ROWS = 20
 MIN_BAD_ROWS, MAX_BAD_SHARE = 20, 0.01
 """Bad rows are too many from this number on, if they are also more than this share of all; or where they are half."""
 MAX_NAMED_ROWS = 3
-"""Bad rows that a sentence names."""
 
 
 class BadRows:
@@ -30,10 +29,8 @@ class BadRows:
     def __init__(self, kind: type[PacelineError] = PacelineError) -> None:
         self._kind = kind
         self.seen = 0
-        """Rows looked at, good or bad."""
         self.indices: set[int] = set()
         self.first: list[str] = []
-        """A sentence for each of the first: its place, and what is wrong with it."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -80,10 +77,6 @@ def find_bad_rows(rows: Sequence[object], look: Callable[[int], object], refused
 Row = dict
 
 PlacedRows = Iterator[tuple[str, Row]]
-"""Rows, each with the place to name when it is bad."""
-
-LONGEST_FIELD = 2**31 - 1
-"""Of a CSV file, in characters: Python stops at 131,072, and transcripts are longer."""
 
 
 class DataError(PacelineError):
@@ -108,8 +101,6 @@ class Rows(Sequence[Row]):
 
 
 class RowSubset(Rows):
-    """Some rows of a sequence, in their order."""
-
     def __init__(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
         self.rows = rows
         self.indices = indices
@@ -150,7 +141,7 @@ def json_rows(path: Path) -> PlacedRows:
 
 def csv_rows(path: Path) -> PlacedRows:
     with path.open(encoding="utf-8-sig", newline="") as lines:  # spreadsheets write a byte order mark
-        csv.field_size_limit(LONGEST_FIELD)
+        csv.field_size_limit(2**31 - 1)  # Python stops at 131,072 characters, and transcripts are longer
         reader = csv.DictReader(lines, strict=True)
         try:
             for row in reader:
@@ -162,7 +153,6 @@ def csv_rows(path: Path) -> PlacedRows:
 
 
 def parse_object(text: str, place: str) -> Row:
-    """The row a line of JSON holds."""
     return _check_row(_parse_json(text, DataError, f"{place}: not valid JSON", f"{place}: cannot be read"), place)
 
 
@@ -183,7 +173,6 @@ def _check_row(row: object, place: str) -> Row:
 
 
 PROMPTS = ("prompt", "question")
-"""Fields that become `messages` where there are none."""
 
 
 class BadRow(Exception):
@@ -208,7 +197,7 @@ class RowShape:
 
     def __post_init__(self) -> None:
         targets = list(self.fields.values())
-        if twice := sorted({name for name in targets if targets.count(name) > 1}):
+        if twice := sorted(name for name in targets if targets.count(name) > 1):
             raise DataError(f"fields: `{twice[0]}` is given by more than one field: map one of them only")
 
     def __call__(self, row: Row) -> Row:
@@ -226,10 +215,8 @@ class RowShape:
             )
         if self.demonstrations and row.get("messages", [{}])[-1].get("role") != "assistant":
             raise BadRow("a demonstration must end in an assistant message, or have a `completion`")
-        if missing := [name for name in self.require if row.get(name) in (None, "")]:
-            raise BadRow(
-                f'a row needs `{missing[0]}`: if it has another name, write fields = {{NAME = "{missing[0]}"}}'
-            )
+        if name := next((name for name in self.require if row.get(name) in (None, "")), None):
+            raise BadRow(f'a row needs `{name}`: if it has another name, write fields = {{NAME = "{name}"}}')
         return row if self.refine is None else self.refine(row)
 
 
@@ -245,9 +232,7 @@ def _value(row: Row, path: str) -> Any:
 
 
 def _messages(row: Row, demonstrations: bool) -> list[dict] | None:
-    """The row's conversation as fresh messages; None if it has none."""
-    name = next((name for name in ("messages", *PROMPTS) if row.get(name) is not None), None)
-    if name is None:
+    if (name := next((name for name in ("messages", *PROMPTS) if row.get(name) is not None), None)) is None:
         return None
     messages = _conversation(row[name], name, "user")
     if demonstrations and name != "messages" and row.get("completion") is not None:
@@ -259,10 +244,7 @@ def _conversation(value: Any, name: str, role: str) -> list[dict]:
     """A list of messages, such a list as JSON text (tables have no better place for it), or one message's text."""
     if isinstance(value, str) and name != "messages":
         return [{"role": role, "content": value}]
-    if isinstance(value, str):
-        value = _parse_field(value, name)
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise BadRow(f"`{name}` must be a list of messages, not {_kind(value)}")
+    value = _parse_list(value, name, "messages")
     return [_message(message, f"{name}[{index}]") for index, message in enumerate(value)]
 
 
@@ -289,24 +271,25 @@ def part_problem(content: Any) -> str | None:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if isinstance(kind, str) and kind != "text":
             what = "images are" if "image" in kind else f"parts of type `{kind}` are"
-            return (
-                f'{what} not supported, the model reads text only: write {{"type": "text", "text": "..."}} or a string'
-            )
+            instead = 'write {"type": "text", "text": "..."} or a string'
+            return f"{what} not supported, the model reads text only: {instead}"
     return None
 
 
 def _token_ids(value: Any) -> list[int]:
-    ids = _parse_field(value, "input_token_ids") if isinstance(value, str) else value
-    if not isinstance(ids, Sequence) or isinstance(ids, str) or not ids:
-        raise BadRow(f"`input_token_ids` must be a list of whole numbers, not {_kind(ids)}")
+    ids = _parse_list(value, "input_token_ids", "whole numbers")
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
             raise BadRow(f"`input_token_ids` must hold whole numbers from 0, not {token!r}")
     return list(ids)
 
 
-def _parse_field(text: str, name: str) -> Any:
-    return _parse_json(text, BadRow, f"`{name}` is text, but not valid JSON", f"`{name}` cannot be read")
+def _parse_list(value: Any, name: str, what: str) -> Sequence[Any]:
+    if isinstance(value, str):
+        value = _parse_json(value, BadRow, f"`{name}` is text, but not valid JSON", f"`{name}` cannot be read")
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise BadRow(f"`{name}` must be a list of {what}, not {_kind(value)}")
+    return value
 
 
 def _kind(value: Any) -> str:
@@ -329,9 +312,8 @@ def row_digest(rows: Sequence[Row]) -> dict[str, Any]:
     False
     """
     most = MOST_ROWS if isinstance(rows, list | tuple | Rows) else MOST_FOREIGN
-    total = len(rows)
+    total, digest = len(rows), blake2b(digest_size=DIGEST_BYTES)
     hashed = min(total, most)
-    digest = blake2b(digest_size=DIGEST_BYTES)
     for place in range(hashed):
         index = place if hashed == total else place * (total - 1) // (hashed - 1)
         digest.update(_bytes(rows[index]))

@@ -101,8 +101,7 @@ class Sample:
             if stream is not None:
                 stream = np.ascontiguousarray(stream, dtype=STREAM_DTYPES.get(name) or _no_attribute(self, name))
             object.__setattr__(self, name, stream)
-        length = len(self.token_ids)
-        if length == 0:
+        if not (length := len(self.token_ids)):
             raise ValueError(f"{self.where}: a sample needs at least one token")
         for name in streams:
             stream = getattr(self, name)
@@ -136,12 +135,10 @@ class Sample:
 
     @property
     def where(self) -> str:
-        """Names this sample in an error."""
         number = "-" if self.ticket is None else self.ticket.number
         return f"env `{self.env}`, ticket {number}, rollout {self.rollout}"
 
     def streams(self) -> dict[str, NDArray]:
-        """The streams that are present, by name."""
         return {name: value for name in STREAM_DTYPES if (value := getattr(self, name)) is not None}
 
     def with_streams(self, **streams: NDArray | None) -> Self:
@@ -176,16 +173,14 @@ class Sample:
             # Off the mask stands -1, which unsigned is larger than any version.
             oldest = int(np.minimum.reduce(self.versions.view(np.uint32)))
             return oldest if oldest < 1 << 31 else None
-        trained = self.loss_mask & (self.rl != 0)
+        trained = self.rl != 0
         if self.ref_kl_weights is not None:
-            trained = trained | (self.loss_mask & (self.ref_kl_weights != 0))
+            trained |= self.loss_mask & (self.ref_kl_weights != 0)
         return int(self.versions[trained].min()) if trained.any() else None
 
 
 FIELDS = tuple(f.name for f in fields(Sample))
-SCALAR_FIELDS = tuple(f.name for f in fields(Sample) if f.name not in STREAM_DTYPES)
-
-
+SCALAR_FIELDS = tuple(name for name in FIELDS if name not in STREAM_DTYPES)
 WIRE_VERSION = 1
 
 
@@ -209,8 +204,6 @@ class WiredArray(msgspec.Struct, array_like=True):
 
 
 class WiredSample(msgspec.Struct, array_like=True):
-    """A sample as the wire has it."""
-
     streams: dict[str, WiredArray]
     ended: Ended
     env: str
@@ -229,7 +222,6 @@ _decoder = msgspec.msgpack.Decoder(_Batch)
 
 
 def encode(samples: Sequence[Sample]) -> bytes:
-    """A batch as bytes."""
     return _encoder.encode(_Batch(WIRE_VERSION, [wire(sample) for sample in samples]))
 
 
@@ -255,8 +247,7 @@ def wire(sample: Sample) -> WiredSample:
 def unwire(wired: WiredSample) -> Sample:
     """The sample again; whatever cannot be one raises `ValueError` or `TypeError`."""
     arrays = {RENAMED_STREAMS.get(name, name): array for name, array in wired.streams.items()}
-    unknown = arrays.keys() - STREAM_DTYPES.keys()
-    if unknown:
+    if unknown := arrays.keys() - STREAM_DTYPES.keys():
         raise WireError(f"unknown streams {sorted(unknown)}")
     for name, array in arrays.items():
         # Strings are compared, not dtypes: numpy evaluates parts of a dtype string, and this one came from outside.

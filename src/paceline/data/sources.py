@@ -17,7 +17,7 @@ from abc import abstractmethod
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -76,8 +76,7 @@ class JsonLines(StoredRows):
     """A .jsonl file by the byte offsets of its rows: eight bytes of memory a row, however long the rows are."""
 
     def __init__(self, source: str, shape: RowShape, limit: int | None) -> None:
-        self._source = source
-        self._path = Path(source).absolute()
+        self._source, self._path = source, Path(source).absolute()
         self._offsets = array("Q")
         with wrap_read_errors(source), self._path.open("rb") as lines:
             self._stamp = _stamp(lines)
@@ -112,13 +111,10 @@ def _line(line: bytes, place: str) -> Row:
         raise DataError(f"{place}: not valid UTF-8: {error.reason}") from error
 
 
-def _in_memory(parse: Callable[[Path], PlacedRows]) -> "Opener":
-    def open_file(source: str, shape: RowShape, limit: int | None) -> ListRows:
-        with wrap_read_errors(source):
-            placed = list(islice(parse(Path(source)), limit))
-        return ListRows([row for _, row in placed], [place for place, _ in placed], shape, None)
-
-    return open_file
+def _in_memory(parse: Callable[[Path], PlacedRows], source: str, shape: RowShape, limit: int | None) -> ListRows:
+    with wrap_read_errors(source):
+        placed = list(islice(parse(Path(source)), limit))
+    return ListRows([row for _, row in placed], [place for place, _ in placed], shape, None)
 
 
 CACHE_BYTES = 256 * 2**20
@@ -126,8 +122,7 @@ CACHE_BYTES = 256 * 2**20
 CHUNK = 1024
 """Rows that are Python objects at once while a table is checked."""
 
-Table = Any
-"""A `pyarrow.Table`."""
+Table = Any  # a `pyarrow.Table`
 Groups = tuple[Sequence[int], Callable[[int], Table]]
 """How many rows each group has, and how to decode one."""
 
@@ -135,23 +130,19 @@ Groups = tuple[Sequence[int], Callable[[int], Table]]
 class ColumnRows(StoredRows):
     """The rows of a table, parquet or arrow: a group of rows is decoded when one of them is asked for."""
 
-    def __init__(self, source: str, groups: Groups, shape: RowShape, limit: int | None) -> None:
+    def __init__(self, groups: Callable[[str], Groups], source: str, shape: RowShape, limit: int | None) -> None:
         self._source = source
-        sizes, self._decode = groups
+        sizes, self._decode = groups(source)
         self._ends = list(accumulate(sizes))
         self._decoded: OrderedDict[int, Table] = OrderedDict()
-        rows = ((f"{source}, row {number}", row) for number, row in enumerate(self._scan(), start=1))
-        super().__init__(shape, islice(rows, limit))
+        chunks = (c for group in range(len(self._ends)) for c in self._group(group).to_batches(max_chunksize=CHUNK))
+        rows = enumerate((row for chunk in chunks for row in chunk.to_pylist()), start=1)
+        super().__init__(shape, islice(((f"{source}, row {number}", row) for number, row in rows), limit))
 
     def _stored(self, number: int) -> Row:
         group = bisect_right(self._ends, number)
         start = self._ends[group - 1] if group else 0
         return self._group(group).slice(number - start, 1).to_pylist()[0]
-
-    def _scan(self) -> Iterator[Row]:
-        for group in range(len(self._ends)):
-            for chunk in self._group(group).to_batches(max_chunksize=CHUNK):
-                yield from chunk.to_pylist()
 
     def _group(self, group: int) -> Table:
         if group not in self._decoded:
@@ -164,7 +155,6 @@ class ColumnRows(StoredRows):
 
 
 def parquet_groups(source: str) -> Groups:
-    """The row groups of a .parquet file."""
     arrow, path = _pyarrow(source), Path(source).absolute()
 
     def decode(group: int) -> Table:
@@ -192,19 +182,20 @@ def arrow_groups(source: str) -> Groups:
 
 
 def _pyarrow(source: str) -> Any:
-    try:
-        for module in ("pyarrow.ipc", "pyarrow.parquet"):
-            importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(
-            f'dataset {source}: .parquet and .arrow files need pyarrow: pip install "paceline[data]"'
-        ) from error
+    for module in ("pyarrow.ipc", "pyarrow.parquet"):
+        _import(module, f"dataset {source}: .parquet and .arrow files need pyarrow")
     return importlib.import_module("pyarrow")
+
+
+def _import(module: str, need: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(f'{need}: pip install "paceline[data]"') from error
 
 
 @contextmanager
 def _wrap_arrow_errors(source: str) -> Generator[None]:
-    """As `wrap_read_errors`, and what pyarrow objects to."""
     try:
         with wrap_read_errors(source):
             yield
@@ -212,19 +203,12 @@ def _wrap_arrow_errors(source: str) -> Generator[None]:
         raise DataError(f"dataset {source}: cannot be read: {str(error).splitlines()[0]}") from error
 
 
-Opener = Callable[[str, RowShape, int | None], StoredRows]
-
-
-def _columns(groups: Callable[[str], Groups]) -> Opener:
-    return lambda source, shape, limit: ColumnRows(source, groups(source), shape, limit)
-
-
-FORMATS: dict[str, Opener] = {
-    ".json": _in_memory(parsing.json_rows),
+FORMATS: dict[str, Callable[[str, RowShape, int | None], StoredRows]] = {
+    ".json": partial(_in_memory, parsing.json_rows),
     ".jsonl": JsonLines,
-    ".csv": _in_memory(parsing.csv_rows),
-    ".parquet": _columns(parquet_groups),
-    ".arrow": _columns(arrow_groups),
+    ".csv": partial(_in_memory, parsing.csv_rows),
+    ".parquet": partial(ColumnRows, parquet_groups),
+    ".arrow": partial(ColumnRows, arrow_groups),
 }
 
 
@@ -241,12 +225,7 @@ def open_hub(uri: str, shape: RowShape, limit: int | None) -> ListRows:
     name, _, config = place.partition(":")
     if not split or not name:
         raise DataError(f"dataset {uri}: write `split@owner/name`, train@openai/gsm8k say")
-    try:
-        datasets: Any = importlib.import_module("datasets")
-    except ImportError as error:
-        raise DataError(
-            f'dataset {uri}: datasets of the hub need the datasets package: pip install "paceline[data]"'
-        ) from error
+    datasets = _import("datasets", f"dataset {uri}: datasets of the hub need the datasets package")
     try:
         rows = datasets.load_dataset(name, config or None, split=split)
     # All it raises of its own: a missing name, split or config, no network, files it cannot parse.
@@ -268,11 +247,9 @@ class DatasetUri:
     uri: str
     scheme: str
     name: str
-    """The part before the question mark: a task, a split."""
     options: Mapping[str, str]
 
     def integer(self, option: str, default: int | None = None, least: int = 1) -> int | None:
-        """An option that is a whole number."""
         text = self.options.get(option)
         if text is None:
             return default
@@ -355,33 +332,23 @@ def listed_rows(
 
 
 def _open(uri: str, shape: RowShape, limit: int | None, schemes: Mapping[str, Scheme]) -> StoredRows:
-    path = Path(uri)
+    path, names = Path(uri), ", ".join(f"`{name}:`" for name in sorted(schemes)) or "none"
     if path.suffix in FORMATS and ("@" not in uri or path.exists()):
         return FORMATS[path.suffix](uri, shape, limit)
-    if (address := parse_address(uri)) is not None:
-        return _open_address(address, shape, limit, schemes)
-    if "@" in uri:
-        return open_hub(uri, shape, limit)
-    raise DataError(
-        f"dataset {uri}: not a {', '.join(FORMATS)} file, nor `split@owner/name`; schemes: {_known_schemes(schemes)}"
-    )
-
-
-def _open_address(address: DatasetUri, shape: RowShape, limit: int | None, schemes: Mapping[str, Scheme]) -> StoredRows:
-    uri, scheme = address.uri, schemes.get(address.scheme)
+    if (address := parse_address(uri)) is None:
+        if "@" in uri:
+            return open_hub(uri, shape, limit)
+        raise DataError(f"dataset {uri}: not a {', '.join(FORMATS)} file, nor `split@owner/name`; schemes: {names}")
+    scheme = schemes.get(address.scheme)
     if address.scheme == FROM_PYTHON:
         raise DataError(
             f"dataset {uri} stands for rows that were given to paceline.train: call it again with the same arguments "
             'and resume="latest", or name a file of the rows'
         )
     if scheme is None:
-        raise DataError(f"dataset {uri}: there is no scheme `{address.scheme}:`; schemes: {_known_schemes(schemes)}")
+        raise DataError(f"dataset {uri}: there is no scheme `{address.scheme}:`; schemes: {names}")
     if unknown := sorted(address.options.keys() - {"limit", *scheme.options}):
         known = ", ".join(f"`{option}`" for option in ("limit", *scheme.options))
         raise DataError(f"dataset {uri}: there is no option `{unknown[0]}`; `{address.scheme}:` knows {known}")
     limits = [n for n in (limit, address.integer("limit")) if n is not None]
     return ListRows(scheme.open(address), f"dataset {uri}", shape, min(limits, default=None))
-
-
-def _known_schemes(schemes: Mapping[str, Scheme]) -> str:
-    return ", ".join(f"`{name}:`" for name in sorted(schemes)) or "none"

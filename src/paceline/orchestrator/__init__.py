@@ -1,10 +1,11 @@
 """Orchestrates a run: gate, dispatcher, training loop, evaluation, resume."""
 
+from paceline.errors import RunStopped
+from paceline.orchestrator.admission import Breaker
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint
-from paceline.orchestrator.failures import Breaker, RunStopped
+from paceline.orchestrator.episodes import TrainEnv, build_train_envs, open_algorithms
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.loop import Orchestrator, OrchestratorParts, RollBack
-from paceline.orchestrator.train_env import TrainEnv, build_train_envs, open_algorithms
 from paceline.util.deadlines import Clock
 
 __all__ = [

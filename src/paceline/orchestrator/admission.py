@@ -5,29 +5,26 @@
 Counts finished, dropped and failed groups between two batches, for metrics and curriculum.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.config import RunConfig
+from paceline.config import BreakerConfig, RunConfig
 from paceline.config.filters import LengthConfig
 from paceline.data import Sample
-from paceline.errors import PacelineError
-from paceline.orchestrator.buffered import ReadyGroup
-from paceline.orchestrator.failures import Breaker, RunStopped
+from paceline.errors import PacelineError, RunStopped
+from paceline.orchestrator.episodes import TrainEnv, stop_error
 from paceline.orchestrator.gate import limit_staleness
 from paceline.orchestrator.replay import ReplayedGroup
-from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Group, Rollout
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
 
 COUNTS = ("dropped", "lost_samples", "failed_rollouts", "stale_samples", "stale_tokens")
-"""The numbers of a tally."""
 
 
 @dataclass(slots=True)
@@ -39,7 +36,6 @@ class Tally:
     batch_groups: list[Group] | None = None
     """Of those, the groups that led to the batch that shipped, once `resolved_by` was called."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Groups, by reason."""
     failed_rollouts: int = 0
     stale_samples: int = 0
     stale_tokens: int = 0
@@ -51,36 +47,70 @@ class Tally:
         """Groups that led to this batch, in ticket order: those that trained and those that were dropped. Another call
         returns the same list; a group that has finished since belongs to the next batch."""
         if self.batch_groups is None:
-            last = max(group.ticket.number for group in batch if not isinstance(group, ReplayedGroup))
-            past = [group for group in self.resolved if group.ticket.number <= last]
-            self.batch_groups = sorted(past, key=lambda group: group.ticket.number)
+            last = max(group.ticket for group in batch if not isinstance(group, ReplayedGroup))
+            past = [group for group in self.resolved if group.ticket <= last]
+            self.batch_groups = sorted(past, key=lambda group: group.ticket)
         return self.batch_groups
 
     def split_next(self, batch: Sequence[Group]) -> "Tally":
-        """Keep what led to this batch; answers with the beginning of the next one's: groups drawn after its last
+        """Keep what led to this batch; answers with the next tally, which begins with groups drawn after its last
         ticket."""
-        past = self.resolved_by(batch)
-        taken = {group.ticket.number for group in past}
-        rest = Tally(resolved=[group for group in self.resolved if group.ticket.number not in taken])
+        past, taken = self.resolved_by(batch), {group.ticket for group in self.resolved_by(batch)}
+        rest = Tally([group for group in self.resolved if group.ticket not in taken])
         self.resolved = past
         return rest
 
     def counts(self) -> dict[str, Any]:
-        """The numbers alone, as a checkpoint keeps them."""
         return {name: getattr(self, name) for name in COUNTS}
 
     @classmethod
     def of(cls, resolved: list[Group], counts: Mapping[str, Any]) -> "Tally":
-        """Back to a checkpoint's."""
-        found: dict[str, Any] = {name: counts[name] for name in COUNTS if name in counts}
-        found |= {name: Counter(numbers) for name, numbers in found.items() if isinstance(numbers, dict)}
+        kept = {name: counts[name] for name in COUNTS if name in counts}
+        found: dict[str, Any] = {name: Counter(n) if isinstance(n, dict) else n for name, n in kept.items()}
         return cls(resolved, **found)
+
+
+class FailedRollout(NamedTuple):
+    error: str
+    where: str
+    raised: BaseException | None
+
+
+class Breaker:
+    """Opens after n failures in a row, or when half of the latest rollouts failed. Names the first cause of those that
+    count, and the last where that is another. A rollout that a retry saved is no failure."""
+
+    def __init__(self, config: BreakerConfig) -> None:
+        self._config = config
+        self._recent: deque[FailedRollout | None] = deque(maxlen=config.window)
+        """The latest rollouts, None for those that did not fail."""
+        self._consecutive = 0
+        self._first: FailedRollout | None = None
+
+    def record_success(self) -> None:
+        self._consecutive, self._first = 0, None
+        self._recent.append(None)
+
+    def record_failure(self, error: str, where: str = "", raised: BaseException | None = None) -> None:
+        """Count a failed rollout; raises `RunStopped` when it is one too many."""
+        last = FailedRollout(error, where, raised)
+        self._consecutive, self._first = self._consecutive + 1, self._first or last
+        self._recent.append(last)
+        failed, window = [failure for failure in self._recent if failure is not None], self._config.window
+        if self._consecutive >= self._config.consecutive:
+            text, first = f"{self._consecutive} rollouts failed in a row", self._first
+        elif len(self._recent) == window and 2 * len(failed) >= window:
+            text, first = f"{len(failed)} of the last {window} rollouts failed", failed[0]
+        else:
+            return
+        other = f"; the last: {last.error}{last.where}" if last.error != first.error else ""
+        text += f"; the first cause: {first.error}{first.where}{other}. Mend that, or let [breaker] allow more"
+        raise stop_error(text, first.raised)
 
 
 SOLVED_SHARE = 0.9
 """Share of groups that must earn the highest reward for the task to count as solved."""
 MIN_GROUPS = 100
-"""However small a batch is: a hard task may well go without a signal for some groups."""
 FULL_REWARD = 1.0
 """Counts as the highest reward in a run that has seen no other."""
 OFF_HINT = "or set breaker.no_signal = 0 to draw on all the same"
@@ -89,41 +119,33 @@ OFF_HINT = "or set breaker.no_signal = 0 to draw on all the same"
 class NoSignalBreaker:
     """Counts groups in a row that were dropped because nothing in them can train.
 
-    After `breaker.no_signal` batches' worth of them, and at least `MIN_GROUPS`, the run ends: as finished where it
-    has trained and nearly all of these groups earn the highest reward it has seen, else as failed.
+    After `breaker.no_signal` batches' worth of them, and at least `MIN_GROUPS` (a hard task may well go without a
+    signal for some groups), the run ends: as finished where it has trained and nearly all of these groups earn the
+    highest reward it has seen, else as failed.
     """
 
     def __init__(self, config: RunConfig, smallest_group: int) -> None:
         batches = config.breaker.no_signal
         self._limit = max(MIN_GROUPS, batches * (config.batch_size // smallest_group)) if batches else 0
-        self._groups = self._rollouts = self._unrewarded = self._too_small = 0
-        self._uniform_rewards: Counter[float] = Counter()
-        """Groups by the one reward that all their rollouts got."""
+        self._streak: deque[tuple[int, set[float], bool]] = deque(maxlen=self._limit)
+        """Of each group in a row: its rollouts, their rewards, and whether it was too small."""
         self._low, self._high = inf, -inf
         """Rewards seen since this process began, whether they trained or not."""
 
     def record_signal(self, group: Group) -> None:
-        """A group that may train."""
         self._track_rewards(group)
-        self._groups = self._rollouts = self._unrewarded = self._too_small = 0
-        self._uniform_rewards.clear()
+        self._streak.clear()
 
     def record_no_signal(self, group: Group, version: int, too_small: bool = False) -> str:
-        """A group that cannot, or is too small because the environment dropped episodes. Answers with why the task
-        counts as solved, once that is so; raises `RunStopped` once nothing is to be hoped for."""
-        self._groups += 1
-        self._rollouts += len(group.rollouts)
-        self._unrewarded += not group.rollouts
-        self._too_small += too_small
-        rewards = self._track_rewards(group)
-        if len(rewards) == 1 and not too_small:
-            self._uniform_rewards[rewards.pop()] += 1
-        if not self._limit or self._groups < self._limit:
+        """A group that cannot train, or is too small because the environment dropped episodes. Answers with why the
+        task counts as solved, once that is so; raises `RunStopped` once nothing is to be hoped for."""
+        self._streak.append((len(group.rollouts), self._track_rewards(group), too_small))
+        if not self._limit or len(self._streak) < self._limit:
             return ""
-        best = self._uniform_rewards[self._high] / self._groups
+        best = self._uniform_rewards()[self._high] / self._limit
         if version and best >= SOLVED_SHARE and (self._low < self._high or self._high >= FULL_REWARD):
             return (
-                f"solved: in {best:.0%} of the last {self._groups} groups every reward is {self._high:g}, the highest "
+                f"solved: in {best:.0%} of the last {self._limit} groups every reward is {self._high:g}, the highest "
                 "there is, and none tells its tries apart: nothing is left to learn here"
             )
         raise RunStopped(self._stop_message())
@@ -134,21 +156,27 @@ class NoSignalBreaker:
             self._low, self._high = min(self._low, *rewards), max(self._high, *rewards)
         return rewards
 
+    def _uniform_rewards(self) -> Counter[float]:
+        """Groups by the one reward that all their rollouts got."""
+        return Counter(next(iter(r)) for _, r, too_small in self._streak if len(r) == 1 and not too_small)
+
     def _stop_message(self) -> str:
-        if self._unrewarded == self._groups:
+        groups, rollouts = len(self._streak), sum(count for count, _, _ in self._streak)
+        uniform, empty = self._uniform_rewards(), sum(not count for count, _, _ in self._streak)
+        if empty == groups:
             return (
-                f"the environment dropped every episode of the last {self._groups} groups (it answered None), so "
+                f"the environment dropped every episode of the last {groups} groups (it answered None), so "
                 f"nothing trains: return a reward for some of them, {OFF_HINT}"
             )
-        if self._too_small == self._groups:
+        if all(too_small for _, _, too_small in self._streak):
             return (
-                f"the environment dropped so many episodes of each of the last {self._groups} groups (it answered "
+                f"the environment dropped so many episodes of each of the last {groups} groups (it answered "
                 "None) that too few are left to compare, so nothing trains: return a reward for more of them, lower "
                 f"env.min_group_size, {OFF_HINT}"
             )
-        if len(self._uniform_rewards) == 1 and sum(self._uniform_rewards.values()) + self._unrewarded == self._groups:
-            (reward,) = self._uniform_rewards
-            found = f"every reward of the last {self._groups} groups ({self._rollouts} rollouts) was {reward:g}"
+        if len(uniform) == 1 and uniform.total() + empty == groups:
+            (reward,) = uniform
+            found = f"every reward of the last {groups} groups ({rollouts} rollouts) was {reward:g}"
             if reward >= FULL_REWARD:
                 return (
                     f"{found}: the policy solves the task already, or the reward pays whatever is said. Nothing is "
@@ -160,16 +188,14 @@ class NoSignalBreaker:
                 f"with sft, raise sampling.max_tokens if replies are cut off, {OFF_HINT}"
             )
         return (
-            f"in none of the last {self._groups} groups ({self._rollouts} rollouts) did the tries of one row differ in "
+            f"in none of the last {groups} groups ({rollouts} rollouts) did the tries of one row differ in "
             f"what trains, so nothing does: let the reward tell them apart, raise group_size or sampling.temperature, "
             f"{OFF_HINT}"
         )
 
 
 LENGTH_PENALTY = "length/penalty"
-"""The metric of a rollout that says what its length cost it: `reward` is what is left."""
 GROUP_FILTER = "group_filter"
-"""Why a group was dropped that the user's filter does not keep."""
 
 
 class FilterError(PacelineError):
@@ -187,13 +213,11 @@ class Filters:
             raise FilterError(f"filters.group: {self._hook.import_path} is no function: name one `fn(group, **kwargs)`")
 
     def before_credit(self, group: Group) -> None:
-        """Take what length costs off the rewards."""
         if self._length.buffer:
             for rollout in group.rollouts:
                 apply_length_penalty(rollout, self._length, self._max_tokens)
 
     def after_credit(self, group: Group) -> None:
-        """Silence what must not train."""
         for rollout in group.rollouts if self._length.mask_truncated else ():
             # A reply that was cut off may have been right so far: its reward blames tokens that did nothing wrong. So
             # nothing it said trains; its context may.
@@ -201,7 +225,6 @@ class Filters:
                 rollout.samples = [_mask_sample(sample) for sample in rollout.samples]
 
     def keeps(self, group: Group) -> bool:
-        """The user's own judgement."""
         if self._user_filter is None or self._hook is None:
             return True
         where = f"filters.group: {self._hook.import_path}, env `{group.ticket.env}`, ticket {group.ticket.number}"
@@ -226,16 +249,29 @@ def apply_length_penalty(rollout: Rollout, rule: LengthConfig, max_tokens: int) 
 
 
 def reward_before_penalty(rollout: Rollout) -> float:
-    """The environment's reward, before the length penalty."""
     return (rollout.reward or 0.0) + rollout.metrics.get(LENGTH_PENALTY, 0.0)
 
 
 def _mask_sample(sample: Sample) -> Sample:
     context = None if sample.ce_weights is None else np.where(sample.loss_mask, np.float32(0), sample.ce_weights)
-    nothing = np.zeros(len(sample), np.float32)
-    return sample.with_streams(
-        rl_weights=nothing, ref_kl_weights=None, ce_weights=context if context is not None and context.any() else None
-    )
+    if context is not None and not context.any():
+        context = None
+    return sample.with_streams(rl_weights=np.zeros(len(sample), np.float32), ref_kl_weights=None, ce_weights=context)
+
+
+@dataclass(slots=True)
+class ReadyGroup:
+    group: Group
+    fresh_until: float
+    """The last version at which all of it may train, so that few are looked at again."""
+    is_streaming: bool = False
+    """The next batch has begun to train on it."""
+
+    @classmethod
+    def of(cls, group: Group, staleness: int) -> "ReadyGroup":
+        """Tokens of a frozen sampler never go stale; a group without a sample is old from the beginning."""
+        oldest = [sample.oldest_version for sample in group.samples()]
+        return cls(group, min((inf if version is None else version + staleness for version in oldest), default=-1))
 
 
 NO_SIGNAL = "zero_advantage"
@@ -248,13 +284,9 @@ class GroupAdmission:
     """Each group is judged once, and credited then. What it did is in the tally."""
 
     def __init__(self, config: RunConfig, envs: Mapping[str, TrainEnv], warn: Callable[[str], None]) -> None:
-        self._config = config
-        self._envs = envs
-        self._warn = warn
-        self._breaker = Breaker(config.breaker)
-        self._filters = Filters(config)
-        self._drops_in_a_row = 0
-        smallest = min(env.group_size for env in envs.values())
+        self._config, self._envs, self._warn = config, envs, warn
+        self._breaker, self._filters = Breaker(config.breaker), Filters(config)
+        smallest, self._drops_in_a_row = min(env.group_size for env in envs.values()), 0
         self._next_warning = WARN_AFTER_BATCHES * config.batch_size // smallest
         self._no_signal = NoSignalBreaker(config, smallest)
         self.solved_reason = ""
@@ -265,14 +297,16 @@ class GroupAdmission:
         """The group as it may train at this version, or why it must not."""
         self._count_failures(group)
         self.tally.resolved.append(group)
-        verdict = self._assign_credit(group) or self._ready_group(group, version)
+        verdict = self._assign_credit(group) or ReadyGroup.of(group, self._config.staleness)
+        if isinstance(verdict, ReadyGroup) and version > verdict.fresh_until:
+            is_left = self.limit_group_staleness(group, version)
+            verdict = ReadyGroup.of(group, self._config.staleness) if is_left else "stale"
         if isinstance(verdict, str):
             self._count_drop(group, verdict)
             # What failed is the breaker's to count; what the environment dropped is not, and may go on for ever.
-            if verdict == NO_SIGNAL or (verdict == TOO_SMALL and all(rollout.dropped for rollout in group.failed)):
-                self.solved_reason = self.solved_reason or self._no_signal.record_no_signal(
-                    group, version, verdict == TOO_SMALL
-                )
+            too_small = verdict == TOO_SMALL and all(rollout.dropped for rollout in group.failed)
+            if (verdict == NO_SIGNAL or too_small) and not self.solved_reason:
+                self.solved_reason = self._no_signal.record_no_signal(group, version, too_small)
         else:
             self._drops_in_a_row = 0
             self._no_signal.record_signal(group)
@@ -305,12 +339,6 @@ class GroupAdmission:
             return NO_SIGNAL
         return None if self._filters.keeps(group) else GROUP_FILTER
 
-    def _ready_group(self, group: Group, version: int) -> ReadyGroup | str:
-        finished = ReadyGroup.of(group, self._config.staleness)
-        if version <= finished.fresh_until:
-            return finished
-        return ReadyGroup.of(group, self._config.staleness) if self.limit_group_staleness(group, version) else "stale"
-
     def _count_failures(self, group: Group) -> None:
         self.tally.failed_rollouts += len(group.failed)
         for rollout in sorted([*group.failed, *group.rollouts], key=lambda rollout: rollout.member):
@@ -326,8 +354,9 @@ class GroupAdmission:
         if self._drops_in_a_row == self._next_warning:
             self._next_warning *= 2
             mend = "make the task easier, raise group_size, or let the reward tell rollouts apart"
-            mend = "look at what filters.group asks for" if reason == GROUP_FILTER else mend
-            if reason == TOO_SMALL and group.failed:
+            if reason == GROUP_FILTER:
+                mend = "look at what filters.group asks for"
+            elif reason == TOO_SMALL and group.failed:
                 dropped = f"the last one has {group.members} of {group.size} episodes left: "
                 mend = f"{dropped}{group.failed[0].error}. An environment drops an episode by returning None"
             self._warn(f"the last {self._drops_in_a_row} groups were all dropped ({reason}), so nothing trains: {mend}")
@@ -335,12 +364,11 @@ class GroupAdmission:
 
 def has_no_signal(group: Group) -> bool:
     """No sample of the group would move a weight: where rl trains every advantage is zero, and nothing else trains."""
-    return not any(map(_has_gradient, group.samples()))
-
-
-def _has_gradient(sample: Sample) -> bool:
-    if any(weights is not None and weights.any() for weights in (sample.ce_weights, sample.ref_kl_weights)):
-        return True
-    # Credit that is not there yet comes from a critic, or when the batch ships.
-    pending = sample.advantages is None or sample.rewards is not None
-    return bool((sample.rl if pending else sample.rl * sample.advantages).any())
+    for sample in group.samples():
+        if any(weights is not None and weights.any() for weights in (sample.ce_weights, sample.ref_kl_weights)):
+            return False
+        # Credit that is not there yet comes from a critic, or when the batch ships.
+        pending = sample.advantages is None or sample.rewards is not None
+        if (sample.rl if pending else sample.rl * sample.advantages).any():
+            return False
+    return True

@@ -10,17 +10,17 @@ and training does not.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.config import RunConfig
 from paceline.data import Ledger, State, Ticket
-from paceline.orchestrator.admission import GroupAdmission, Tally
-from paceline.orchestrator.buffered import Buffer, DispatcherState, ReadyGroup, total_size
-from paceline.orchestrator.episodes import RolloutRunner
-from paceline.orchestrator.failures import RunStopped
+from paceline.data.rollout import groups_that_fit, total_size
+from paceline.errors import RunStopped
+from paceline.orchestrator.admission import GroupAdmission, ReadyGroup, Tally
+from paceline.orchestrator.checkpoint import DispatcherState
+from paceline.orchestrator.episodes import RolloutRunner, TrainEnv
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.replay import Replay
-from paceline.orchestrator.train_env import TrainEnv
 from paceline.rollout import Group
 from paceline.util.deadlines import ABANDON_SECONDS, named_wait
 from paceline.util.user_code import hook_error
@@ -28,19 +28,13 @@ from paceline.util.user_code import hook_error
 STALE, OVERSAMPLED = "stale", "oversampled"
 """Why groups are dropped that nothing is wrong with: they came too late. Their environment may draw in their place, or
 the slow ones would get less than their weight."""
-SKIPPED = "skipped_draw"
-BAD_ROW = "bad_row"
 CLEAN_UP_SECONDS = ABANDON_SECONDS + 5.0
 """Time for cancelled episodes to clean up: by then, those that do not end are abandoned."""
 
 TrainEarly = Callable[[list[Group]], Awaitable[None]]
-"""Begins the work on part of a batch."""
 
 
-@dataclass(slots=True)
-class GroupInFlight:
-    """A group being played."""
-
+class GroupInFlight(NamedTuple):
     task: "asyncio.Task[Group]"
     env: TrainEnv
     start_version: int
@@ -59,12 +53,9 @@ class Dispatcher:
         ledger: Ledger,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._config = config
-        self._envs = envs
-        self._runner = runner
-        self._gate = gate
+        self._config, self._envs, self._runner = config, envs, runner
+        self._gate, self._ledger = gate, ledger
         gate.extra = config.extra_rollouts
-        self._ledger = ledger
         self.admission = GroupAdmission(config, envs, warn)
         self._replay = Replay(config.replay, config.staleness)
         self._replays: list[Group] = []
@@ -73,32 +64,27 @@ class Dispatcher:
         """The versions that drawing and shipping have taken note of."""
         self._in_flight: dict[Ticket, GroupInFlight] = {}
         self._cancelling: set[asyncio.Task[Group]] = set()
-        """Cancelled tasks that have not ended yet."""
         self._out_of_order: dict[Ticket, Group] = {}
         """Landed before others that must be judged first."""
-        self._buffer = Buffer()
+        self._buffer: dict[Ticket, ReadyGroup] = {}
         self._smallest = min(env.group_size for env in envs.values())
-        self._changed = asyncio.Event()
+        self._changed, self._stopped = asyncio.Event(), False
         self._failure: BaseException | None = None
-        self._stopped = False
         self.dropped_groups: list[tuple[Group, str]] = []
         """Finished groups that were dropped, and why, until the orchestrator records them."""
         self.skipped_draws: frozenset[tuple[str, int]] = frozenset()
         """Draws, by environment and number, that are dropped and not played: they broke a step in an earlier life."""
 
     def refill(self) -> None:
-        """Start groups while the gate has room."""
         if self._refill_version != self._gate.version:
             self._on_new_version()
         while not self._stopped and (env := self._next_env()) is not None:
             if not self._ledger.waiting:
                 self._ledger.draw(env.draw(self._ledger.drawn))
             ticket = self._ledger.start()
-            if self.skipped_draws and (ticket.env, ticket.draw) in self.skipped_draws:
-                self._drop(ticket, SKIPPED)
-                continue
-            if ticket.row in env.bad_rows:
-                self._drop(ticket, BAD_ROW)
+            is_skipped = (ticket.env, ticket.draw) in self.skipped_draws
+            if is_skipped or ticket.row in env.bad_rows:
+                self._drop(ticket, "skipped_draw" if is_skipped else "bad_row")
                 continue
             self._gate.start(env.group_size)
             task = asyncio.create_task(self._runner.run_group(env, ticket), name=f"ticket {ticket.number}")
@@ -144,7 +130,6 @@ class Dispatcher:
             self._envs[ticket.env].late_groups += 1
 
     def remember(self, batch: Sequence[Group]) -> None:
-        """These groups trained, and may train again."""
         self._replay.remember([group for group in batch if group.samples()])
 
     def _on_group_done(self, task: "asyncio.Task[Group]", ticket: Ticket) -> None:
@@ -178,7 +163,6 @@ class Dispatcher:
             self._admit(self._out_of_order.pop(first))
 
     def _admit(self, group: Group) -> None:
-        """Judged, it waits for a batch or gives its slots back."""
         try:
             verdict = self.admission.admit(group, self._gate.version)
         except BaseException:
@@ -204,7 +188,7 @@ class Dispatcher:
                     raise self._failure
                 self._drop_stale()
                 self.refill()
-                batch = self._buffer.oldest(self._config.batch_size - total_size(self._replays))
+                batch = self._oldest_groups(self._config.batch_size - total_size(self._replays))
                 full = total_size([*batch, *self._replays]) + self._smallest > self._config.batch_size
                 if not (full or self._in_flight) and self._replays:
                     # Replay fills batches up; it does not stand in for the fresh groups that a batch lacks.
@@ -215,29 +199,43 @@ class Dispatcher:
                     return self._ship(batch) if batch else None
                 if self._stopped:
                     return None
-                if ahead is not None and (early := self._buffer.mark_streaming(batch)):
-                    await ahead(early)
-                    continue
+                if ahead is not None:
+                    new = [ready for group in batch if not (ready := self._buffer[group.ticket]).is_streaming]
+                    for ready in new:
+                        ready.is_streaming = True
+                    if new:
+                        await ahead([ready.group for ready in new])
+                        continue
                 self._changed.clear()
                 await self._changed.wait()  # bounded: each episode has a timeout
 
+    def _oldest_groups(self, room: int) -> list[Group]:
+        """As many buffered groups as fit, in ticket order, those that train already before all others."""
+        order = sorted(self._buffer.items(), key=lambda item: (not item[1].is_streaming, item[0]))
+        return groups_that_fit((ready.group for _, ready in order), room)
+
+    def _buffered_groups(self) -> list[Group]:
+        return [self._buffer[ticket].group for ticket in sorted(self._buffer)]
+
     def _drop_stale(self) -> None:
         """Look again at what waits in the buffer, but only when a new version has made it older."""
-        if self._checked_version == self._gate.version:
+        version = self._gate.version
+        if self._checked_version == version:
             return
-        self._checked_version = self._gate.version
-        for group in self._buffer.possibly_stale(self._gate.version):
-            if not self.admission.limit_group_staleness(group, self._gate.version):
+        self._checked_version = version
+        for group in [ready.group for ready in self._buffer.values() if version > ready.fresh_until]:
+            if not self.admission.limit_group_staleness(group, version):
                 self._drop_buffered(group, STALE)
 
     def _drop_buffered(self, group: Group, reason: str) -> None:
-        self._buffer.remove([group])
+        del self._buffer[group.ticket]
         self._gate.release(group.size)
         self._drop(group.ticket, reason)
         self.dropped_groups.append((group, reason))
 
     def _ship(self, batch: list[Group]) -> list[Group]:
-        self._buffer.remove(batch)
+        for group in batch:
+            del self._buffer[group.ticket]
         if self._gate.extra and not self._config.staleness and self._config.on_stale == "drop":
             self._drop_leftovers()
         for group in self._replays:  # under new tickets: drawn only now, they train before the next checkpoint
@@ -250,7 +248,7 @@ class Dispatcher:
 
     def _drop_leftovers(self) -> None:
         """Drop what would be too old at the next version: all groups but those sampled by a frozen model."""
-        for group in self._buffer.groups():
+        for group in self._buffered_groups():
             if self._envs[group.ticket.env].algorithm.client is None:
                 self._drop_buffered(group, OVERSAMPLED)
         for ticket, flight in list(self._in_flight.items()):
@@ -266,7 +264,6 @@ class Dispatcher:
 
     @property
     def tally(self) -> Tally:
-        """The tally since the last batch was reported."""
         return self.admission.tally
 
     def take_tally(self, batch: Sequence[Group]) -> Tally:
@@ -291,14 +288,9 @@ class Dispatcher:
     def state(self) -> DispatcherState:
         """State for the checkpoint. Groups in flight are not in it: their tickets wait for a resume."""
         late = {env.name: env.late_groups for env in self._envs.values()}
-        forgone = {env.name: env.forgone_share for env in self._envs.values()}
-        return DispatcherState(
-            buffered=self._buffer.groups(),
-            resolved=list(self.tally.resolved),
-            remembered=self._replay.state(),
-            chosen=list(self._replays),
-            counts=self.tally.counts() | {"late": late, "forgone": forgone},
-        )
+        counts = self.tally.counts() | {"late": late, "forgone": {e.name: e.forgone_share for e in self._envs.values()}}
+        resolved, chosen = list(self.tally.resolved), list(self._replays)
+        return DispatcherState(self._buffered_groups(), resolved, self._replay.state(), chosen, counts)
 
     def load(self, held: DispatcherState) -> list[Ticket]:
         """Back to a checkpoint, at the gate's version; answers with the tickets whose groups are in the buffer again.
@@ -312,7 +304,7 @@ class Dispatcher:
         self._replays = self._replay.still_fresh(held.chosen, version, self._gate.replay_capacity)
         self._gate.replay(total_size(self._replays))
         self._refill_version, self._checked_version = version, -1
-        self._buffer, self._out_of_order = Buffer(), {}
+        self._buffer, self._out_of_order = {}, {}
         for group in held.buffered:
             env = self._envs.get(group.ticket.env)
             fits = env is not None and group.size == env.group_size <= self._gate.capacity
@@ -325,4 +317,4 @@ class Dispatcher:
         for env in self._envs.values():
             env.late_groups = held.counts.get("late", {}).get(env.name, 0)
             env.forgone_share = held.counts.get("forgone", {}).get(env.name, 0.0)
-        return [group.ticket for group in self._buffer.groups()]
+        return [group.ticket for group in self._buffered_groups()]

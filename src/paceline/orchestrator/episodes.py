@@ -1,32 +1,208 @@
-"""Plays episodes: a ticket becomes a group of finished rollouts."""
+"""Sets up the environments of a run (their rows, cursors and algorithms), and plays their episodes."""
 
 import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from math import nan
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+from paceline.algorithms import Algorithm, AlgorithmContext, credit_for
 from paceline.clients import NoEngineLeft
-from paceline.data import Row, Ticket
+from paceline.clients.frozen import FrozenPool, attach
+from paceline.config import RunConfig
+from paceline.config.env import EnvConfig
+from paceline.config.filters import FailuresConfig
+from paceline.config.model import ModelRef
+from paceline.data import BadRows, Cursor, Row, Ticket, decontaminate, make_cursor, row_digest, skipped_rows
 from paceline.data.rollout import copy_value
-from paceline.envs import Environment, Outcome
-from paceline.envs.base import LARGEST_REWARD, short_repr
-from paceline.errors import Mismatch
-from paceline.orchestrator.failures import FailureKind, error_text, failure_kind, stop_error
-from paceline.orchestrator.train_env import TrainEnv
+from paceline.envs import EnvError, Environment, Outcome, build_environment
+from paceline.envs.base import LARGEST_REWARD, JudgeFailed, short_repr
+from paceline.envs.workers import WorkerFailed
+from paceline.errors import EngineError, Mismatch, RequestError, RunStopped
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
 from paceline.rollout.render import ToolsDropped
 from paceline.util.deadlines import AbandonedError, Clock, DeadlineError, gather_or_cancel
 from paceline.util.rate_limited_logger import RateLimitedLogger
-from paceline.util.user_code import is_cancelled, is_ctrl_c
+from paceline.util.user_code import (
+    UserCodeError,
+    cause_chain,
+    describe_error,
+    full_traceback,
+    is_cancelled,
+    is_ctrl_c,
+    user_code,
+    user_frames,
+)
 
 TRAIN, EVAL, MATCH = 0, 1, 2
 """Domains of sampling noise, so that evaluation and ratings never draw what training draws."""
 
 T = TypeVar("T")
 limited_log = RateLimitedLogger(logging.getLogger("paceline.episodes"))
+
+
+@dataclass(slots=True)
+class TrainEnv:
+    """An environment on its way through a run."""
+
+    config: EnvConfig
+    environment: Environment
+    algorithm: Algorithm
+    rows: Sequence[Row]
+    eval_rows: Sequence[Row]
+    cursor: Cursor
+    draws: int | None = None
+    """Tickets to draw in all; None is no end."""
+    late_groups: int = 0
+    """Groups of it that were dropped because they came too late for any batch."""
+    paused: bool = False
+    forgone_share: float = 0.0
+    """Places over the weight that went to others while it was paused."""
+    note: str = ""
+    """Something about the rows that the user should hear of."""
+    failures: FailuresConfig = field(default_factory=FailuresConfig)
+    row_digest: dict[str, Any] = field(default_factory=dict)
+    """Of the training rows: a checkpoint keeps it, and a resumed run compares."""
+    bad_rows: frozenset[int] = frozenset()
+    """Rows that cannot train: their draws are dropped."""
+    skipped: int = 0
+    """Bad rows: those, and others that were left out when the datasets were opened."""
+
+    def skip(self, *found: BadRows) -> None:
+        for bad in filter(None, found):
+            self.note = "; ".join(filter(None, [self.note, f"{self.name}: {bad}"]))
+            self.skipped += len(bad)
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def group_size(self) -> int:
+        assert self.config.group_size is not None
+        return self.config.group_size
+
+    @property
+    def exhausted(self) -> bool:
+        return self.draws is not None and self.cursor.draws >= self.draws
+
+    @property
+    def share(self) -> float:
+        """Places drawn so far over the weight: the environment with the least is next. Groups that came too late do not
+        count, so a slow environment draws them again and has its share of what trains. Filtered groups count: an
+        environment without a signal must not keep the others waiting."""
+        return (self.cursor.draws - self.late_groups) * self.group_size / self.config.weight + self.forgone_share
+
+    def draw(self, number: int) -> Ticket:
+        epoch, draw, row = self.cursor.draw()
+        return Ticket(number, self.name, epoch, draw, row)
+
+
+def build_train_envs(config: RunConfig, given: dict[str, Environment] | None = None) -> dict[str, TrainEnv]:
+    """The run's environments by name. `given` ones replace those the run file names."""
+    given = given or {}
+    if unknown := given.keys() - {env.name for env in config.env}:
+        raise EnvError(f"environments {sorted(unknown)} are not in the run file: add an [[env]] of that name")
+    return {env.name: _train_env(env, config, given.get(env.name)) for env in config.env}
+
+
+@asynccontextmanager
+async def open_algorithms(
+    envs: Mapping[str, TrainEnv],
+    client: SamplingClient,
+    find: Callable[[ModelRef], Awaitable[FrozenPool]] | None = None,
+) -> AsyncGenerator[None]:
+    """Every algorithm ready, with the frozen models it names; the connections end with the run. `find` knows models
+    that the placement itself serves; without it all are endpoints."""
+    pools: dict[str, FrozenPool] = {}
+
+    async def connect(ref: ModelRef) -> FrozenPool:
+        key = ref.model_dump_json()
+        if key not in pools:
+            pools[key] = await (find(ref) if find else attach(ref, client.renderer.tokenizer))
+        return pools[key]
+
+    try:
+        for env in envs.values():
+            teacher = env.failures.policy("teacher")
+            await env.algorithm.begin(AlgorithmContext(env.name, env.rows, client, connect, teacher))
+            env.skip(env.algorithm.bad_rows)
+            env.bad_rows = frozenset(env.algorithm.bad_rows.indices)
+        yield
+    finally:
+        for pool in pools.values():
+            await pool.aclose()
+
+
+def _train_env(env: EnvConfig, config: RunConfig, given: Environment | None) -> TrainEnv:
+    environment, note = given or build_environment(env), ""
+    algorithm = credit_for(env, environment.actors)
+    environment = algorithm.stage(environment)
+    with user_code(f"`examples` of environment `{env.name}`"):
+        rows, eval_rows = environment.examples("train"), environment.examples("eval")
+    if not rows:
+        raise EnvError(f"environment `{env.name}` has no training rows")
+    if env.contamination:
+        rows, report = decontaminate(rows, eval_rows)
+        note = f"{env.name}: {report}"
+    with user_code(f"the rows of environment `{env.name}`"):
+        digest = row_digest(rows)
+    cursor = make_cursor(rows, config.seed, env.name, env.curriculum)
+    draws, failures = None if config.epochs is None else config.epochs * len(rows), config.failures
+    parts = (env, environment, algorithm, rows, eval_rows, cursor)
+    train_env = TrainEnv(*parts, draws=draws, note=note, failures=failures, row_digest=digest)
+    train_env.skip(*skipped_rows(rows), *skipped_rows(eval_rows))
+    return train_env
+
+
+class UserCodeStopped(RunStopped, UserCodeError):
+    """The run cannot go on, because user code raised too often."""
+
+
+def stop_error(text: str, cause: BaseException | None) -> RunStopped:
+    """The error that ends a run over a failed episode, raised from what its environment raised."""
+    frames = "" if cause is None else user_frames(cause)
+    error = UserCodeStopped(text, frames, full_traceback(cause)) if cause is not None and frames else RunStopped(text)
+    error.__cause__ = cause
+    return error
+
+
+FailureKind = Literal["episode", "timeout", "worker", "engine", "request", "judge"]
+KIND_BY_CLASS: Mapping[type[BaseException], FailureKind] = {
+    DeadlineError: "timeout",
+    JudgeFailed: "judge",
+    RequestError: "request",
+    EngineError: "engine",
+}
+"""A request error is an engine error too: the first that fits counts."""
+
+
+def failure_kind(error: BaseException) -> FailureKind:
+    """Of which kind an exception out of an environment is. One that was raised `from` another, or as part of a group,
+    is of the kind of what caused it: an engine that is gone is no fault of the code that asked it."""
+    kinds = [kind for cause in cause_chain(error) if (kind := _known(cause))]
+    return kinds[-1] if kinds else "episode"
+
+
+def error_text(error: BaseException) -> str:
+    """The exception as a user reads it: of a group, the first one in it; of our own, the sentence alone."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, WorkerFailed) and error.kind == "exited":
+        return f"a worker process {error}"
+    if isinstance(error, EngineError | DeadlineError | JudgeFailed):
+        return str(error)
+    return describe_error(error)
+
+
+def _known(error: BaseException) -> FailureKind | None:
+    if isinstance(error, WorkerFailed):
+        return "worker" if error.kind == "exited" else "timeout" if error.kind == "timed_out" else None
+    return next((kind for known, kind in KIND_BY_CLASS.items() if isinstance(error, known)), None)
 
 
 class EpisodeLost(Exception):
@@ -46,10 +222,8 @@ class RolloutRunner:
     """
 
     def __init__(self, client: SamplingClient, clock: Clock, seed: int, domain: int = TRAIN) -> None:
-        self._client = client
-        self._clock = clock
-        self._seed = seed
-        self._domain = domain
+        self._client, self._clock = client, clock
+        self._seed, self._domain = seed, domain
         self.retry_counts: Counter[str] = Counter()
         """Tries that were repeated, by kind of failure, since the last call of `metrics`."""
         self.failure_counts: Counter[str] = Counter()
@@ -66,11 +240,9 @@ class RolloutRunner:
     async def run_group(self, env: TrainEnv, ticket: Ticket) -> Group:
         """All rollouts of one ticket, the failed ones apart."""
         try:
-            row = await self._prepare(
-                env, lambda: assign_row(env.environment, env.rows[ticket.row], ticket, self._seed)
-            )
+            row = await self.prepare(env, lambda: assign_row(env.environment, env.rows[ticket.row], ticket, self._seed))
         except EpisodeLost as lost:
-            failed = [Rollout(ticket=ticket, member=0, error=str(lost), cause=lost.__cause__)]
+            failed = [failed_rollout(ticket, 0, {}, str(lost), cause=lost.__cause__)]
             return Group(ticket=ticket, rollouts=[], size=env.group_size, failed=failed)
         members = range(env.group_size)
         episodes = await gather_or_cancel([self.run_episode(env, row, ticket, m, ticket.number) for m in members])
@@ -79,17 +251,13 @@ class RolloutRunner:
     @staticmethod
     def collect(env: TrainEnv, ticket: Ticket, episodes: Sequence[Sequence[Rollout]], size: int) -> Group:
         """The group of these episodes, with the samples of all rollouts that did not fail."""
-        rollouts = [rollout for episode in episodes for rollout in episode]
-        alive = [rollout for rollout in rollouts if rollout.error is None]
-        for rollout in alive:
+        group = Group(ticket=ticket, rollouts=[], size=size, failed=(failed := []))
+        for rollout in (rollout for episode in episodes for rollout in episode):
+            (group.rollouts if rollout.error is None else failed).append(rollout)
+        for rollout in group.rollouts:
             rollout.samples = assemble(rollout)
             env.algorithm.observe(rollout)
-        failed = [rollout for rollout in rollouts if rollout.error is not None]
-        return Group(ticket=ticket, rollouts=alive, size=size, failed=failed)
-
-    async def prepare(self, env: TrainEnv, row: Row) -> Row:
-        """The prepared row that all episodes on a held-out row share; raises `EpisodeLost`."""
-        return await self._prepare(env, lambda: env.environment.prepare(copy_value(row)))
+        return group
 
     async def run_episode(self, env: TrainEnv, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
         """One episode on a copy of the row: a rollout for each actor who spoke, or why there is none."""
@@ -97,15 +265,16 @@ class RolloutRunner:
         # In training a frozen model may speak in the policy's place, for it to learn from.
         client = (env.algorithm.client if self._domain == TRAIN else None) or self._client
         losses: list[EpisodeLost] = []
-        while True:  # as in `_prepare`: a coroutine more for each of 20,000 episodes is work for the garbage collector
+        while True:  # as in `prepare`: a coroutine more for each of 20,000 episodes is work for the garbage collector
             seats = SessionMap(client, noise, order, env.environment.actors)
             try:
                 outcome = await self._call_user_code(
                     env, client, "an episode", lambda at=seats: env.environment.play(copy_value(row), at)
                 )
                 if outcome is None:
-                    text = f"{env.name}: dropped by the environment"
-                    return [failed_rollout(ticket, member, seats, text, dropped=True)]
+                    return [
+                        failed_rollout(ticket, member, seats, f"{env.name}: dropped by the environment", dropped=True)
+                    ]
                 return build_rollouts(env.name, ticket, member, seats, outcome)
             except EpisodeLost as lost:
                 losses.append(lost)
@@ -116,7 +285,8 @@ class RolloutRunner:
             except EpisodeLost as lost:
                 return [failed_rollout(ticket, member, seats, str(lost), cause=lost.__cause__)]
 
-    async def _prepare(self, env: TrainEnv, work: Callable[[], Awaitable[Row]]) -> Row:
+    async def prepare(self, env: TrainEnv, work: Callable[[], Awaitable[Row]]) -> Row:
+        """The prepared row that all episodes on it share; raises `EpisodeLost`."""
         losses: list[EpisodeLost] = []
         while True:
             try:
@@ -155,11 +325,9 @@ class RolloutRunner:
             raise  # no other episode would fare better, now or later
         except DeadlineError as error:
             # An episode that waited for an engine all that time is not to blame for it.
-            trouble = client.pool.trouble
-            if trouble is None:
-                advice = env.config.raise_hint("timeout")
-                raise EpisodeLost(f"{env.name}: {error}: {advice}", "timeout") from error
-            raise EpisodeLost(f"{env.name}: {error}, and {trouble}", "engine") from error
+            if (trouble := client.pool.trouble) is not None:
+                raise EpisodeLost(f"{env.name}: {error}, and {trouble}", "engine") from error
+            raise EpisodeLost(f"{env.name}: {error}: {env.config.raise_hint('timeout')}", "timeout") from error
         except asyncio.CancelledError as error:
             # Ours to pass on only if we were cancelled; otherwise something inside the environment was.
             if is_cancelled():
@@ -171,11 +339,10 @@ class RolloutRunner:
                 raise
             if refused := getattr(client.renderer, "dropped_tools_error", None):
                 raise refused from error  # an agent behind a URL heard of it as an HTTP error like any other
-            kind, trouble = failure_kind(error), client.pool.trouble
-            if kind != "episode" or trouble is None:
-                raise EpisodeLost(f"{env.name}: {error_text(error)}", kind) from error
-            # An agent behind a URL hears of a lost engine as an HTTP error like any other.
-            raise EpisodeLost(f"{env.name}: {error_text(error)}, and {trouble}", "engine") from error
+            kind, trouble, text = failure_kind(error), client.pool.trouble, f"{env.name}: {error_text(error)}"
+            if kind == "episode" and trouble is not None:  # behind a URL a lost engine is an HTTP error like any other
+                kind, text = "engine", f"{text}, and {trouble}"
+            raise EpisodeLost(text, kind) from error
 
 
 async def assign_row(environment: Environment, row: Row, ticket: Ticket, seed: int) -> Row:
@@ -234,17 +401,8 @@ def metric_value(value: Any) -> float | None:
     return number if abs(number) <= LARGEST_REWARD else nan
 
 
-def failed_rollout(
-    ticket: Ticket,
-    member: int,
-    seats: Mapping[str, Seat],
-    error: str,
-    dropped: bool = False,
-    cause: BaseException | None = None,
-) -> Rollout:
-    """The record of an episode that gives no rollout."""
-    rollout = Rollout(ticket=ticket, member=member, error=error, dropped=dropped, cause=cause)
-    spoke = [seat for seat in seats.values() if seat.turns]
-    for seat in [*spoke, *seats.values()][:1]:
+def failed_rollout(ticket: Ticket, member: int, seats: Mapping[str, Seat], error: str, **more: Any) -> Rollout:
+    rollout = Rollout(ticket=ticket, member=member, error=error, **more)
+    for seat in sorted(seats.values(), key=lambda seat: not seat.turns)[:1]:
         rollout.actor, rollout.turns = seat.actor, seat.turns
     return rollout

@@ -3,21 +3,20 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from math import comb, sqrt
 from statistics import fmean
 
 from paceline.config import EvalConfig
 from paceline.data import Row, Ticket
+from paceline.data.rollout import copy_value
 from paceline.envs import POLICY
-from paceline.orchestrator.episodes import EpisodeLost, RolloutRunner
-from paceline.orchestrator.failures import stop_error
-from paceline.orchestrator.train_env import TrainEnv
+from paceline.orchestrator.episodes import EpisodeLost, RolloutRunner, TrainEnv, stop_error
 from paceline.rollout import Rollout
 
 Z_95 = 1.96
-"""Standard errors on either side of a 95% interval."""
 PASS_REWARD = 0.5
-"""A reward of at least this counts as a pass."""
 
 
 async def evaluate(
@@ -53,20 +52,19 @@ async def _play_rows(
 ) -> list[Rollout]:
     rows = env.eval_rows[: config.examples]
     semaphore = asyncio.Semaphore(config.concurrency)
+    mine = next(iter(env.environment.actors), POLICY)
     done = 0
 
     async def tries(index: int) -> list[Rollout]:
-        """All episodes on one row, which is prepared once for all of them."""
         ticket = Ticket(index, env.name, 0, index, index)
         try:
             async with semaphore:  # bounded: each episode before it has a timeout
-                row = await runner.prepare(env, rows[index])
+                row = await runner.prepare(env, lambda: env.environment.prepare(copy_value(rows[index])))
         except EpisodeLost as lost:
-            error, cause = str(lost), lost.__cause__
-            members = range(config.samples)
-            return [Rollout(ticket=ticket, member=k, actor=mine, error=error, cause=cause) for k in members]
+            lost_rollout = partial(Rollout, ticket=ticket, actor=mine, error=str(lost), cause=lost.__cause__)
+            return [lost_rollout(member=member) for member in range(config.samples)]
         played = await asyncio.gather(*(one(row, ticket, member) for member in range(config.samples)))
-        return [rollout for rollouts in played for rollout in rollouts]
+        return list(chain.from_iterable(played))
 
     async def one(row: Row, ticket: Ticket, member: int) -> list[Rollout]:
         nonlocal done
@@ -76,10 +74,7 @@ async def _play_rows(
         progress(f"evaluating {env.name} {done}/{len(rows) * config.samples}")
         return played
 
-    actors = list(env.environment.actors)
-    mine = actors[0] if actors else POLICY
-    tried = await asyncio.gather(*map(tries, range(len(rows))))
-    return [rollout for played in tried for rollout in played]
+    return list(chain.from_iterable(await asyncio.gather(*map(tries, range(len(rows))))))
 
 
 def group_by_actor(env: TrainEnv, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
@@ -92,7 +87,6 @@ def group_by_actor(env: TrainEnv, rollouts: Sequence[Rollout]) -> dict[str, list
 
 
 def summarise(rollouts: Sequence[Rollout], samples: int) -> dict[str, float]:
-    """The metrics that an evaluation reports for one actor's rollouts."""
     finished = [r for r in rollouts if r.reward is not None]
     if not finished:
         return {"failed": float(len(rollouts))}
@@ -119,9 +113,8 @@ def _pass_rates(rollouts: Sequence[Rollout], samples: int) -> dict[str, list[flo
 
 def confidence_intervals(rollouts: Sequence[Rollout], samples: int) -> dict[str, tuple[float, float]]:
     """95% intervals of an evaluation's means, over rows: tries of one row are no independent evidence."""
-    finished = [r for r in rollouts if r.reward is not None]
     values: dict[str, dict[Ticket, list[float]]] = {}
-    for r in finished:
+    for r in (r for r in rollouts if r.reward is not None):
         own = {"reward": r.reward or 0.0, "length": float(r.completion_length), "truncated_ratio": float(r.truncated)}
         for name, value in (r.metrics | own).items():
             values.setdefault(name, {}).setdefault(r.ticket, []).append(value)

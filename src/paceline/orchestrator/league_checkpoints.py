@@ -1,6 +1,7 @@
 """Keeps past versions for a run's leagues, saves them in checkpoints, and plays the rating games."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,8 +11,7 @@ from safetensors import SafetensorError, safe_open
 from paceline.clients.pool import LeaguePool, Pool
 from paceline.data import Row, Ticket
 from paceline.orchestrator.checkpoint import CheckpointError
-from paceline.orchestrator.episodes import RolloutRunner
-from paceline.orchestrator.train_env import TrainEnv
+from paceline.orchestrator.episodes import RolloutRunner, TrainEnv
 from paceline.rollout import Rollout
 from paceline.selfplay import ArenaEnvironment, League
 from paceline.selfplay.league import version_name
@@ -22,8 +22,6 @@ from paceline.weights.weight_store import clone_update
 
 @dataclass(frozen=True, slots=True)
 class LeagueEnv:
-    """An environment that has a league."""
-
     env: TrainEnv
     environment: ArenaEnvironment
     league: League
@@ -71,9 +69,8 @@ class LeagueCheckpoints:
                 self._note(f"{member.env.name}: its league is smaller now, and {', '.join(left)} left it")
             for version in member.league.versions:
                 if version not in self._weights:
-                    self._weights[version] = await asyncio.to_thread(
-                        _read_version, folder / _file_name(version), version
-                    )
+                    path = folder / _file_name(version)
+                    self._weights[version] = await asyncio.to_thread(_read_version, path, version)
                 address = member.league.address(version_name(version))
                 assert address is not None
                 await self._serve_version(address, version)
@@ -86,42 +83,31 @@ class LeagueCheckpoints:
         progress: Callable[[str], None],
         played: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
     ) -> dict[str, float]:
-        """Let this version meet the past, enter the games in the books, and say how strong it is. `played` is told of
-        the rollouts of each game."""
-        metrics: dict[str, float] = {}
+        """Let this version meet the past, enter the games in the books, and say how strong it is."""
+        semaphore, done, metrics = asyncio.Semaphore(concurrency), Counter[str](), dict[str, float]()
+
+        async def game(env: TrainEnv, rows: Sequence[Row], index: int) -> str | None:
+            ticket = Ticket(index, env.name, 0, index, index)
+            async with semaphore:
+                rollouts = await runner.run_episode(env, rows[index], ticket, 0, -1)
+            done[env.name] += 1
+            played(rollouts)
+            progress(f"rating {env.name} {done[env.name]}/{len(rows)}")
+            return next((rollout.error for rollout in rollouts if rollout.error and not rollout.dropped), None)
+
         for member in self.members:
             if rows := member.environment.rating_games(version):
-                metrics |= await self._rate_env(member, rows, runner, version, concurrency, progress, played)
+                errors = await asyncio.gather(*(game(member.env, rows, index) for index in range(len(rows))))
+                metrics |= self._record_ratings(member, version, errors)
             elif any(kept != version for kept in member.league.versions):
                 self._note(f"{member.env.name}: no version was rated: matches() gave no episode of two actors")
         return metrics
 
-    async def _rate_env(
-        self,
-        member: LeagueEnv,
-        rows: Sequence[Row],
-        runner: RolloutRunner,
-        version: int,
-        concurrency: int,
-        progress: Callable[[str], None],
-        played: Callable[[Sequence[Rollout]], None],
-    ) -> dict[str, float]:
-        semaphore, name, done = asyncio.Semaphore(concurrency), member.env.name, 0
-
-        async def one(index: int, row: Row) -> str | None:
-            nonlocal done
-            async with semaphore:
-                rollouts = await runner.run_episode(member.env, row, Ticket(index, name, 0, index, index), 0, -1)
-            done += 1
-            played(rollouts)
-            progress(f"rating {name} {done}/{len(rows)}")
-            return next((rollout.error for rollout in rollouts if rollout.error and not rollout.dropped), None)
-
-        errors = await asyncio.gather(*(one(index, row) for index, row in enumerate(rows)))
-        failed = len(rows) - member.league.record_ratings(version)
-        if failed:
+    def _record_ratings(self, member: LeagueEnv, version: int, errors: Sequence[str | None]) -> dict[str, float]:
+        name, games = member.env.name, len(errors)
+        if failed := games - member.league.record_ratings(version):
             cause = next(filter(None, errors), "dropped by the environment")
-            self._note(f"{name}: {failed} of {len(rows)} games for the ratings failed; the first cause: {cause}")
+            self._note(f"{name}: {failed} of {games} games for the ratings failed; the first cause: {cause}")
         payoff, me = member.league.payoff, version_name(version)
         scores = {other: payoff.score(me, other) for other in payoff.players if other != me}
         metrics = {f"league/{name}/score/{other}": score for other, score in scores.items() if score is not None}
@@ -143,7 +129,6 @@ def league_envs(envs: dict[str, TrainEnv]) -> list[LeagueEnv]:
 
 
 def _copy_to_cpu(update: WeightUpdate) -> StoredVersion:
-    """The trainer goes on with its own tensors."""
     return _stored_version(replace(clone_update(update), canary=None, delta=None))
 
 

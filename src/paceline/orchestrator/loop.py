@@ -15,19 +15,17 @@ from typing import Any, Protocol
 from paceline.clients import Pool
 from paceline.config import RunConfig
 from paceline.data import DataError, Ledger, Sample, Ticket, encode, row_change
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, RunStopped
 from paceline.orchestrator.admission import Tally
-from paceline.orchestrator.buffered import GROUPS_FILE, encode_groups, read_groups
-from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
+from paceline.orchestrator.checkpoint import GROUPS_FILE, CheckpointError, Checkpoints, encode_groups, read_groups
 from paceline.orchestrator.dispatcher import Dispatcher
-from paceline.orchestrator.episodes import EVAL, MATCH, RolloutRunner
+from paceline.orchestrator.episodes import EVAL, MATCH, RolloutRunner, TrainEnv
 from paceline.orchestrator.evaluation import evaluate
-from paceline.orchestrator.failures import RunStopped
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
 from paceline.orchestrator.metrics import Stopwatch, batch_metrics, replay_metrics
+from paceline.orchestrator.pauses import Advisor, Pauses
 from paceline.orchestrator.replay import ReplayedGroup
-from paceline.orchestrator.train_env import Advisor, Pauses, TrainEnv
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.trainer import StepReport, Trainer, TrainerError, TrainerLost
 from paceline.util.deadlines import Clock, gather_or_cancel
@@ -42,7 +40,7 @@ class RunMonitor(Protocol):
 
     def note(self, text: str) -> None: ...
     def phase(self, text: str) -> None: ...
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def step(self, step: int, metrics: Gauges) -> None: ...
     def finished_rollouts(self, step: int, state: str, rollouts: Sequence[Rollout]) -> None: ...
     def rollouts(self, step: int, records: Records) -> None: ...
     def batch(self, step: int, data: bytes) -> None: ...
@@ -53,8 +51,6 @@ class RunMonitor(Protocol):
 
 @dataclass(slots=True)
 class OrchestratorParts:
-    """The parts that a placement gives to the orchestrator."""
-
     pool: Pool
     trainer: Trainer
     client: SamplingClient
@@ -103,10 +99,9 @@ class Orchestrator:
         self._finished_tickets: set[Ticket] = set()
         """Groups of the batch under way whose samples are finished."""
         self._saved_at: int | None = None
-        self._restored = False
         self._notes: list[str] = []
         """For the user, once the run has begun."""
-        self._stopping = False
+        self._restored = self._stopping = False
         self.step = 0
         self.halt_reason = ""
         """Why the run stopped before its end, where advisories left it nothing to draw from."""
@@ -117,13 +112,12 @@ class Orchestrator:
         """Train until the steps are done, the rows are used up, or `stop` is called."""
         # Busy seconds by engine, and running episodes by environment; asked from any thread.
         self._parts.monitor.gauges(lambda: (self._parts.pool.busy, self._dispatcher.running_episodes()))
+        early = self._train_early if self._config.trainer.stream else None
         await self._begin()
         try:
             while not self._finished:
                 with self._stopwatch.phase("sample"):
-                    batch = await self._dispatcher.next_batch(
-                        self._train_early if self._config.trainer.stream else None
-                    )
+                    batch = await self._dispatcher.next_batch(early)
                 if batch is None:
                     break
                 with self._stopwatch.phase("score"):
@@ -174,8 +168,7 @@ class Orchestrator:
             await self._save()
         await self._publish(self.step)
         if self._config.eval.every and self.step == 0:
-            metrics = await self._evaluate()
-            self._parts.monitor.step(0, metrics)
+            self._parts.monitor.step(0, await self._evaluate())
         self._stopwatch.restart()
 
     async def _train_early(self, groups: Sequence[Group]) -> None:
@@ -193,10 +186,8 @@ class Orchestrator:
         for group in batch:
             if not isinstance(group, ReplayedGroup) and group.ticket not in self._finished_tickets:
                 shares.setdefault(group.ticket.env, []).append(group)
-        lost = await gather_or_cancel(
-            [self._parts.envs[env].algorithm.finish_batch(groups) for env, groups in shares.items()]
-        )
-        for reasons in lost:
+        work = [self._parts.envs[env].algorithm.finish_batch(groups) for env, groups in shares.items()]
+        for reasons in await gather_or_cancel(work):
             self._dispatcher.tally.lost_samples.update(reasons or {})
         return [sample for group in batch for sample in group.samples()]
 
@@ -244,8 +235,8 @@ class Orchestrator:
         metrics |= self._stopwatch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
         if report.skipped:
             self._parts.monitor.note(f"step {self.step}: {report.trouble}")
-        last = self._config.steps == self.step
-        if self._config.eval.every and (self.step % self._config.eval.every == 0 or last):
+        every = self._config.eval.every
+        if every and (self.step % every == 0 or self.step == self._config.steps):
             metrics |= await self._evaluate()
         self._record(batch, samples, tally, metrics, report.skipped)
         if self._config.checkpoint.every and self.step % self._config.checkpoint.every == 0:
@@ -254,14 +245,13 @@ class Orchestrator:
 
     async def _evaluate(self) -> dict[str, float]:
         with self._stopwatch.phase("eval"):
-            progress, played = self._parts.monitor.phase, partial(self._parts.monitor.finished_rollouts, self.step)
-            runner = RolloutRunner(self._parts.eval_client, self._parts.clock, self._config.seed, EVAL)
-            metrics = await evaluate(
-                self._parts.envs, runner, self._config.eval, progress, partial(played, "evaluated")
-            )
-            runner = RolloutRunner(self._parts.eval_client, self._parts.clock, self._config.seed, MATCH)
+            parts, config = self._parts, self._config
+            progress, played = parts.monitor.phase, partial(parts.monitor.finished_rollouts, self.step)
+            runner = RolloutRunner(parts.eval_client, parts.clock, config.seed, EVAL)
+            metrics = await evaluate(parts.envs, runner, config.eval, progress, partial(played, "evaluated"))
+            runner = RolloutRunner(parts.eval_client, parts.clock, config.seed, MATCH)
             metrics |= await self._league_checkpoints.rate_version(
-                runner, self._gate.version, self._config.eval.concurrency, progress, partial(played, "matched")
+                runner, self._gate.version, config.eval.concurrency, progress, partial(played, "matched")
             )
         return metrics | {"time/eval": self._stopwatch.seconds("eval")}
 
@@ -275,13 +265,9 @@ class Orchestrator:
         again = [group for group in batch if isinstance(group, ReplayedGroup)]
         self._report_rollouts(self.step, "skipped" if skipped else "trained", _all_rollouts(fresh))
         monitor.finished_rollouts(self.step, "skipped" if skipped else "replayed", _all_rollouts(again))
-        monitor.spans(
-            self.step,
-            [
-                ("run", name, start + self._clock_offset, end + self._clock_offset)
-                for name, start, end in self._stopwatch.take_spans()
-            ],
-        )
+        shift = self._clock_offset
+        spans = [("run", name, start + shift, end + shift) for name, start, end in self._stopwatch.take_spans()]
+        monitor.spans(self.step, spans)
         failed = [rollout for group in tally.resolved for rollout in group.failed]
         shown = [rollout for group in batch for rollout in group.rollouts][: self._config.record.rollouts]
         monitor.rollouts(self.step, [rollout.record() for rollout in [*shown, *failed[:1]]])
@@ -306,7 +292,7 @@ class Orchestrator:
 
     async def _save(self) -> None:
         if self._saved_at == self.step:
-            self._flush_tickets()  # groups may have been dropped since, with no step to tell of them
+            self._flush_tickets()  # groups may have been dropped since
             self._report_dropped(self.step + 1)
             return
         self._report_dropped(self.step)
@@ -337,18 +323,19 @@ class Orchestrator:
         self._flush_tickets()
 
     async def _restore(self, resume: str) -> None:
-        path, state = self._parts.checkpoints.find(resume)
-        if note := await self._parts.checkpoints.check(path):
+        checkpoints, envs = self._parts.checkpoints, self._parts.envs
+        path, state = checkpoints.find(resume)
+        if note := await checkpoints.check(path):
             self._notes.append(note)
-        if strange := sorted(self._parts.envs.keys() - state["cursors"].keys()):
+        if strange := sorted(envs.keys() - state["cursors"].keys()):
             raise CheckpointError(
                 f"{path} knows no environment {strange}: it knows {sorted(state['cursors'])}. Go on with these, or "
-                f"begin a new run from its export (model.name); {self._parts.checkpoints.list_resumable()}"
+                f"begin a new run from its export (model.name); {checkpoints.list_resumable()}"
             )
-        if gone := sorted({Ticket(*fields).env for fields in state["ledger"]["open"]} - self._parts.envs.keys()):
+        if gone := sorted({Ticket(*fields).env for fields in state["ledger"]["open"]} - envs.keys()):
             raise CheckpointError(
                 f"{path} has rows of {gone} under way, which the run file no longer has: name them again, or begin a "
-                f"new run from its export (model.name); {self._parts.checkpoints.list_resumable()}"
+                f"new run from its export (model.name); {checkpoints.list_resumable()}"
             )
         changed = self._changed_rows(path, state.get("rows", {}))
         try:
@@ -356,24 +343,22 @@ class Orchestrator:
         except TrainerLost:
             raise
         except TrainerError as error:
-            raise CheckpointError(f"{error}; {self._parts.checkpoints.list_resumable()}") from error
+            raise CheckpointError(f"{error}; {checkpoints.list_resumable()}") from error
         self.step = self._saved_at = state["step"]
-        self._dispatcher.skipped_draws |= {
-            (env, draw) for env, draw in state.get("skipped_draws", state.get("shunned", ()))
-        }
+        self._dispatcher.skipped_draws |= set(map(tuple, state.get("skipped_draws", state.get("shunned", ()))))
         # Whole batches, as the gate counts them: the batch size may have changed since.
         self._gate.publish(self._parts.trainer.version)
         self._gate.accepted = self._gate.version * self._config.batch_size
         kept = self._dispatcher.load(read_groups(path))
         for fields in state["ledger"]["open"]:  # a changed dataset must have the row, unless its group is finished
             if (ticket := Ticket(*fields)).env in changed and ticket not in kept:
-                fields[:] = ticket._replace(row=ticket.row % len(self._parts.envs[ticket.env].rows))
+                fields[:] = ticket._replace(row=ticket.row % len(envs[ticket.env].rows))
         self._ledger.load(state["ledger"], kept)
         if again := state["ledger"].get("buffered", 0) - len(kept):
             self._notes.append(
                 f"{again} finished groups are played again: the run file's sizes changed, or a file could not keep them"
             )
-        for env in self._parts.envs.values():
+        for env in envs.values():
             try:
                 env.cursor.load(state["cursors"][env.name])
             except DataError as error:
@@ -381,13 +366,15 @@ class Orchestrator:
             env.algorithm.load(state["algorithms"][env.name])
             env.environment.load(state["environments"][env.name])
         await self._league_checkpoints.load(path)
-        self._parts.checkpoints.delete_after(self.step)
+        checkpoints.delete_after(self.step)
 
     def _changed_rows(self, path: Path, saved: Mapping[str, Mapping]) -> set[str]:
         """Environments whose rows are not those the checkpoint was trained on; an error unless that is allowed."""
-        pairs = [(env, saved.get(env.name)) for env in self._parts.envs.values()]
-        changes = {env.name: row_change(old, env.row_digest) for env, old in pairs if old and env.row_digest}
-        changes = {name: how for name, how in changes.items() if how}
+        changes = {
+            name: how
+            for name, env in self._parts.envs.items()
+            if (old := saved.get(name)) and env.row_digest and (how := row_change(old, env.row_digest))
+        }
         changed = [f"the dataset of `{name}` has changed since {path.name}: {how}" for name, how in changes.items()]
         if changed and not self._config.checkpoint.allow_changed_rows:
             raise CheckpointError(
@@ -399,10 +386,8 @@ class Orchestrator:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint."""
         return next(reversed(self._parts.checkpoints.all()), None)
 
 
 def _all_rollouts(groups: Iterable[Group]) -> list[Rollout]:
-    """Those that finished and those that failed, group by group."""
     return [rollout for group in groups for rollout in (*group.rollouts, *group.failed)]

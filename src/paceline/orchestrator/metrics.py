@@ -14,7 +14,6 @@ from paceline.rollout.assemble import count_rewritten_turns
 from paceline.util.deadlines import Clock, named_wait, record_progress
 
 PHASES = ("sample", "score", "train", "publish")
-
 DOING = {
     "sample": ("sampling a batch", ("an episode", "the preparation")),
     "score": ("scoring the batch", ()),
@@ -29,8 +28,7 @@ class Stopwatch:
     """Times the phases of a step, and how much of the training time the engine also decoded in."""
 
     def __init__(self, clock: Clock, engine_busy: Callable[[], float]) -> None:
-        self._clock = clock
-        self._engine_busy = engine_busy
+        self._clock, self._engine_busy = clock, engine_busy
         self._seconds: dict[str, float] = defaultdict(float)
         self._busy_in: dict[str, float] = defaultdict(float)
         self._inner = (0.0, 0.0)
@@ -39,7 +37,6 @@ class Stopwatch:
         self.restart()
 
     def restart(self) -> None:
-        """A new step begins."""
         self._start, self._busy_start = self._clock.now(), self._engine_busy()
         self._seconds.clear()
         self._busy_in.clear()
@@ -111,17 +108,14 @@ def batch_metrics(batch: Sequence[Group], samples: Sequence[Sample], tally: Tall
     }
     if tally.stale_samples:  # to be seen beside `length`
         metrics["stale_length"] = tally.stale_tokens / tally.stale_samples
-    for reason in dict.fromkeys(("zero_advantage", "group_too_small", "stale", *sorted(tally.dropped))):
-        metrics[f"dropped/{reason}"] = float(tally.dropped[reason])
-    for reason, count in tally.lost_samples.items():
-        metrics[f"dropped/{reason}"] = float(count)
-    fresh = [group for group in batch if not isinstance(group, ReplayedGroup)]
-    metrics["drop_ratio"] = tally.dropped.total() / (tally.dropped.total() + len(fresh))
-    return metrics
+    reasons = dict.fromkeys(("zero_advantage", "group_too_small", "stale", *sorted(tally.dropped)))
+    counts = {**{reason: tally.dropped[reason] for reason in reasons}, **tally.lost_samples}
+    metrics |= {f"dropped/{reason}": float(count) for reason, count in counts.items()}
+    fresh, dropped = sum(not isinstance(group, ReplayedGroup) for group in batch), tally.dropped.total()
+    return metrics | {"drop_ratio": dropped / (dropped + fresh)}
 
 
 def replay_metrics(batch: Sequence[Group], version: int) -> dict[str, float]:
-    """How many groups of the batch trained before, and how many versions old their samples are by now."""
     replayed = [group for group in batch if isinstance(group, ReplayedGroup)]
     ages = [staleness(sample, version) for group in replayed for sample in group.samples()]
     return {"replay/groups": float(len(replayed)), "replay/age": fmean(ages or [0])}

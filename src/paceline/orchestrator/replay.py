@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from paceline.config import ReplayConfig
 from paceline.data import Ticket
-from paceline.orchestrator.buffered import groups_that_fit
+from paceline.data.rollout import groups_that_fit
 from paceline.orchestrator.gate import limit_staleness
 from paceline.rollout import Group
 
@@ -56,7 +56,6 @@ class Replay:
         return ReplayedGroup(ticket=ticket, rollouts=rollouts, size=group.size)
 
     def state(self) -> list[tuple[Group, int]]:
-        """The memory, newest first, with how often each group may still be replayed."""
         return list(self._memory.values())
 
     def load(self, state: Sequence[tuple[Group, int]]) -> None:

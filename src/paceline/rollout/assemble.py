@@ -1,17 +1,31 @@
-"""Assembles a rollout's turns into samples; turns that extend one another exactly share one."""
+"""Tells which turns go on from which: by their words while an episode is played, by their tokens for the samples.
 
+A turn whose conversation begins with recorded ones keeps their tokens (`TurnIndex`). Turns that extend one another
+token for token share a sample (`assemble`).
+"""
+
+import json
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
 from paceline.data import Sample
 from paceline.data.rollout import (
+    Message,
     PackedTurn,
     Rollout,
+    Tools,
     Turn,
     all_equal,
     expand_versions,
+    is_text,
+    message_text,
     pack_floats,
     pack_ids,
     pack_versions,
@@ -25,8 +39,6 @@ def assemble(rollout: Rollout) -> list[Sample]:
 
 @dataclass(slots=True)
 class Thread:
-    """Turns that extend one another, and all their tokens."""
-
     tokens: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -59,8 +71,6 @@ def count_rewritten_turns(turns: Sequence[Turn]) -> int:
     A turn that goes on exactly from any turn before it is a branch, and one that goes on from none is a new
     conversation; both start samples too, and neither rewrites anything.
     """
-    if len(turns) < 2:
-        return 0
     return sum(_rewrites_history(turn, turns[:place]) for place, turn in enumerate(turns) if place)
 
 
@@ -90,12 +100,11 @@ def _starts_with(prompt: list[int], tokens: list[int]) -> bool:
 
 def _sample(thread: Thread, rollout: Rollout) -> Sample:
     """Most tokens are context, which is the same for all: only what was sampled is written one by one."""
-    length, turn_spans = len(thread.tokens), list(zip(thread.turns, thread.spans, strict=True))
+    length, turn_spans, mixed = len(thread.tokens), list(zip(thread.turns, thread.spans, strict=True)), False
     mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
     versions, temperatures = np.empty(length, np.int32), np.empty(length, np.float32)
     versions.fill(-1)
     temperatures.fill(1.0)
-    mixed = False
     for turn, (start, end) in turn_spans:
         mask[start:end] = True
         temperatures[start:end] = turn.temperature or 1.0
@@ -134,3 +143,107 @@ def _sample(thread: Thread, rollout: Rollout) -> Sample:
         rollout=rollout.member,
         spans=tuple(thread.spans),
     )
+
+
+_IGNORED_KEYS = frozenset(
+    ["id", "tool_call_id", "tool_calls", "content", "role", "refusal", "annotations", "audio", "function_call"]
+)
+"""Keys that are compared separately, or that clients add to messages."""
+
+MAX_PROMPT_TEXTS = 4
+MAX_CACHED_CALL_CHARS = 1024
+
+
+@dataclass(slots=True)
+class RecordedTurn:
+    turn: Turn
+    prompt_text: str | None
+
+
+class TurnIndex:
+    """Finds turns by what was said up to their end: the longest beginning of a conversation that was recorded.
+
+    Messages are equal when they say the same: missing and empty content, JSON text and parsed tool arguments, and the
+    numbers clients give to tool calls make no difference. Whether the recorded tokens can be continued is not decided
+    here but by the template (`Renderer.render_continuation`).
+    """
+
+    def __init__(self) -> None:
+        self._turns: dict[bytes, RecordedTurn] = {}
+        self._with_text: deque[RecordedTurn] = deque()
+
+    def add(self, turn: Turn, prompt_text: str, prefixes: "PrefixHashes") -> None:
+        """Remember a turn, and for a while the text of its prompt: most conversations go on from where they are.
+
+        `prefixes` is the conversation up to the turn as `find` read it, which need not be read twice.
+        """
+        self._turns[prefixes.append(turn.message)] = past = RecordedTurn(turn, prompt_text)
+        self._with_text.append(past)
+        if len(self._with_text) > MAX_PROMPT_TEXTS:
+            self._with_text.popleft().prompt_text = None
+
+    def find(self, messages: Sequence[Message], tools: Tools | None) -> tuple[RecordedTurn | None, "PrefixHashes"]:
+        """The turn to go on from, if there is one, and the conversation as it was read."""
+        prefixes = PrefixHashes(messages, tools)
+        known = (self._turns[digest] for digest in reversed(prefixes.digests) if digest in self._turns)
+        return next(known, None), prefixes
+
+
+class PrefixHashes:
+    """A digest of each prefix of a conversation, shortest first."""
+
+    def __init__(self, messages: Sequence[Message], tools: Tools | None) -> None:
+        spelled = json.dumps(list(tools), sort_keys=True, default=str) if tools else "[]"
+        self._hash = blake2b(spelled.encode(), digest_size=16)
+        self.digests = [self.append(message) for message in messages]
+
+    def append(self, message: Message) -> bytes:
+        self._hash.update(canonical_text(message).encode(errors="surrogatepass"))
+        return self._hash.digest()
+
+
+def same_conversation(ours: Sequence[Message], theirs: Sequence[Message]) -> bool:
+    return len(ours) == len(theirs) and all(
+        a == b or canonical_text(a) == canonical_text(b) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def canonical_text(message: Message) -> str:
+    """A text that is equal for equivalent messages. The lengths delimit its parts.
+
+    >>> call = {"id": "a", "function": {"name": "add", "arguments": '{"x":1}'}}
+    >>> canonical_text({"role": "assistant", "content": None, "tool_calls": [call]})
+    'assistant 0 25 [[["add", {"x": 1}]], {}] '
+    >>> canonical_text({"role": "user", "content": "hello", "name": None})
+    'user 5 0  hello'
+    """
+    role, text, more = message.get("role"), message_text(message), ""
+    if not is_text(message):
+        calls = ", ".join([_canonical_call(call) for call in message.get("tool_calls") or ()])
+        rest = {key: value for key, value in message.items() if key not in _IGNORED_KEYS and value is not None}
+        more = f"[[{calls}], {_json(rest) if rest else '{}'}]" if calls or rest else ""
+    return f"{'system' if role == 'developer' else role} {len(text)} {len(more)} {more} {text}"
+
+
+def _canonical_call(call: dict[str, Any]) -> str:
+    function = call.get("function", call)
+    name, arguments = function.get("name"), function.get("arguments", {})
+    if not isinstance(arguments, str):
+        return _json([name, arguments])
+    known = type(name) is type(arguments) is str and len(name) + len(arguments) <= MAX_CACHED_CALL_CHARS
+    return _cached_call(name, arguments) if known else _parsed_call(name, arguments)
+
+
+def _parsed_call(name: Any, arguments: str) -> str:
+    parsed: Any = arguments
+    with suppress(ValueError, RecursionError):
+        parsed = json.loads(arguments)
+    return _json([name, parsed])
+
+
+_cached_call = lru_cache(maxsize=4096)(_parsed_call)
+"""A call stays in its conversation, and is read again at each turn of it."""
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

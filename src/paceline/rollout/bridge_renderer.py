@@ -15,8 +15,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from paceline.clients.tools import ToolCall, reply_message, template_message
-from paceline.data.rollout import Message, Turn
-from paceline.rollout.history import Tools
+from paceline.data.rollout import Message, Tools, Turn
 from paceline.rollout.render import Prompt, Renderer, RenderError
 
 RendererChoice = Literal["auto", "template", "renderers"]
@@ -27,14 +26,9 @@ RENDERERS_ERRORS = (AssertionError, AttributeError, LookupError, NotImplementedE
 
 _USER_MESSAGE: Message = {"role": "user", "content": "One more  thing:\n\nwhy?\n"}
 _TOOL_MESSAGE: Message = {"role": "tool", "tool_call_id": "123456789", "name": "look", "content": '{"up": [1, "é"]}'}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Look somewhere.",
-        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]},
-    },
-}
+_PARAMETERS = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
+_LOOK = {"name": "look", "description": "Look somewhere.", "parameters": _PARAMETERS}
+_TOOL = {"type": "function", "function": _LOOK}
 _PROBE_CONVERSATIONS: list[tuple[list[Message], Tools | None]] = [
     ([_USER_MESSAGE], None),
     ([{"role": "system", "content": "Be brief."}, _USER_MESSAGE], None),
@@ -78,22 +72,17 @@ class BridgeRenderer(Renderer):
         if not read.tool_calls or any(call.status != "ok" or call.name not in names for call in read.tool_calls):
             return reply_message(text, tools)
         thought = {"reasoning_content": read.reasoning_content} if read.reasoning_content else {}
-        return {
-            **whole,
-            "content": read.content,
-            **thought,
-            "tool_calls": [_tool_call_dict(call) for call in read.tool_calls],
-        }
+        calls = [_tool_call_dict(call) for call in read.tool_calls]
+        return {**whole, "content": read.content, **thought, "tool_calls": calls}
 
     def _bridge(self, turn: Turn, messages: Sequence[Message]) -> list[int] | None:
         """The turn's tokens and what follows them, if the program goes on from there."""
         if turn.messages is None:
             return None
         appended = [template_message(message) for message in messages[len(turn.messages) + 1 :]]
+        tools = list(turn.tools) if turn.tools else None
         try:
-            bridged = self._program.bridge_to_next_turn(
-                turn.prompt_ids, turn.completion_ids, appended, tools=list(turn.tools) if turn.tools else None
-            )
+            bridged = self._program.bridge_to_next_turn(turn.prompt_ids, turn.completion_ids, appended, tools=tools)
         except RENDERERS_ERRORS:
             return None
         recorded = [*turn.prompt_ids, *turn.completion_ids]
@@ -107,10 +96,8 @@ class BridgeRenderer(Renderer):
             theirs = self._program.render_ids(messages, tools=tools, add_generation_prompt=True)
             if theirs != self.prompt(messages, tools):
                 return f"the prompt of {len(messages)} messages {'with' if tools else 'without'} tools"
-        for message in (_USER_MESSAGE, _TOOL_MESSAGE):
-            if self._continues_differently(message):
-                return f"what follows a reply with {message['role']}"
-        return None
+        differs = filter(self._continues_differently, (_USER_MESSAGE, _TOOL_MESSAGE))
+        return next((f"what follows a reply with {message['role']}" for message in differs), None)
 
     def _continues_differently(self, message: Message) -> bool:
         end = next((token for token in self._program.get_stop_token_ids() if token in self.end_tokens), None)
@@ -143,28 +130,25 @@ def make_renderer(
         if keep_thoughts:
             raise RenderError('model.keep_thoughts needs model.renderer = "auto" or "renderers"')
         return Renderer(tokenizer, end_tokens)
-    reason = 'the package is not installed: pip install "paceline[renderers]"'
+    name, reason = model or tokenizer.name_or_path, "it does not know the model: name its family with model.known_as"
     try:
-        program = _program(tokenizer, model or tokenizer.name_or_path, keep_thoughts)
+        program = _program(tokenizer, name, keep_thoughts)
     except ImportError:
-        program = None
+        program, reason = None, 'the package is not installed: pip install "paceline[renderers]"'
     except RENDERERS_ERRORS as error:
         program, reason = None, f"it refuses this tokenizer ({error})"
-    else:
-        reason = "it does not know the model: name its family with model.known_as"
     if program is not None:
         renderer = BridgeRenderer(tokenizer, end_tokens, program)
         if (differs := renderer.disagreement()) is None:
             return renderer
         reason = f"it and the model's chat template differ in {differs}"
     if choice == "renderers" or keep_thoughts:
-        raise RenderError(f"`renderers` cannot write for {model or tokenizer.name_or_path}: {reason}")
-    log.info("the chat template alone writes for %s: %s", model or tokenizer.name_or_path, reason)
+        raise RenderError(f"`renderers` cannot write for {name}: {reason}")
+    log.info("the chat template alone writes for %s: %s", name, reason)
     return Renderer(tokenizer, end_tokens)
 
 
 def _program(tokenizer: PreTrainedTokenizerBase, name: str, keep_thoughts: bool) -> Any:
-    """The package's renderer for a model; None if it knows none."""
     base, configs = import_module("renderers.base"), import_module("renderers.configs")
     family = base.MODEL_RENDERER_MAP.get(name, name)
     if family in ("auto", "default", "custom"):

@@ -6,16 +6,16 @@ No tokens are recorded, so their episodes can be inspected but not trained on.
 import json
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from paceline.config.inference import SamplingConfig
-from paceline.data.rollout import Message, Turn
+from paceline.data.rollout import Message, Tools, Turn
 from paceline.engine import Finish
 from paceline.errors import EngineError, PacelineError, RequestError, Unreachable
-from paceline.rollout.history import Tools
 from paceline.rollout.recording import RecordingServer
 from paceline.rollout.seat import Reply, Seat, SeatClosed
 
@@ -38,12 +38,10 @@ class Endpoint:
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         if not urlsplit(self.url).path:
             self.url += "/v1"
-        self.sampling, self.recorder = sampling, recorder
-        self._model = model
-        self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None),
-        )
+        self.sampling, self.recorder, self._model = sampling, recorder, model
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None)
+        self._client = httpx.AsyncClient(headers=headers, timeout=limits)
 
     async def model(self) -> str:
         """The model that is asked: the one that was named, else the first of those the endpoint lists."""
@@ -91,10 +89,9 @@ class Endpoint:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             cause = str(error) or type(error).__name__
             raise Unreachable(f"{self.url} does not answer: {cause}") from error
-        try:
+        answer = None
+        with suppress(ValueError):
             answer = response.json()
-        except ValueError:
-            answer = None
         if response.status_code == 200 and answer is not None:
             return answer
         # The sentence of OpenAI's error object, or whatever stands in its place.
@@ -134,7 +131,6 @@ class TextSeat(Seat):
         return 2**31
 
     def record_reply(self, choice: dict[str, Any], messages: list[Message] | None, tools: Tools | None = None) -> Reply:
-        """Record a reply as a turn."""
         answer = choice["message"]
         # Only what a conversation needs: endpoints add fields that they refuse when they come back.
         message: Message = {"role": "assistant", "content": answer.get("content") or ""}
@@ -150,8 +146,6 @@ class TextSeat(Seat):
 
 
 class EndpointSeat(TextSeat):
-    """A seat that an endpoint answers."""
-
     def __init__(self, endpoint: Endpoint, actor: str = "policy", model: str = "") -> None:
         super().__init__(endpoint.sampling, endpoint.recorder, actor)
         self._endpoint, self._model = endpoint, model

@@ -42,37 +42,15 @@ START_SECONDS = 30.0
 MODEL = "policy"
 
 _RUN_SETTINGS = ("temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop_token_ids")
-"""Settings in agents' requests that the run file decides."""
 
 _UNSUPPORTED_SETTINGS = {
-    "seed": None,
-    "noise": None,
-    "order": None,
-    "stop": [],
-    "regex": None,
-    "response_format": {"type": "text"},
-    "ignore_eos": False,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "min_p": 0,
-    "logit_bias": {},
-    "logprobs": False,
-    "top_logprobs": 0,
-    "prompt_logprobs": False,
-    "return_token_ids": False,
-    "return_versions": False,
+    **dict.fromkeys(("seed", "noise", "order", "regex", "reasoning_effort", "verbosity", "prediction")),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "top_logprobs"), 0),
+    **dict.fromkeys(("ignore_eos", "logprobs", "prompt_logprobs", "return_token_ids", "return_versions"), False),
+    **{"stop": [], "response_format": {"type": "text"}, "repetition_penalty": 1, "logit_bias": {}},
     "parallel_tool_calls": True,
-    "reasoning_effort": None,
-    "verbosity": None,
-    "prediction": None,
 }
 """Settings in agents' requests that have no effect, with their neutral value."""
-
-
-# Family, an outside address from the blocks reserved for documentation, and loopback.
-_IPV4_PROBE = (socket.AF_INET, "192.0.2.1", "127.0.0.1")
-_IPV6_PROBE = (socket.AF_INET6, "2001:db8::1", "::1")
 
 
 class AgentBody(ChatBody):
@@ -100,14 +78,11 @@ class AgentResponseBody(ResponseBody):
 
 @dataclass(eq=False, slots=True)
 class RecordingSession:
-    """A seat's address, and the calls under way there."""
-
     seat: Seat
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     calls: set[asyncio.Task[list[Reply]]] = field(default_factory=set)
 
     async def answer(self, work: Coroutine[Any, Any, list[Reply]]) -> list[Reply]:
-        """The replies, unless the episode ends first."""
         task = asyncio.ensure_future(work)
         self.calls.add(task)
         try:
@@ -129,14 +104,12 @@ class RecordingServer:
         self._by_seat: dict[Seat, RecordingSession] = {}
         self._by_key: dict[str, RecordingSession] = {}
         self._starting: asyncio.Task[int] | None = None
-        self._server: uvicorn.Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._running: tuple[uvicorn.Server, asyncio.Task[None]] | None = None
 
     async def address(self, seat: Seat) -> str:
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(), name="recording server starts")
-        try:
-            # Others wait for it too, so it goes on even if this episode is cancelled.
+        try:  # others wait for it too, so it goes on even if this episode is cancelled
             port = await asyncio.shield(self._starting)  # bounded: by START_SECONDS
         except Exception:
             self._starting = None
@@ -160,10 +133,11 @@ class RecordingServer:
             self._starting = None
         for seat in list(self._by_seat):
             self.release(seat)
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await asyncio.wait({self._serving}, timeout=START_SECONDS)
-            self._server = self._serving = None
+        if self._running is not None:
+            server, serving = self._running
+            server.should_exit = True
+            await asyncio.wait({serving}, timeout=START_SECONDS)
+            self._running = None
 
     async def _start(self) -> int:
         allow_many_connections()
@@ -176,7 +150,7 @@ class RecordingServer:
                 if serving.done():
                     serving.result()  # bounded: it is done
                 await asyncio.sleep(0.001)
-        self._server, self._serving = server, serving
+        self._running = server, serving
         return listener.getsockname()[1]
 
     def _app(self) -> FastAPI:
@@ -186,9 +160,8 @@ class RecordingServer:
         app.add_api_route("/{key}/v1/responses", self._responses, methods=["POST"], response_model=None)
         app.add_api_route("/{key}/v1/models", self._models, methods=["GET"], response_model=None)
         install_error_handlers(app)
-        app.add_exception_handler(SeatClosed, _handle_error)
-        app.add_exception_handler(RenderError, _handle_error)
-        app.add_exception_handler(HTTPException, _handle_error)
+        for kind in (SeatClosed, RenderError, HTTPException):
+            app.add_exception_handler(kind, _handle_error)
         return app
 
     def _session(self, request: Request) -> RecordingSession:
@@ -201,9 +174,8 @@ class RecordingServer:
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
-        return FastJsonResponse(
-            {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "paceline"}]}
-        )
+        entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "paceline"}
+        return FastJsonResponse({"object": "list", "data": [entry]})
 
     async def _chat(self, request: Request) -> Response:
         session = self._session(request)
@@ -212,9 +184,8 @@ class RecordingServer:
         if body.stream:
             return await EventStream.begin(request, _chat_events(replies, body))
         head = response_head("chat.completion", "chatcmpl", body.model or MODEL)
-        return FastJsonResponse(
-            head | {"choices": [_choice(i, r) for i, r in enumerate(replies)], "usage": _usage(replies)}
-        )
+        choices = [_choice(i, reply) for i, reply in enumerate(replies)]
+        return FastJsonResponse(head | {"choices": choices, "usage": _usage(replies)})
 
     async def _responses(self, request: Request) -> Response:
         session = self._session(request)
@@ -240,9 +211,8 @@ class RecordingServer:
         """The policy's replies. Settings in whose place the run's own are used are counted."""
         given = body.model_dump(exclude_none=True)
         if body.chat_template_kwargs:
-            raise bad_request(
-                "the run decides how the chat template is filled in: leave this out", "chat_template_kwargs"
-            )
+            text = "the run decides how the chat template is filled in: leave this out"
+            raise bad_request(text, "chat_template_kwargs")
         if body.stream_options and not body.stream:
             raise bad_request("stream_options needs `stream: true`", "stream_options")
         seat = session.seat
@@ -265,18 +235,17 @@ def reachable_host(host: str) -> str:
         is_unspecified = False
     if not is_unspecified:
         return host
-    family, outside, inside = _IPV6_PROBE if ":" in host else _IPV4_PROBE
+    is_v6 = ":" in host
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((outside, 9))  # picks a way and sends nothing
+        with socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # An address from a block reserved for documentation: this picks a way and sends nothing.
+            probe.connect(("2001:db8::1" if is_v6 else "192.0.2.1", 9))
             return probe.getsockname()[0]
     except OSError:
-        return inside
+        return "::1" if is_v6 else "127.0.0.1"
 
 
 class _NoSignalServer(uvicorn.Server):
-    """Leaves signal handling to the process it runs in."""
-
     def capture_signals(self) -> Any:
         return nullcontext()
 
@@ -294,7 +263,6 @@ async def _handle_error(request: Request, error: Exception) -> Response:
 
 
 def _overridden_settings(given: dict[str, Any], seat: Seat) -> list[str]:
-    """Settings an agent asked for that differ from what it gets."""
     requested = given | ({"top_k": 0} if given.get("top_k") == -1 else {})
     differs = [name for name in _RUN_SETTINGS if name in requested and requested[name] != seat.setting(name)]
     if given.get("tool_choice", "auto") not in ("auto", "none"):  # the policy decides by itself whether it calls a tool

@@ -12,15 +12,14 @@ import jinja2
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from paceline.clients.tools import inline_tool_calls, template_message
 from paceline.data import part_problem
-from paceline.data.rollout import Message, Turn, copy_message, is_text
+from paceline.data.rollout import Message, Tools, Turn, copy_message, is_text
 from paceline.errors import PacelineError
-from paceline.rollout.history import Tools
 
 V = TypeVar("V")
 
@@ -42,13 +41,11 @@ class LruCache(Generic[V]):
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._weight = 0
+        self._capacity, self._weight = capacity, 0
         self._entries: OrderedDict[str, tuple[V, int]] = OrderedDict()
 
     def get(self, key: str) -> V | None:
-        entry = self._entries.get(key)
-        if entry is None:
+        if (entry := self._entries.get(key)) is None:
             return None
         self._entries.move_to_end(key)
         return entry[0]
@@ -142,7 +139,6 @@ _SAFE_ATTRIBUTES = {(str, name) for name in _safe_attributes("")} | {
 
 
 MESSAGE_CACHE_CHARS = 1 << 21
-"""Characters of prepared messages that are cached."""
 PROBE = "paceline-probe"
 """A word to find again in what a template writes."""
 
@@ -210,8 +206,7 @@ class ChatTemplate:
         """A message as templates expect it, and whether the fast path may render it."""
         if is_text(message):
             return (message if message["role"] != "developer" else template_message(message)), True
-        cached = self._message_cache.get(key := repr(message))
-        if cached is None:
+        if (cached := self._message_cache.get(key := repr(message))) is None:
             if problem := part_problem(message.get("content")):
                 raise RenderError(problem)
             expressed = template_message(copy_message(message))
@@ -232,8 +227,7 @@ class ChatTemplate:
         return all(name in text for name in names)
 
 
-PIECE_CACHE_TOKENS = 1 << 20
-"""Tokens of pieces that are cached."""
+CACHE_TOKENS = 1 << 20
 MIN_PIECE_CHARS = 32
 """Characters of a piece: those between an end-of-turn token and the next role belong to what follows."""
 
@@ -254,11 +248,14 @@ class CachedEncoder:
         self._tokenizer = tokenizer
         self._fast_tokenizer: Tokenizer | None = None
         self._split_at: re.Pattern[str] | None = None
-        self._cache: LruCache[list[int]] = LruCache(PIECE_CACHE_TOKENS)
+        self._cache: LruCache[list[int]] = LruCache(CACHE_TOKENS)
         backend = None if tokenizer.split_special_tokens else getattr(tokenizer, "backend_tokenizer", None)
         if isinstance(backend, Tokenizer):
             self._fast_tokenizer = backend
-            self._split_at = _split_pattern(list(backend.get_added_tokens_decoder().values()))
+            added = [t for t in backend.get_added_tokens_decoder().values() if t.content and not t.normalized]
+            if added and not any(token.lstrip or token.rstrip or token.single_word for token in added):
+                texts = sorted((token.content for token in added), key=len, reverse=True)
+                self._split_at = re.compile("|".join(map(re.escape, texts)))
 
     def encode(self, text: str) -> list[int]:
         if self._split_at is None:
@@ -274,8 +271,7 @@ class CachedEncoder:
         return ids
 
     def _encode_piece(self, text: str) -> list[int]:
-        ids = self._cache.get(text)
-        if ids is None:
+        if (ids := self._cache.get(text)) is None:
             ids = self._tokenize(text)
             self._cache.put(text, ids, len(ids))
         return ids
@@ -286,18 +282,6 @@ class CachedEncoder:
         if fast is not None and fast.truncation is None and fast.padding is None:
             return fast.encode(text, add_special_tokens=False).ids
         return self._tokenizer.encode(text, add_special_tokens=False)
-
-
-def _split_pattern(added: list[AddedToken]) -> re.Pattern[str] | None:
-    """A pattern of the added tokens that a text may be split at; None if it may not be split."""
-    plain = [token for token in added if token.content and not token.normalized]
-    if not plain or any(token.lstrip or token.rstrip or token.single_word for token in plain):
-        return None
-    return re.compile("|".join(re.escape(token.content) for token in sorted(plain, key=lambda t: -len(t.content))))
-
-
-PROMPT_CACHE_TOKENS = 1 << 20
-"""Tokens of rendered prompts that are cached, so that a group renders its prompt once."""
 
 
 OnDroppedTools = Literal["allow", "warn", "refuse"]
@@ -319,24 +303,18 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.end_tokens = frozenset(end_tokens)
-        """Tokens that end a turn."""
         self._pieces = CachedEncoder(tokenizer)
         self._template = ChatTemplate(tokenizer)
         # What `decode` calls for a list of ids, once it has looked at each of them.
         default_decode = type(tokenizer).decode is PreTrainedTokenizerBase.decode
         self._decode_ids = tokenizer._decode if default_decode else tokenizer.decode
-        self._prompt_cache: LruCache[Prompt] = LruCache(PROMPT_CACHE_TOKENS)
+        self._prompt_cache: LruCache[Prompt] = LruCache(CACHE_TOKENS)
         self._end_texts = {token: self.decode([token]) for token in self.end_tokens}
         self.on_dropped_tools: OnDroppedTools = "allow"
         """What to do where the template writes nothing of the tools it is given: nothing, one warning, or an error."""
         self.dropped_tools_error: ToolsDropped | None = None
         """The error, once it was raised: an agent behind a URL may turn it into another one."""
         self._tools_checked = False
-
-    @property
-    def vocabulary(self) -> int:
-        """Token ids are below this."""
-        return len(self.tokenizer)
 
     def text(self, messages: Sequence[Message], tools: Tools | None = None, reply: bool = True) -> str:
         """The conversation as the template writes it, with the opening of a reply or without."""
@@ -349,8 +327,7 @@ class Renderer:
     def render(self, messages: Sequence[Message], tools: Tools | None = None) -> Prompt:
         """The prompt as ids and text, cached: all rollouts of one example share it."""
         key = repr((messages, tools))
-        prompt = self._prompt_cache.get(key)
-        if prompt is None:
+        if (prompt := self._prompt_cache.get(key)) is None:
             text = self.text(messages, tools)
             if tools and not self._tools_checked:
                 self._check_tools_rendered(tools, messages, text)

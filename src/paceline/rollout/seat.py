@@ -1,6 +1,6 @@
 """A seat in an episode: a client that speaks for the policy and records every token."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from paceline.config.inference import SamplingConfig
 from paceline.data.rollout import Message, Turn, copy_message
 from paceline.engine import Completion, GenerateRequest, noise_key
 from paceline.errors import PacelineError
-from paceline.rollout.history import TurnIndex
+from paceline.rollout.assemble import TurnIndex
 from paceline.rollout.render import Renderer
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ class SamplingClient:
     recorder: "RecordingServer | None" = None
 
     def make_seat(self, noise: Sequence[int], order: int, actor: str, model: str) -> "Seat":
-        """A seat of one episode."""
         return Seat(self, noise, order, actor=actor, model=model)
 
     async def close(self) -> None:
@@ -86,19 +85,14 @@ class Seat:
         model: str = "",
         trained: bool = True,
     ) -> None:
-        self._init_session(actor, client.sampling, client.recorder, trained)
-        self._client = client
-        self._model = model
-        self._noise = tuple(noise)
-        self._order = order
-        self._calls = 0
+        self._init_session(actor, client.sampling, client.recorder)
+        self.trained = trained
+        self._client, self._model = client, model
+        self._noise, self._order, self._calls = tuple(noise), order, 0
         self._history: TurnIndex | None = None
 
-    def _init_session(
-        self, actor: str, sampling: SamplingConfig, recorder: "RecordingServer | None", trained: bool = True
-    ) -> None:
-        """Set the fields that every kind of seat has."""
-        self.actor, self.trained = actor, trained
+    def _init_session(self, actor: str, sampling: SamplingConfig, recorder: "RecordingServer | None") -> None:
+        self.actor, self.trained = actor, True
         self.parent, self.kind = "", ""
         """The seat whose episode opened this one, and what kind of episode it plays (`SessionMap`)."""
         self.max_tokens: int | None = None
@@ -107,7 +101,7 @@ class Seat:
         self.overrides: dict[str, int] = {}
         """Settings an agent asked for over its URL, in whose place the run's own were used."""
         self._sampling, self._recorder = sampling, recorder
-        self._closed = False
+        self._closed = self._has_address = False
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Reply:
         """The policy's next message in this conversation; `tools` in OpenAI's form."""
@@ -115,11 +109,10 @@ class Seat:
         messages = [copy_message(message) for message in messages]
         history = self._history = self._history or TurnIndex()
         past, so_far = history.find(messages, tools)
-        prompt = (
-            renderer.render(messages, tools)
-            if past is None
-            else renderer.render_continuation(past.turn, messages, past.prompt_text)
-        )
+        if past is None:
+            prompt = renderer.render(messages, tools)
+        else:
+            prompt = renderer.render_continuation(past.turn, messages, past.prompt_text)
         completion = await self._sample(prompt.ids)
         said = self._record(list(prompt.ids), completion, messages, list(tools) if tools else None)
         history.add(self.turns[-1], prompt.text, so_far)
@@ -134,6 +127,7 @@ class Seat:
         episode is over."""
         if self._recorder is None:
             raise PacelineError("this seat has no recording server behind it")
+        self._has_address = True
         address = await self._recorder.address(self)
         if self._closed:
             self._recorder.release(self)
@@ -142,8 +136,7 @@ class Seat:
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are."""
-        return self._client.renderer.vocabulary
+        return len(self._client.renderer.tokenizer)
 
     def setting(self, name: str) -> Any:
         """The run's value of a sampling setting, by OpenAI's name for it; None if it has none."""
@@ -152,7 +145,7 @@ class Seat:
     def leave(self) -> None:
         """The episode is over: nothing said from here on counts."""
         self._closed = True
-        if self._recorder is not None:
+        if self._recorder is not None and self._has_address:
             self._recorder.release(self)
 
     async def _sample(self, prompt: Sequence[int]) -> Completion:
@@ -203,20 +196,15 @@ class Seat:
             said=said,
         )
         self.turns.append(turn)
-        return Reply(
-            text=text,
-            truncated=completion.finish == "length",
-            message=copy_message(turn.message),
-            tokens=len(completion.token_ids),
-            prompt_tokens=len(prompt),
-        )
+        truncated, message = completion.finish == "length", copy_message(turn.message)
+        return Reply(text, truncated, message, tokens=len(completion.token_ids), prompt_tokens=len(prompt))
 
 
 SeatFactories = Mapping[str, Callable[[str], Seat]]
 """Factories of the seats that the policy does not play, by actor."""
 
 
-class SessionMap(Mapping[str, Seat]):
+class SessionMap(dict[str, Seat]):
     """Seats by name: one for each actor of the environment, and whatever an episode opens besides.
 
     An episode that starts others (a proposer whose question several solvers try) opens a seat for each of their actors.
@@ -232,10 +220,9 @@ class SessionMap(Mapping[str, Seat]):
         actors: Sequence[str],
         seat_factories: SeatFactories | None = None,
     ) -> None:
+        super().__init__()
         self._client, self._noise, self._order = client, tuple(noise), order
-        self._seats: dict[str, Seat] = {}
-        self._seat_factories = seat_factories or {}
-        self._closed = False
+        self._seat_factories, self._closed = seat_factories or {}, False
         for actor in actors:
             self.open(actor)
 
@@ -243,29 +230,19 @@ class SessionMap(Mapping[str, Seat]):
         """Another seat; answers with its name. `model` is an adapter's name; the policy when left out."""
         if self._closed:
             raise SeatClosed("the episode is over: no seat can be opened any more")
-        place = len(self._seats)
+        place = len(self)
         name = actor
-        if name in self._seats:
-            name = next(name for number in count(place) if (name := f"{actor}#{number}") not in self._seats)
+        if name in self:
+            name = next(name for number in count(place) if (name := f"{actor}#{number}") not in self)
         # The first seat draws the noise a one-player task has always drawn.
         noise = (*self._noise, place) if place else self._noise
         factory = self._seat_factories.get(actor)
         seat = factory(name) if factory else self._client.make_seat(noise, self._order, actor, model)
         seat.parent, seat.kind, seat.trained = parent, kind, trained
-        self._seats[name] = seat
+        self[name] = seat
         return name
 
     def leave(self) -> None:
-        """The episode is over."""
         self._closed = True
-        for seat in self._seats.values():
+        for seat in self.values():
             seat.leave()
-
-    def __getitem__(self, name: str) -> Seat:
-        return self._seats[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._seats)
-
-    def __len__(self) -> int:
-        return len(self._seats)

@@ -19,8 +19,7 @@ from paceline.clients.rpc import FRAME_HEADER
 from paceline.clients.rpc import encode as encode_message
 from paceline.config import RunConfig
 from paceline.data import Sample, decode, encode
-from paceline.data.balance import Cost
-from paceline.data.packing import owners
+from paceline.data.packing import Cost, owners
 from paceline.errors import PacelineError
 from paceline.trainer import StepReport, Trainer, TrainerError
 from paceline.util.deadlines import record_progress

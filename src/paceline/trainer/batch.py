@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, Scales, collate, pack, token_scales
-from paceline.data.balance import Bins, Cost, Cut, cut_steps, flatten_bins
+from paceline.data.packing import Bins, Cost, Cut, cut_steps, flatten_bins
 from paceline.planner.shape import read_shape
 
 if TYPE_CHECKING:

@@ -32,8 +32,7 @@ from paceline.data import (
     pack,
     token_scales,
 )
-from paceline.data.balance import all_members, flatten_bins, restrict_cuts
-from paceline.data.packing import COMPONENTS
+from paceline.data.packing import COMPONENTS, all_members, flatten_bins, restrict_cuts
 from paceline.errors import TrainerError
 from paceline.trainer.backend import NamedLosses, Optimizer, PolicyBackend, schedule_lengths, training
 from paceline.trainer.batch import DUMMY_PACK, Batch, collate_bins, scales_of, score_samples

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Cursor, DataError, make_cursor
-from paceline.data.mixture import Mixture
-from paceline.data.sampler import Curriculum, MixtureCursor, SumTree
+from paceline.data.sampler import Curriculum, Mixture, MixtureCursor, SumTree
 
 laws = settings(max_examples=40, deadline=None)
 REWARDS = st.lists(st.sampled_from([-1.0, 0.0, 0.49, 0.5, 1.0, 3.0]), max_size=4)

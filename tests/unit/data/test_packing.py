@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2Config
 
 from paceline.data import Sample, Ticket, first_fit_decreasing, token_scales
-from paceline.data.balance import (
+from paceline.data.packing import (
     Cost,
     all_members,
     balance_bins,
@@ -18,9 +18,9 @@ from paceline.data.balance import (
     flatten_bins,
     imbalance,
     lockstep_cost,
+    owners,
     restrict_cuts,
 )
-from paceline.data.packing import owners
 from paceline.trainer.batch import DUMMY_PACK, collate_bins, cost_of
 
 laws = settings(max_examples=40, deadline=None)

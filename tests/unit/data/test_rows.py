@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from paceline.commands.rollouts import EpisodePlayer
 from paceline.config.env import EnvConfig
 from paceline.data import DataError, make_cursor, open_rows, register_scheme, skipped_rows
-from paceline.data.mixture import Mixture
+from paceline.data.sampler import Mixture
 from paceline.envs import build_environment
 from paceline.envs.base import dataset_rows
 

@@ -28,8 +28,7 @@ from paceline.data import (
     skipped_rows,
     sources,
 )
-from paceline.data.mixture import Mixture, normalise_text, open_dataset
-from paceline.data.sampler import MixtureCursor
+from paceline.data.sampler import Mixture, MixtureCursor, normalise_text, open_dataset
 from paceline.data.sources import Scheme
 from paceline.rollout import Renderer, RenderError
 

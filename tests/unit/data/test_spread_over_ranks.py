@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.data import Sample, Ticket
-from paceline.data.balance import Cost
-from paceline.data.packing import owners
+from paceline.data.packing import Cost, owners
 from paceline.runtime.rpc import split_batch
 
 COST = Cost(1.0, 0.01)

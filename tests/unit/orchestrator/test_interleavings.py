@@ -31,7 +31,7 @@ from paceline.engine import Completion
 from paceline.envs import Environment, Outcome
 from paceline.observe.monitor import RunPlan, RunRecorder, read_jsonl
 from paceline.orchestrator import Checkpoints, Gate, Orchestrator, OrchestratorParts, build_train_envs
-from paceline.orchestrator.buffered import read_groups
+from paceline.orchestrator.checkpoint import read_groups
 from paceline.rollout import Group, SamplingClient
 from paceline.simulate.engine import VirtualClock, VirtualLoop
 from paceline.trainer import StepReport
@@ -293,7 +293,7 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def the_gate_is_not_overdrawn(self):
-        gate, buffer = self.conductor._gate, self.conductor._dispatcher._buffer
+        gate, buffer = self.conductor._gate, self.conductor._dispatcher._buffered_groups()
         ledger, batch = self.conductor._ledger, self.config.batch_size
         if not self.alive:
             return
@@ -301,13 +301,13 @@ class Life(RuleBasedStateMachine):
         assert gate.accepted + gate.running <= (gate.staleness + gate.version + 1) * batch + self.config.extra_rollouts
         assert gate.running == GROUP * ledger.count(State.IN_FLIGHT)
         in_hand = ledger.count(State.BUFFERED) - len(buffer)
-        ahead = sum(group.size for group in [*buffer.groups(), *self.conductor._dispatcher._replays])
+        ahead = sum(group.size for group in [*buffer, *self.conductor._dispatcher._replays])
         assert gate.accepted == (gate.version + (in_hand > 0)) * batch + ahead
         if not self.config.staleness and in_hand:
             assert gate.capacity == 0
             if self.config.on_stale == "drop":
                 assert gate.running == ahead == 0  # nothing is sampled that could only come too late
-        assert {group.ticket.number for group in buffer.groups()} <= self.courses["stage"].algorithm.seen
+        assert {group.ticket.number for group in buffer} <= self.courses["stage"].algorithm.seen
 
     @invariant()
     def every_ticket_is_in_the_books_once(self):

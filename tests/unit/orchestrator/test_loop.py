@@ -299,7 +299,7 @@ def test_batches_that_groups_cannot_fill_do_not_open_the_gate(tmp_path):
     trainer, _, conductor = conduct(tmp_path, CoinFlips(), also={"six": CoinFlips()}, **config)
     for version, batch in trainer.trained:
         assert max(version - s.versions[t] for s in batch for t in range(len(s)) if s.rl[t]) <= 1
-    left = sum(group.size for group in conductor._dispatcher._buffer.groups())
+    left = sum(group.size for group in conductor._dispatcher._buffered_groups())
     assert conductor._gate.accepted - left == 12 * 12  # each batch counted whole, and what no batch had room for
 
 

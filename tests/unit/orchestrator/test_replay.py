@@ -15,7 +15,7 @@ from paceline.config.env import CustomEnvConfig
 from paceline.data import Cursor, Ledger, Sample, State, Ticket
 from paceline.data.ledger import LedgerError
 from paceline.orchestrator import Checkpoints, Gate, RunStopped
-from paceline.orchestrator.buffered import read_groups
+from paceline.orchestrator.checkpoint import read_groups
 from paceline.orchestrator.dispatcher import Dispatcher
 from paceline.orchestrator.replay import Replay as Memory
 from paceline.orchestrator.replay import ReplayedGroup
@@ -231,7 +231,7 @@ def test_groups_of_several_sizes_leave_room_for_one_another(tmp_path):
             assert places <= 12
             assert places > 12 - 4 or version >= 10  # in the end, what may still be drawn need not fill a batch
             assert {s.ticket.number for s in samples} - replays(log).keys()
-        left = sum(group.size for group in conductor._dispatcher._buffer.groups())
+        left = sum(group.size for group in conductor._dispatcher._buffered_groups())
         assert conductor._gate.accepted - left == 12 * 12
 
 

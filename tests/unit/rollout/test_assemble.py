@@ -23,7 +23,7 @@ from paceline.data import Ticket
 from paceline.rollout import Renderer, RenderError, Rollout, Turn, assemble
 from paceline.rollout import render as pieces
 from paceline.rollout import render as sandbox
-from paceline.rollout.history import MAX_CACHED_CALL_CHARS, canonical_text
+from paceline.rollout.assemble import MAX_CACHED_CALL_CHARS, canonical_text
 from paceline.rollout.render import ENTRY_OVERHEAD, MIN_PIECE_CHARS, LruCache
 from rollouts import continued_prompt
 

@@ -25,7 +25,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.util import get_node_ip_address
 
 from paceline.config import RunConfig
-from paceline.data.balance import Cost
+from paceline.data.packing import Cost
 from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed, WorkerLimits, Workers
 from paceline.errors import first_line
 from paceline.model import end_tokens, load_tokenizer

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.data import MicroBatch, Sample, pack, token_scales
-from paceline.data.balance import cut_steps
+from paceline.data.packing import cut_steps
 from paceline.errors import TrainerError
 from paceline.model import Adapter, Canary, WeightUpdate, fingerprint, set_cpu_threads, trainable_parameters
 from paceline.model.background_compile import BackgroundCompile
