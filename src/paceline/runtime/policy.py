@@ -31,7 +31,7 @@ from paceline.observe.monitor.text import format_amount, format_score, one_line
 from paceline.orchestrator import Checkpoints
 from paceline.rollout import Message, Reply, Seat
 from paceline.runtime.episode_runtime import is_checkpoint, saved_weights
-from paceline.runtime.local import renderer_of, sampling_clients, with_sections
+from paceline.runtime.local import sampling_clients, with_sections
 from paceline.runtime.serving import embedded_engine
 from paceline.weights.update import Adapter, WeightUpdate
 
@@ -108,7 +108,12 @@ class Policy:
         return f"Policy({self.source!r})"
 
     def _ask(self, speak: Speak, seed: int | None, changes: Mapping[str, Any]) -> PolicyReply:
-        sampling = _sampling(self._config.sampling, changes)
+        table = {"sampling": self._config.sampling.model_dump() | dict(changes)}
+        try:
+            sampling = EvalConfig.model_validate(table).sampling  # where greedy sampling is allowed
+        except ValidationError as error:
+            raise ConfigError(explain_values(error, table, EvalConfig, "Policy")) from None
+        assert sampling is not None
         return self._worker.ask(speak, sampling, secrets.randbits(62) if seed is None else seed)
 
 
@@ -126,7 +131,15 @@ class _EngineThread:
         self._ready: Future[_Serving] = Future()
 
     def ask(self, speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
-        loop, _, answered = self._start().result()  # unbounded: a model loads as long as it loads, and Ctrl-C is heard
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._ready = Future()
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._ready,), name="paceline policy", daemon=True
+                )
+                self._thread.start()
+            ready = self._ready
+        loop, _, answered = ready.result()  # unbounded: a model loads as long as it loads, and Ctrl-C is heard
         answer = asyncio.run_coroutine_threadsafe(answered(speak, sampling, seed), loop)
         try:
             return answer.result()  # bounded: by max_tokens
@@ -137,30 +150,17 @@ class _EngineThread:
     def close(self) -> None:
         with self._lock:
             thread, self._thread = self._thread, None
-        if thread is None:
+        if thread is None or self._ready.exception() is not None:  # bounded: by the loading of the model
             return
-        try:
-            loop, stop, _ = self._ready.result()  # bounded: by the loading of the model
-        except Exception:  # it never came up, and its thread is at its end
-            return
+        loop, stop, _ = self._ready.result()  # bounded: it is done
         loop.call_soon_threadsafe(stop.set)
         thread.join()  # bounded: the engine's close is
-
-    def _start(self) -> "Future[_Serving]":
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._ready = Future()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._ready,), name="paceline policy", daemon=True
-                )
-                self._thread.start()
-            return self._ready
 
     def _run(self, ready: "Future[_Serving]") -> None:
         try:
             with embedded_engine(self._config) as (engine, ends), asyncio.Runner() as runner:
                 tokenizer = load_tokenizer(self._config.model)
-                make_client = sampling_clients(Pool([engine]), renderer_of(tokenizer, ends, self._config.model), ends)
+                make_client = sampling_clients(Pool([engine]), tokenizer, ends, self._config.model)
 
                 async def answered(speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
                     return PolicyReply.of(await speak(Seat(make_client(sampling), (seed,), 0), tokenizer))
@@ -179,23 +179,16 @@ class _EngineThread:
             ready.set_exception(error)
 
 
-def _sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> SamplingConfig:
-    table = {"sampling": sampling.model_dump() | dict(changes)}
-    try:
-        changed = EvalConfig.model_validate(table).sampling  # where greedy sampling is allowed
-    except ValidationError as error:
-        raise ConfigError(explain_values(error, table, EvalConfig, "Policy")) from None
-    assert changed is not None
-    return changed
-
-
 def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights | None]:
     """The config that loads a model, and the weights to put on top of it, if these lie in a file of their own."""
     if isinstance(name := settings.get("model"), str):
         settings = {**settings, "model": {"name": name}}
     folder = Path(source).expanduser()
-    if RunDirectory(folder).config_file.is_file():
-        folder = _newest(RunDirectory(folder))
+    if (run := RunDirectory(folder)).config_file.is_file():
+        saved = [*([run.export] if run.export.is_dir() else []), *Checkpoints(run.checkpoints, 1).all()[-1:]]
+        if not saved:
+            raise PacelineError(f"{run.root} holds neither an export nor a checkpoint: train it first")
+        folder = max(saved, key=lambda one: one.stat().st_mtime)
     if is_checkpoint(folder):
         checkpoint = folder.resolve()
         run = RunDirectory(checkpoint.parent.parent)
@@ -213,13 +206,6 @@ def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights 
         whole = {"name": str(folder), "tokenizer": None, "chat_template": None, "lora": None}
         return with_sections(config, model=whole), None
     return load(None, settings={**settings, "model": {"name": source, **settings.get("model", {})}}).config, None
-
-
-def _newest(run: RunDirectory) -> Path:
-    saved = [*([run.export] if run.export.is_dir() else []), *Checkpoints(run.checkpoints, 1).all()[-1:]]
-    if not saved:
-        raise PacelineError(f"{run.root} holds neither an export nor a checkpoint: train it first")
-    return max(saved, key=lambda folder: folder.stat().st_mtime)
 
 
 def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights]:

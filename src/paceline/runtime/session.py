@@ -5,8 +5,8 @@ import contextlib
 import errno
 import logging
 import sys
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -95,7 +95,7 @@ def train(
         if signals is not None:
             signals.on_interrupt(supervisor.interrupt)
         return supervisor.run()
-    place: Placement = in_process
+    place: Placement = local
     if config.placement == "ray":
         from paceline.runtime.ray.place import on_ray
 
@@ -123,15 +123,6 @@ def _refuse_fewer_steps(config: RunConfig) -> None:
             f"its beginning: write --steps {state['step'] + config.steps} to train {config.steps} more, or --resume "
             f"with an earlier checkpoint; {offer}"
         )
-
-
-@asynccontextmanager
-async def in_process(
-    config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
-) -> AsyncGenerator[RunParts]:
-    """Everything in this process."""
-    with local(config, dumps, phase, given) as parts:
-        yield parts
 
 
 def run_session(
@@ -232,7 +223,7 @@ class RunSession:
     def end(self, outcome: RunOutcome, error: Exception | None) -> RunResult:
         # Before the run began, whatever lies in the directory is an older run's, unless that is the one to resume.
         own = self.directory.begun or self.config.resume
-        metrics = _metrics(self.directory) if own else []
+        metrics = read_metrics(self.directory) if own else []
         restore_interpreter()
         if outcome.status != "failed" and any(line["step"] for line in metrics):
             try:
@@ -297,10 +288,10 @@ class RunSession:
 def result_of(directory: RunDirectory, outcome: RunOutcome) -> RunResult:
     """The result of a run that another process led."""
     failed = UserCodeError(outcome.message, outcome.frames, outcome.trace) if outcome.frames else None
-    return _result(outcome, directory.root, _metrics(directory), failed or PacelineError(outcome.message))
+    return _result(outcome, directory.root, read_metrics(directory), failed or PacelineError(outcome.message))
 
 
-def _metrics(directory: RunDirectory) -> list[dict[str, Any]]:
+def read_metrics(directory: RunDirectory) -> list[dict[str, Any]]:
     """Line by line; a run is not lost for a damaged one."""
     return read_valid_jsonl(directory.metrics_file, {"step": int})[0]
 
@@ -373,6 +364,6 @@ def _failed(directory: RunDirectory, config: RunConfig, error: PacelineError) ->
         saved = error.newest_intact
     elif not directory.begun and not isinstance(error, CheckpointError):
         message = f"{message}; {checkpoints.list_resumable()}"
-    metrics = _metrics(directory)
+    metrics = read_metrics(directory)
     step = metrics[-1]["step"] if metrics else 0
     return RunOutcome("failed", step, message, saved, frames=frames, trace=trace)

@@ -32,6 +32,7 @@ from paceline.model.source import resolve
 from paceline.model.varlen import can_varlen
 from paceline.runtime.local import share_cores
 from paceline.trainer import TorchTrainer
+from paceline.trainer.torch.world import join
 from paceline.weights.tensors import write_tensors
 
 ADAPTERS = 4
@@ -248,6 +249,12 @@ def build_trainer(config: RunConfig, group: ProcessGroup | None = None) -> Loade
     config = share_cores(config, parameters)
     trainer = torch_trainer(config, model, Path(config.runs) / config.name / "dumps", group, place)
     return LoadedTrainer(trainer, model, parameters, place.type)
+
+
+def join_ranks(config: RunConfig, rank: int, world: int, address: str | None) -> ProcessGroup | None:
+    """Wait for the other ranks, if there are any; a GPU is chosen for the calling thread."""
+    backend = None if pick_device(config.device) == "cuda" else "gloo"
+    return join(rank, world, address, backend) if world > 1 else None
 
 
 def load_rank_model(config: RunConfig, group: ProcessGroup | None) -> tuple[PreTrainedModel, torch.device]:

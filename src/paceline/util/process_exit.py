@@ -1,4 +1,8 @@
-"""Starts children, and ends processes: this one at once, this one with its parent, and children for certain."""
+"""Starts children, and ends processes: this one at once, this one with its parent, and children for certain.
+
+`python -m paceline.util.process_exit MODULE ARGUMENTS ...` runs a child, which exits with its parent, also while its
+imports take seconds.
+"""
 
 import atexit
 import contextlib
@@ -6,6 +10,7 @@ import ctypes
 import gc
 import io
 import os
+import runpy
 import select
 import signal
 import socket
@@ -120,7 +125,7 @@ def start_child(
     """Run a module in a session of its own, away from Ctrl-C. It reads `line` from standard input, which stays open; it
     exits when that closes."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "paceline.util.child_main", module, *arguments],
+        [sys.executable, "-P", "-m", "paceline.util.process_exit", module, *arguments],
         stdin=subprocess.PIPE,
         stdout=stdout,
         stderr=stderr,
@@ -152,3 +157,9 @@ def end_child(process: "subprocess.Popen[bytes]", seconds: float, killed_seconds
     if process.stdin is not None:
         with contextlib.suppress(OSError):  # what it never read
             process.stdin.close()
+
+
+if __name__ == "__main__":
+    exit_with_stdin()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -54,6 +54,11 @@ class RankInfo:
         """The first rank of a run that starts the others itself, on this machine."""
         return cls(0, world, LOOPBACK, free_port(LOOPBACK), world, given=False)
 
+    @property
+    def address(self) -> str | None:
+        """Where the ranks meet, unless the launcher has said so."""
+        return None if self.given else f"{self.host}:{self.port}"
+
     def variables(self, rank: int) -> dict[str, str]:
         """The environment variables that torchrun would set for a rank."""
         return {
