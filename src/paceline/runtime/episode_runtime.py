@@ -33,8 +33,6 @@ ASK_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRuntime:
-    """The parts that make the seats of episodes."""
-
     client: SamplingClient | Endpoint
     """Makes the seats; only those of a sampling client have exact tokens."""
     recorder: RecordingServer
@@ -46,8 +44,6 @@ class EpisodeRuntime:
 
 @dataclass(frozen=True, slots=True)
 class OpenAIServer:
-    """An OpenAI-compatible server."""
-
     url: str
     model: str | None = None
     """The model's name there; the first it lists when left out."""

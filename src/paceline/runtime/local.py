@@ -49,7 +49,6 @@ shares the frozen base with the trainer."""
 
 
 def require_mlx() -> None:
-    """Raise a sentence unless mlx is installed."""
     if any(importlib.util.find_spec(name) is None for name in ("mlx", "mlx_lm")):
         raise PacelineError("backend = \"mlx\" needs mlx and mlx-lm: pip install 'paceline[mlx]'")
 
@@ -91,7 +90,6 @@ class MlxBackend:
 
 
 def load_backend(config: RunConfig) -> ModelBackend:
-    """Load the run's model for what this run computes with."""
     if uses_mlx(config.backend):
         return MlxBackend(config)
     from paceline.runtime.torch_backend import TorchBackend
@@ -100,7 +98,6 @@ def load_backend(config: RunConfig) -> ModelBackend:
 
 
 def trainer_of(model: Any, c: TrainerConfig) -> Trainer:
-    """A trainer of a loaded model, by the library that model is of."""
     if type(model).__module__.startswith("paceline.model.mlx"):
         from paceline.trainer.mlx.trainer import MlxTrainer
 
@@ -153,7 +150,6 @@ def resumed_checkpoint(config: RunConfig) -> tuple[Path, dict[str, Any]] | None:
 
 
 def device_of(config: RunConfig) -> str:
-    """The kind of device that the run computes on."""
     if uses_mlx(config.backend):
         if importlib.util.find_spec("mlx") is None:
             return "mlx-cpu"  # building the model says what to install
@@ -301,6 +297,5 @@ def share_cores(config: RunConfig, parameters: int, neighbours: int = 1, at_once
 
 
 def with_sections(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    """The run file with some settings of its sections changed."""
     changed = {name: getattr(config, name).model_copy(update=changes) for name, changes in sections.items()}
     return config.model_copy(update=changed)

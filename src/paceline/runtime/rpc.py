@@ -74,8 +74,6 @@ class SentWeights(msgspec.Struct, array_like=True):
 
 
 class RpcResult(msgspec.Struct, array_like=True, tag=True):
-    """The result of a call."""
-
     number: int
     version: int
     report: StepReport | None = None
@@ -83,8 +81,6 @@ class RpcResult(msgspec.Struct, array_like=True, tag=True):
 
 
 class RpcFailure(msgspec.Struct, array_like=True, tag=True):
-    """The failure of a call."""
-
     number: int
     message: str
     errno: int | None = None
@@ -94,7 +90,6 @@ class RpcFailure(msgspec.Struct, array_like=True, tag=True):
     """Of user code that raised: its own frames, and the whole traceback."""
 
     def error(self) -> Exception:
-        """The exception that the caller raises."""
         if self.errno is not None:
             return OSError(self.errno, self.message)
         return UserCodeError(self.message, self.frames, self.trace) if self.frames else TrainerError(self.message)

@@ -60,7 +60,6 @@ def watch_engine(engine: "DecodingEngine | Scorer", then: Callable[[BaseExceptio
 
 
 async def wait_for_failure(engine: "DecodingEngine | Scorer") -> EngineError:
-    """Waits in an event loop for the failure of an engine."""
     loop = asyncio.get_running_loop()
     end: asyncio.Future[BaseException] = loop.create_future()
 
@@ -115,7 +114,6 @@ def serve_model(config: RunConfig, settings: ServeConfig) -> None:
 
 @contextmanager
 def embedded_engine(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
-    """An engine in this process."""
     find_tokenizer(config.model)  # a missing one is found before weights are read
     backend = load_backend(config)
     tokenizer = load_tokenizer(config.model)

@@ -133,7 +133,6 @@ def run_session(
     screen: TextIO | Monitor | None = None,
     signals: Signals | None = None,
 ) -> RunResult:
-    """Lead a run whose parts are wherever the placement puts them."""
     session = RunSession(config, placement, [choose_view(screen)] if screen is not None else [])
     return run_sessions([session], environments=environments, overwrite=overwrite, signals=signals)[0]
 

@@ -258,7 +258,6 @@ class Signals:
 
     @contextmanager
     def run(self, monitor: Monitor) -> Generator[None]:
-        """A run that can be stopped."""
         self._runs[monitor] = None
         if len(self._runs) == 1:
             self._listen()

@@ -233,8 +233,6 @@ def pick_device(wanted: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTrainer:
-    """A trainer with its model."""
-
     trainer: TorchTrainer
     model: PreTrainedModel
     parameters: int

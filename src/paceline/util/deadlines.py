@@ -146,7 +146,6 @@ def current_wait() -> str:
 
 
 def record_progress() -> None:
-    """Tell the watchdog that something has moved."""
     registry.progress_count += 1
 
 

@@ -173,7 +173,6 @@ def _frames(error: BaseException, *takes: FrameFilter) -> tuple[BaseException, l
 
 
 def full_traceback(error: BaseException) -> str:
-    """The traceback with every frame, and what the exception was raised from."""
     return "".join(traceback.format_exception(error)).rstrip()
 
 
@@ -203,7 +202,6 @@ def cause_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_foreign_frame(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame is not Paceline's."""
     return not frame.filename.startswith((_PACKAGE_ROOT, "<frozen "))
 
 

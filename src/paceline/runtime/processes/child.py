@@ -70,7 +70,6 @@ class RemoteTrainer(rpc.RpcTrainer):
         """Samples the other side has, by identity: where in its list, and the sample itself, so that it stays."""
 
     async def meet(self) -> rpc.RpcHello:
-        """Wait until it is up."""
         await self._connect()
         return self._hello
 
