@@ -37,8 +37,9 @@ from paceline.rollout import Message, RecordingServer, Reply
 from paceline.rollout.endpoint import TextSeat
 from paceline.rollout.history import Tools, same_conversation
 from paceline.rollout.seat import SeatClosed, SeatFactories
-from paceline.runtime.episode_runtime import EpisodeRuntime, OpenAIServer, is_checkpoint, open_episode_runtime
+from paceline.runtime.episode_runtime import EpisodeRuntime, OpenAIServer, open_episode_runtime
 from paceline.runtime.local import with_sections
+from paceline.trainer.checkpoint import is_checkpoint
 from paceline.util.interrupts import on_interrupt
 
 TOOL_CALL_HINT = 'to call one, say <tool_call>{"name": ..., "arguments": {...}}</tool_call>'

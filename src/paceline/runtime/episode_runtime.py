@@ -24,7 +24,6 @@ from paceline.rollout import RecordingServer, SamplingClient
 from paceline.rollout.endpoint import Endpoint
 from paceline.runtime.local import checkpoint_compute_dtype, sampling_clients, with_sections, with_settled_dtype
 from paceline.runtime.serving import embedded_engine
-from paceline.trainer.checkpoint import is_checkpoint as is_checkpoint
 from paceline.trainer.checkpoint import read_state
 from paceline.weights.update import Adapter, WeightUpdate
 

@@ -119,12 +119,8 @@ def with_settled_dtype(config: RunConfig, checkpoint: Path | None = None) -> Run
     device = device_of(config)
     dtype = resolve_dtype(config.model, device)
     if dtype == "float32" and device == "cuda":
-        log.warning(
-            "`%s` computes in float32, the type of its weights (or this GPU has no bfloat16): %s is several times "
-            "faster here",
-            config.model.name,
-            'model.dtype = "bfloat16"',
-        )
+        why, advice = "the type of its weights (or this GPU has no bfloat16)", 'model.dtype = "bfloat16"'
+        log.warning("`%s` computes in float32, %s: %s is several times faster here", config.model.name, why, advice)
     return with_dtype(config, dtype)
 
 

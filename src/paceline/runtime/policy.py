@@ -26,13 +26,14 @@ from paceline.config.model import LoRAConfig
 from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
 from paceline.observe.monitor import RunDirectory, RunOutcome
-from paceline.observe.monitor.summary import Curve, MetricHistory, reward_picture
+from paceline.observe.monitor.summary import MetricHistory, reward_picture
 from paceline.observe.monitor.text import format_amount, format_score, one_line
 from paceline.orchestrator import Checkpoints
 from paceline.rollout import Message, Reply, Seat
-from paceline.runtime.episode_runtime import is_checkpoint, saved_weights
+from paceline.runtime.episode_runtime import saved_weights
 from paceline.runtime.local import sampling_clients, with_sections
 from paceline.runtime.serving import embedded_engine
+from paceline.trainer.checkpoint import is_checkpoint
 from paceline.weights.update import Adapter, WeightUpdate
 
 ADAPTER = "adapter_config.json"
@@ -134,9 +135,8 @@ class _EngineThread:
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
                 self._ready = Future()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._ready,), name="paceline policy", daemon=True
-                )
+                arguments = (self._ready,)
+                self._thread = threading.Thread(target=self._run, args=arguments, name="paceline policy", daemon=True)
                 self._thread.start()
             ready = self._ready
         loop, _, answered = ready.result()  # unbounded: a model loads as long as it loads, and Ctrl-C is heard
@@ -191,12 +191,10 @@ def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights 
         folder = max(saved, key=lambda one: one.stat().st_mtime)
     if is_checkpoint(folder):
         checkpoint = folder.resolve()
-        run = RunDirectory(checkpoint.parent.parent)
-        if not run.config_file.is_file():
-            raise PacelineError(
-                f"checkpoint {checkpoint} lies in no run directory: there is no {run.config_file} to read"
-            )
-        config = load(run.config_file, settings=settings).config
+        file = RunDirectory(checkpoint.parent.parent).config_file
+        if not file.is_file():
+            raise PacelineError(f"checkpoint {checkpoint} lies in no run directory: there is no {file} to read")
+        config = load(file, settings=settings).config
         return config, lambda: saved_weights(checkpoint, config.model, uses_mlx(config.backend))
     if (folder / ADAPTER).is_file():
         return _adapter(folder, settings)
@@ -253,10 +251,9 @@ class RunResult:
         return Policy(self.outcome.export or self.outcome.checkpoint or self.directory)
 
     def __repr__(self) -> str:
-        curves = {key: curve for key, curve in self._rewards().items() if curve}
-        rewards = [
-            f"{key}: {format_score(curve[0][1])} → {format_score(curve[-1][1])}" for key, curve in curves.items()
-        ]
+        curves = {key: curve for key, curve in MetricHistory.of(self.metrics).rewards.items() if curve}
+        scores = {key: (format_score(curve[0][1]), format_score(curve[-1][1])) for key, curve in curves.items()}
+        rewards = [f"{key}: {first} → {last}" for key, (first, last) in scores.items()]
         parts = [f"{self.directory.name}: {self.outcome.status} after {format_amount(self.outcome.step, 'step')}"]
         parts += [f"reward {rewards[0].partition(': ')[2]}"] if len(rewards) == 1 else rewards
         parts += [one_line(self.outcome.message)] if self.outcome.status == "failed" else []
@@ -264,14 +261,11 @@ class RunResult:
 
     def _repr_html_(self) -> str:
         lines = "".join(f"<div>{html.escape(line)}</div>" for line in self.summary)
-        if not any(self._rewards().values()):
+        if not any(MetricHistory.of(self.metrics).rewards.values()):
             return f"<div>{lines}</div>"
         picture = base64.b64encode(reward_picture(self.metrics, self.directory.name, PICTURE_DPI)).decode()
         name = html.escape(repr(self), quote=True)
         return f'<div>{lines}<img alt="{name}" src="data:image/png;base64,{picture}"></div>'
-
-    def _rewards(self) -> dict[str, Curve]:
-        return MetricHistory.of(self.metrics).rewards
 
 
 class RunFailed(PacelineError):

@@ -8,6 +8,7 @@ import traceback
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -154,11 +155,8 @@ class TrainerRpcHandler:
             frames, trace = failure_traces(error)
             return RpcFailure(call.number, str(error), None, frames, trace)
         except Exception as error:
-            if self._log is None:
-                traceback.print_exc()
-            else:
-                with self._log.open("a", encoding="utf-8") as file:
-                    traceback.print_exc(file=file)
+            with self._log.open("a", encoding="utf-8") if self._log else nullcontext() as file:
+                traceback.print_exc(file=file)
             return RpcFailure(call.number, describe_error(error), None, user_frames(error), full_traceback(error))
 
     async def _do(self, call: RpcCall) -> RpcResult:

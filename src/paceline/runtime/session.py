@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 from paceline.config import RunConfig
 from paceline.config.load import dump_with_absolute_paths
@@ -51,7 +51,7 @@ from paceline.runtime.league import standings
 from paceline.runtime.local import RunParts, local, resumed_checkpoint, with_settled_dtype
 from paceline.runtime.policy import RunResult
 from paceline.runtime.preflight import refuse_unready
-from paceline.runtime.signals import STOPPED_BY_USER, ForcedExit, Signals, run_until_complete
+from paceline.runtime.signals import STOPPED_BY_USER, ForcedExit, Signals, Status, run_until_complete
 from paceline.trainer import TrainerLost
 from paceline.util.gc_tuning import tuned_gc
 from paceline.util.user_code import UserCodeError, failure_traces, restore_interpreter, unexpected_failure
@@ -97,9 +97,7 @@ def train(
         return supervisor.run()
     place: Placement = local
     if config.placement == "ray":
-        from paceline.runtime.ray.place import on_ray
-
-        place = on_ray
+        from paceline.runtime.ray.place import on_ray as place
     elif config.placement == "colocated":
         from paceline.runtime.colocated.place import in_place, run_follower
 
@@ -143,7 +141,7 @@ def run_sessions(
     """Lead runs side by side in one event loop. What stops one stops all."""
     stops = signals or Signals()
 
-    def end(status: Literal["interrupted", "failed"], message: str) -> None:
+    def end(status: Status, message: str) -> None:
         for run in runs:
             run.cut_short(status, message)
 
@@ -213,7 +211,7 @@ class RunSession:
         signals.stop(f"{config.name} failed", f"{config.name} failed: {error}; stopping after this step")
         return _failed(self.directory, config, error), error
 
-    def cut_short(self, status: Literal["interrupted", "failed"], message: str) -> None:
+    def cut_short(self, status: Status, message: str) -> None:
         """The run ends where it stands: what it kept so far is what there is."""
         ended = _failed(self.directory, self.config, PacelineError(message))
         with contextlib.suppress(OSError):
@@ -320,9 +318,8 @@ class RollBackCount:
             self._at, self._times, self._first = newest, 0, str(cause)
         self._times += 1
         if self._times > MAX_ROLL_BACKS:
-            times = f"{MAX_ROLL_BACKS} times in a row"
-            where = newest or config.resume
-            raise RunStopped(f"the run went back to {where} {times}; the first cause: {self._first}")
+            where = f"{newest or config.resume} {MAX_ROLL_BACKS} times in a row"
+            raise RunStopped(f"the run went back to {where}; the first cause: {self._first}")
         if isinstance(cause, RollBack):
             self.skipped_draws |= cause.draws
         if newest is None:

@@ -60,11 +60,9 @@ def external_engine(
         return LaunchedVllm(_process(config, source, model, root), **shared)
     assert engine.base_url is not None
     kind = {"vllm": VllmEngine, "sglang": SglangEngine}[engine.backend]
-    key = os.environ.get(engine.api_key_env or "")
-    if engine.api_key_env is not None and not key:
-        raise PacelineError(
-            f"engine.api_key_env: the environment variable {engine.api_key_env} is not set: put the key there"
-        )
+    key, variable = os.environ.get(engine.api_key_env or ""), engine.api_key_env
+    if variable is not None and not key:
+        raise PacelineError(f"engine.api_key_env: the environment variable {variable} is not set: put the key there")
     return kind(engine.base_url, api_key=key, **shared)
 
 
@@ -103,10 +101,10 @@ def _process(config: RunConfig, source: str, model: PreTrainedModel, root: Path)
 
 def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]:
     """The modules that get an adapter, by the last part of their names."""
-    if not isinstance(targets, str):
-        return sorted({name.rsplit(".", 1)[-1] for name in targets})
-    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    return sorted({name.rsplit(".", 1)[-1] for name in linear} - {"lm_head"})
+    if isinstance(targets, str):
+        targets = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+        targets = [name for name in targets if not name.endswith("lm_head")]
+    return sorted({name.rsplit(".", 1)[-1] for name in targets})
 
 
 def _tied_embedding(model: PreTrainedModel) -> str | None:

@@ -95,9 +95,8 @@ def is_cancelled() -> bool:
 def is_ctrl_c(error: BaseException) -> bool:
     """Whether a KeyboardInterrupt may be the user's signal and not user code's own. While a run is under way it has a
     handler of its own, which raises nothing in user code."""
-    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
-        return False
-    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    here = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+    return here and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def hook_error(hook: str, error: BaseException, about: str = "") -> UserCodeError:
@@ -147,10 +146,8 @@ def user_place(stack: Iterable[FrameType], *others: FrameFilter) -> str:
     frames = [
         traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, f.f_code.co_name, lookup_line=False) for f in stack
     ]
-    for take in (is_user_frame, *others):
-        if found := [frame for frame in frames if take(frame)]:
-            return _place(found[-1])
-    return ""
+    taken = (frame for take in (is_user_frame, *others) for frame in reversed(frames) if take(frame))
+    return next(map(_place, taken), "")
 
 
 def user_frames(error: BaseException, *others: FrameFilter) -> str:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +32,7 @@ from paceline.runtime import rpc
 from paceline.runtime.local import RunParts, prepare, share_cores, with_adapter_slots
 from paceline.runtime.processes.supervisor import FATAL, OUTCOME, LaunchSpec
 from paceline.runtime.serving import serve_model
-from paceline.runtime.session import run_session
+from paceline.runtime.session import Given, run_session
 from paceline.runtime.torch_backend import build_trainer
 from paceline.trainer import StepReport, Trainer, TrainerLost
 from paceline.util.deadlines import named_wait, record_progress
@@ -281,41 +282,29 @@ class TrainerHost(rpc.TrainerRpcHandler):
         )
 
 
-def server(spec: LaunchSpec) -> int:
+def server(spec: LaunchSpec) -> None:
     """`paceline serve`, which may read the weights the trainer leaves, and nothing else."""
     leagues = [env.league for env in spec.run.env if isinstance(env, ArenaEnvConfig)]
     config = with_adapter_slots(spec.run, sum(league.size for league in leagues if league is not None))
-    settings = ServeConfig(port=spec.port, api_key=spec.key, allow=[str(spec.weights)], grace=0)
-    try:
-        serve_model(config, settings)
-    except EngineError as error:  # the engine is lost: another may live
-        print(f"paceline: {error}", file=sys.stderr, flush=True)
-        return 1
-    return 0
+    serve_model(config, ServeConfig(port=spec.port, api_key=spec.key, allow=[str(spec.weights)], grace=0))
 
 
-def trainer(spec: LaunchSpec) -> int:
+def trainer(spec: LaunchSpec) -> None:
     """One trainer, asked over a socket."""
     config = spec.run
-    built = build_trainer(config)
+    built, tokenizer = build_trainer(config), load_tokenizer(config.model)
     address = Path(spec.socket)
     address.unlink(missing_ok=True)
-    tokenizer = load_tokenizer(config.model)
     hello = rpc.RpcHello(built.parameters, built.device, end_tokens(tokenizer, built.model))
     host = TrainerHost(built.trainer, tokenizer, spec.weights, hello, config.weights.path)
     with avoid_onednn_on_arm(built.model.dtype):
         asyncio.run(host.serve(address))
-    return 0
 
 
 def orchestrator(spec: LaunchSpec) -> int:
     """The training loop, with server and trainer at the addresses of `spec`."""
-    result = run_session(
-        spec.run,
-        lambda config, dumps, phase, given: connect_parts(config, spec, phase),
-        overwrite=spec.overwrite,
-        screen=sys.stdout if spec.screen else None,
-    )
+    screen = sys.stdout if spec.screen else None
+    result = run_session(spec.run, partial(connect_parts, spec), overwrite=spec.overwrite, screen=screen)
     os.write(spec.report, OUTCOME.dump_json(result.outcome))
     return {"finished": 0, "failed": 1, "interrupted": 130}[result.outcome.status]
 
@@ -326,14 +315,18 @@ def main(role: str) -> int:
         if role == "orchestrator":  # which watches over itself
             return orchestrator(spec)
         with watch_run(Monitors(PlainLines(sys.stderr)), Path(spec.folder).parent, 0, part=role):
-            return {"server": server, "trainer": trainer}[role](spec)
+            {"server": server, "trainer": trainer}[role](spec)
+            return 0
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr, flush=True)
-        return FATAL
+        # Where the engine is lost, another may live.
+        return 1 if role == "server" and isinstance(error, EngineError) else FATAL
 
 
 @contextlib.asynccontextmanager
-async def connect_parts(config: RunConfig, spec: LaunchSpec, phase: Callable[[str], None]) -> AsyncGenerator[RunParts]:
+async def connect_parts(
+    spec: LaunchSpec, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
+) -> AsyncGenerator[RunParts]:
     """Wait for server and trainer, and let go of them at the end."""
     driver = prepare(config, phase)
     phase(f"waiting for a server and a trainer of {config.model.name}")

@@ -184,7 +184,12 @@ class Supervisor:
             spec = msgspec.structs.replace(spec, report=writer)
             self._ending = os.fdopen(reader, "rb")
         log = (Path(spec.folder) / f"{role}.log").open("ab")
-        out: Any = self._screen_of() if spoken else log
+        out: Any = log
+        if spoken:  # to the very screen if it is a file, else by a pipe to it
+            try:
+                out = subprocess.DEVNULL if self.screen is None else self.screen.fileno()
+            except (OSError, ValueError, AttributeError):
+                out = subprocess.PIPE
         with log:
             line, module = msgspec.json.encode(spec) + b"\n", "paceline.runtime.processes.child"
             fds = [writer] if spoken else []
@@ -297,16 +302,6 @@ class Supervisor:
             self._stop_by = time.monotonic() + STOP_SECONDS
         if child := self.children.get("orchestrator"):
             child.process.send_signal(number)
-
-    def _screen_of(self) -> TextIO | int:
-        """Where the orchestrator prints: the very screen if it is a file, else a pipe to it."""
-        if self.screen is None:
-            return subprocess.DEVNULL
-        try:
-            self.screen.fileno()
-        except (OSError, ValueError, AttributeError):
-            return subprocess.PIPE
-        return self.screen
 
     def _step(self) -> int:
         return max((line["step"] for line in read_metrics(self.directory)), default=0)

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -85,21 +85,16 @@ class ResourceNeeds:
         return sum(bundle.get(name, 0.0) for bundle in self.bundles)
 
 
-@contextmanager
-def join_cluster(config: RunConfig) -> Generator[None]:
+def join_cluster(config: RunConfig) -> AbstractContextManager[None]:
     """Be part of the cluster that the run file names, or of one that lives as long as the run does."""
     if ray.is_initialized():
-        yield
-        return
+        return nullcontext()
     if (address := config.cluster.address) is not None:
-        connecting = connect_ray(address, ", or leave cluster.address out")
-    else:
-        # Alone on a machine, cores are only counted: what must fit is memory, and that the planner looks at.
-        cores = max(os.cpu_count() or 1, math.ceil(ResourceNeeds.of(config, 0).total("CPU")))
-        shorten_ray_sockets()
-        connecting = connect_ray("local", num_cpus=cores, include_dashboard=False)
-    with connecting:
-        yield
+        return connect_ray(address, ", or leave cluster.address out")
+    # Alone on a machine, cores are only counted: what must fit is memory, and that the planner looks at.
+    cores = max(os.cpu_count() or 1, math.ceil(ResourceNeeds.of(config, 0).total("CPU")))
+    shorten_ray_sockets()
+    return connect_ray("local", num_cpus=cores, include_dashboard=False)
 
 
 @contextmanager
