@@ -172,8 +172,7 @@ def check_import(path: str) -> ast.stmt | None:
     bound = dict(_bindings(body))
     if name in bound or bound.keys() & {"*", "__getattr__"}:
         return bound.get(name)
-    near = get_close_matches(name, bound, n=1)
-    hint = f": did you mean `{near[0]}`?" if near else ""
+    hint = "".join(f": did you mean `{near}`?" for near in get_close_matches(name, bound, n=1))
     raise HookError(f"import path `{path}`: {place} has no `{name}`{hint}")
 
 

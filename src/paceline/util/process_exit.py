@@ -101,8 +101,7 @@ ORPHANED = 125
 
 
 def exit_with_stdin() -> None:
-    """From now on exit when standard input closes: its other end is held by the parent, however that ends. What was
-    sent stays there to be read."""
+    """From now on exit when the parent's end of standard input closes. What was sent stays there to be read."""
     closed = select.poll()
     closed.register(sys.stdin.fileno(), 0)  # the end of the other side is reported even so
 
@@ -146,8 +145,7 @@ def start_child(
 
 
 def end_child(process: "subprocess.Popen[bytes]", seconds: float, killed_seconds: float) -> None:
-    """Wait for a child that is about to end, or kill it, and close the pipe to it. A driver may hold even a killed one
-    back."""
+    """Wait for a child that is about to end, or kill it, though a driver may hold even that back; close its pipe."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -101,10 +101,9 @@ def is_ctrl_c(error: BaseException) -> bool:
 
 def hook_error(hook: str, error: BaseException, about: str = "") -> UserCodeError:
     """The error to raise `from` an exception of a hook."""
-    where = f" ({about})" if about else ""
     # A hook may live in an installed package.
     said, frames = describe_error(error, is_foreign_frame), user_frames(error, is_foreign_frame)
-    return UserCodeError(f"{hook} raised {said}{where}", frames, full_traceback(error))
+    return UserCodeError(f"{hook} raised {said}{about and f' ({about})'}", frames, full_traceback(error))
 
 
 def unexpected_failure(error: Exception, record: Path) -> PacelineError:

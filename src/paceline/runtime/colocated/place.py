@@ -73,6 +73,8 @@ class ColocatedWorker(rpc.TrainerRpcHandler):
     All ranks must get the same calls in the same order."""
 
     trainer: TorchTrainer
+    update: WeightUpdate
+    """The last that the engine loaded."""
 
     def __init__(
         self,
@@ -90,8 +92,6 @@ class ColocatedWorker(rpc.TrainerRpcHandler):
         served.to(place)
         self.model, self.device = attach_lora(model, config.model, config.seed), place.type
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.update: WeightUpdate | None = None
-        """The last update that the engine loaded."""
         self._held = dict(served.named_parameters())
         """The engine's own weights."""
         config = share_cores(config, self.parameters, info.neighbours, at_once=False)
@@ -235,9 +235,7 @@ class ColocatedTrainer(rpc.RankGroup):
         marks = [(each.version, each.expected) for each in sent if each is not None]
         if len(set(marks)) != 1:
             raise TrainerError(f"the ranks hold different weights, as version and fingerprint say: {marks}")
-        update = self._worker.update
-        assert update is not None
-        return replace(update, tensors=InPlaceTensors(update.tensors))
+        return replace(self._worker.update, tensors=InPlaceTensors(self._worker.update.tensors))
 
     def close(self) -> None:
         """The other ranks end: rank 0 says nothing more to them."""

@@ -114,11 +114,12 @@ def connect_ray(address: str, advice: str = "", **more: Any) -> Generator[None]:
         ray.shutdown()
 
 
+@dataclass(frozen=True, slots=True)
 class Reservation:
     """Reserved places, one for each actor of a run. All are reserved or none, so two runs cannot each hold half."""
 
-    def __init__(self, group: PlacementGroup, bundles: Sequence[Resources]) -> None:
-        self._group, self._bundles = group, bundles
+    _group: PlacementGroup
+    _bundles: Sequence[Resources]
 
     @classmethod
     async def reserve(cls, needs: ResourceNeeds) -> "Reservation":
@@ -276,8 +277,8 @@ class RayParts:
         must not start one alone, it would wait for its group."""
         suffix = f"+{self._lives}" if self._lives else ""
         self._lives += 1
-        numbers = range(self.needs.counts["rank"])
-        return [self.start(RankActor, "rank", number, suffix=suffix, again=False) for number in numbers]
+        count = self.needs.counts["rank"]
+        return [self.start(RankActor, "rank", number, suffix=suffix, again=False) for number in range(count)]
 
     async def up(self, engines: Sequence[RayEngine]) -> None:
         """Wait until all engines and scorers have loaded their model."""
@@ -356,11 +357,8 @@ async def attach_scorers(
 
 def teacher_config(config: RunConfig, name: str) -> RunConfig:
     """The config of a scorer of this model: the run's settings, with another model and no adapter."""
-    policy = config.model
-    teacher = ModelConfig(
-        name=name, dtype=policy.dtype, fp32_head=policy.fp32_head, trust_remote_code=policy.trust_remote_code
-    )
-    return config.model_copy(update={"model": teacher})
+    kept = config.model.model_dump(include={"dtype", "fp32_head", "trust_remote_code"})
+    return config.model_copy(update={"model": ModelConfig(name=name, **kept)})
 
 
 def remote_config(config: RunConfig, engine_cpus: float) -> str:
