@@ -120,10 +120,14 @@ def main() -> int:
     )
     config = RunConfig(env=[section], batch_size=1, group_size=1, staleness=1, eval={"every": 0})
     slow = {"slow": SlowTools()}
-    with tempfile.TemporaryDirectory() as folder, local(config, Path(folder), lambda text: None, slow) as here:
-        found = asyncio.run(
-            crowd(here, here.make_client(config.sampling.model_copy(update={"max_tokens": 12})), options)
-        )
+
+    async def measure(folder: Path) -> dict[str, float]:
+        async with local(config, folder, lambda text: None, slow) as here:
+            client = here.make_client(config.sampling.model_copy(update={"max_tokens": 12}))
+            return await crowd(here, client, options)
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(measure(Path(folder)))
     print(found)
     rows = [
         Row("engine idle", "", found["idle"], 0.05, "allowed", 0.05 / max(found["idle"], 1e-9), 1.0),

@@ -1,9 +1,4 @@
-"""The Python interface: `paceline.train`.
-
-`paceline.train`: a run from Python, in a script or a notebook.
-
-Turns the arguments of `paceline.train` into a config and environments.
-"""
+"""Runs a training from Python, in a script or a notebook: `paceline.train`."""
 
 import asyncio
 import contextlib
@@ -74,11 +69,21 @@ def resolve(
     if task.reward is not None:
         settings["env"] = [_reward_section(task, settings.get("name"))]
     elif task.environments and source is None and "env" not in settings:
-        settings["env"] = [_custom_section(name, one, task) for name, one in task.environments.items()]
+        settings["env"] = [
+            {"type": "custom", "name": name, "import_path": f"{FROM_PYTHON}:{name}"}
+            | ({} if isinstance(one, Environment) else _datasets(task))
+            for name, one in task.environments.items()
+        ]
     if source is None and not {"name", "resume"} & settings.keys():
-        settings["name"] = _free_name(Path(settings.get("runs", "runs")))
-    config = _config(source, settings)
-    return config, _environments(config, task)
+        runs = Path(settings.get("runs", "runs"))  # a run without a name does not stand in the way of the next
+        settings["name"] = next(name for n in count(1) if not (runs / (name := f"run-{n}")).exists())
+    source = source.config if isinstance(source, LoadedConfig) else source
+    if isinstance(source, RunConfig) and not settings:
+        return source, _environments(source, task)
+    loaded = load(source, settings=settings)
+    for warning in loaded.warnings:
+        warnings.warn(warning, ConfigWarning, stacklevel=3)
+    return loaded.config, _environments(loaded.config, task)
 
 
 def _refuse(task: TrainingTask, settings: Mapping[str, Any]) -> None:
@@ -96,16 +101,6 @@ def _refuse(task: TrainingTask, settings: Mapping[str, Any]) -> None:
     }
     if sentences := [f"{PYTHON}: {sentence}" for sentence, wrong in problems.items() if wrong]:
         raise ConfigError(sentences)
-
-
-def _config(source: Source | None, settings: dict[str, Any]) -> RunConfig:
-    source = source.config if isinstance(source, LoadedConfig) else source
-    if isinstance(source, RunConfig) and not settings:
-        return source
-    loaded = load(source, settings=settings)
-    for warning in loaded.warnings:
-        warnings.warn(warning, ConfigWarning, stacklevel=4)
-    return loaded.config
 
 
 def _environments(config: RunConfig, task: TrainingTask) -> dict[str, Environment]:
@@ -126,16 +121,14 @@ def _environments(config: RunConfig, task: TrainingTask) -> dict[str, Environmen
         elif isinstance(section, CustomEnvConfig) and inspect.iscoroutinefunction(environment):
             objects[name] = FunctionEnvironment(environment, section, task.rows)
         else:
-            raise ConfigError([_no_section(name, environment, sections)])
+            known = ", ".join(f"`{section}`" for section in sections)
+            raise ConfigError(
+                [
+                    f"{PYTHON}: environments: `{name}` is {environment!r:.80}: give a paceline.Environment object, or "
+                    f'an async function rollout(row, seat) for a section of type = "custom"; the run has {known}'
+                ]
+            )
     return objects
-
-
-def _no_section(name: str, value: object, sections: Mapping[str, object]) -> str:
-    known = ", ".join(f"`{section}`" for section in sections)
-    return (
-        f"{PYTHON}: environments: `{name}` is {value!r:.80}: give a paceline.Environment object, or an async function "
-        f'rollout(row, seat) for a section of type = "custom"; the run has {known}'
-    )
 
 
 def _reward_section(task: TrainingTask, name: str | None) -> dict[str, Any]:
@@ -150,11 +143,6 @@ def _reward_section(task: TrainingTask, name: str | None) -> dict[str, Any]:
         **_datasets(task),
     }
     return section | ({"reward_weights": _weights(task)} if task.reward_weights is not None else {})
-
-
-def _custom_section(name: str, environment: EnvironmentLike, task: TrainingTask) -> dict[str, Any]:
-    section = {"type": "custom", "name": name, "import_path": f"{FROM_PYTHON}:{name}"}
-    return section if isinstance(environment, Environment) else section | _datasets(task)
 
 
 def _datasets(task: TrainingTask) -> dict[str, Any]:
@@ -190,11 +178,6 @@ def _is_named(rows: Data) -> bool:
     return isinstance(rows, str | PurePath) or (
         isinstance(rows, list) and bool(rows) and all(isinstance(row, str | PurePath) for row in rows)
     )
-
-
-def _free_name(runs: Path) -> str:
-    """A run without a name does not stand in the way of the next: `run-1`, `run-2`, ..."""
-    return next(name for number in count(1) if not (runs / (name := f"run-{number}")).exists())
 
 
 _LOOK_SECONDS = 1.0

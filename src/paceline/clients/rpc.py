@@ -297,6 +297,11 @@ class EngineHost:
         """Whether any request is unanswered. From any thread."""
         return bool(self._running or self._outbox)
 
+    @staticmethod
+    def refuse(sock: socket.socket, cause: str) -> None:
+        """Say in place of serving why there is no engine."""
+        sock.sendall(b"".join(encode_frame(FromEngine([EngineHello(0, (), cause)]))))
+
     async def serve(self, sock: socket.socket) -> None:
         """Answer until the other side is gone; what it asked for last is then cancelled."""
         outbox = self._outbox = ThreadToLoopQueue(self._write)

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import TextIO, cast
@@ -209,7 +209,8 @@ def _shared_engine(arms: Mapping[str, RunConfig]) -> Generator[Callable[[str], P
                 raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
             driver = DriverParts(share_cores(config, backend.parameters), tokenizer, envs)
             view = cast(Engine, AdapterView(engine, arm))  # attributes that are bound methods are methods too
-            with with_trainer(backend, driver, dumps, Pool([view])) as parts:
+            pool = Pool([view])
+            with with_trainer(backend, driver, dumps, pool) as parts, closing(pool):
                 yield parts
 
         return place

@@ -29,8 +29,9 @@ from paceline.rollout import Message, Reply
 from paceline.rollout.assemble import same_conversation
 from paceline.rollout.endpoint import TextSeat
 from paceline.rollout.seat import SeatClosed
-from paceline.runtime.episode_runtime import EpisodeRuntime, OpenAIServer, is_checkpoint, open_episode_runtime
+from paceline.runtime.episode_runtime import EpisodeRuntime, OpenAIServer, open_episode_runtime
 from paceline.runtime.local import with_sections
+from paceline.trainer.checkpoint import is_checkpoint
 from paceline.util.interrupts import on_interrupt
 
 TOOL_CALL_HINT = 'to call one, say <tool_call>{"name": ..., "arguments": {...}}</tool_call>'

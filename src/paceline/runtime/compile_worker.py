@@ -37,10 +37,8 @@ def truncate_layers(config: dict[str, Any]) -> dict[str, Any]:
     total = text["num_hidden_layers"]
     kinds = text.get("layer_types") or []
     layers = min(total, max(LAYERS, *(kinds.index(kind) + 1 for kind in set(kinds)), 0))
-    cut = {
-        key: value[:layers] if isinstance(value, list) and len(value) == total else value for key, value in text.items()
-    }
-    cut |= {"num_hidden_layers": layers}
+    per_layer = {key: value for key, value in text.items() if isinstance(value, list) and len(value) == total}
+    cut = text | {key: value[:layers] for key, value in per_layer.items()} | {"num_hidden_layers": layers}
     return config | {"text_config": cut} if "text_config" in config else cut
 
 
@@ -59,25 +57,17 @@ def random_model(spec: dict[str, Any]) -> PreTrainedModel:
 def compile_engine(spec: dict[str, Any], config: RunConfig) -> None:
     config = with_sections(config, engine={"compile": True, "cache_gib": 0.25})
     engine = engine_for(random_model(spec).requires_grad_(False), config)
-    try:
+    with contextlib.closing(engine):
         engine.start()
-    finally:
-        engine.close()
 
 
 def compile_trainer(spec: dict[str, Any], config: RunConfig) -> None:
     changes = {"compile": True, "micro_batch_tokens": SAMPLES * TOKENS, "critic": None}
     model = attach_lora(random_model(spec), config.model, seed=0)
-    trainer = torch_trainer(with_sections(config, trainer=changes), model)
-    try:
-        asyncio.run(trainer.step([_sample()] * SAMPLES))
-    finally:
-        trainer.close()
-
-
-def _sample() -> Sample:
     plain = Sample.as_sampled(np.arange(TOKENS) % 2)  # any vocabulary has these
-    return replace(plain, logprobs=-1.0 * plain.loss_mask, advantages=1.0 * plain.loss_mask, env="compile")
+    sample = replace(plain, logprobs=-1.0 * plain.loss_mask, advantages=1.0 * plain.loss_mask, env="compile")
+    with contextlib.closing(torch_trainer(with_sections(config, trainer=changes), model)) as trainer:
+        asyncio.run(trainer.step([sample] * SAMPLES))
 
 
 def show_progress(pieces: int) -> None:

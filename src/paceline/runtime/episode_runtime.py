@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 from paceline.clients import HttpEngine, Pool
 from paceline.config import RunConfig
@@ -17,22 +17,13 @@ from paceline.config.hardware import uses_mlx
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import ModelConfig
 from paceline.config.secret import address_secret
-from paceline.engine import Engine
 from paceline.errors import EngineError, PacelineError
 from paceline.model import end_tokens, load_tokenizer
 from paceline.model.source import resolve
 from paceline.rollout import RecordingServer, SamplingClient
 from paceline.rollout.endpoint import Endpoint
-from paceline.runtime.local import (
-    checkpoint_compute_dtype,
-    recording_server,
-    renderer_of,
-    sampling_clients,
-    with_sections,
-    with_settled_dtype,
-)
+from paceline.runtime.local import checkpoint_compute_dtype, sampling_clients, with_sections, with_settled_dtype
 from paceline.runtime.serving import embedded_engine
-from paceline.trainer.checkpoint import is_checkpoint as is_checkpoint
 from paceline.trainer.checkpoint import read_state
 from paceline.weights.update import Adapter, WeightUpdate
 
@@ -41,8 +32,6 @@ ASK_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRuntime:
-    """The parts that make the seats of episodes."""
-
     client: SamplingClient | Endpoint
     """Makes the seats; only those of a sampling client have exact tokens."""
     recorder: RecordingServer
@@ -54,8 +43,6 @@ class EpisodeRuntime:
 
 @dataclass(frozen=True, slots=True)
 class OpenAIServer:
-    """An OpenAI-compatible server."""
-
     url: str
     model: str | None = None
     """The model's name there; the first it lists when left out."""
@@ -79,26 +66,38 @@ def open_episode_runtime(
 ) -> Generator[EpisodeRuntime]:
     """Tokens are exact with the model in this process, and with a `paceline serve` of that very model. Any other
     endpoint is asked in words. The model in this process may speak with the weights of one of the run's checkpoints."""
-    recorder = recording_server(config)
+    recorder = RecordingServer(**config.recording.model_dump())
     config = with_settled_dtype(config, checkpoint)
-    if address is None:
-        room = {"max_running": min(config.engine.max_running, concurrency)}
-        with embedded_engine(with_sections(config, engine=room)) as (engine, ends):
-            if checkpoint is not None:
-                asyncio.run(engine.load_weights(saved_weights(checkpoint, config.model, uses_mlx(config.backend))))
-            yield _exact(engine, load_tokenizer(config.model), ends, config.model, sampling, recorder)
-    elif serves_model(address, config.model.name):
-        engine, tokenizer = HttpEngine(address.url, api_key=address.api_key), load_tokenizer(config.model)
-        engine.start()
-        try:  # the model itself is not loaded for the tokens that end a turn
-            generation = GenerationConfig.from_pretrained(resolve(config.model.name))
-        except OSError:  # a model without generation settings of its own
-            generation = None
-        ends = end_tokens(tokenizer, SimpleNamespace(generation_config=generation))
-        yield _exact(engine, tokenizer, ends, config.model, sampling, recorder)
-    else:
+    if address is not None and not serves_model(address, config.model.name):
         endpoint = Endpoint(address.url, sampling, model=address.model, api_key=address.api_key, recorder=recorder)
         yield EpisodeRuntime(endpoint, recorder, endpoint.close, lambda ids: f"{len(ids)} tokens")
+        return
+    tokenizer = load_tokenizer(config.model)
+    with ExitStack() as stack:
+        if address is None:
+            room = {"max_running": min(config.engine.max_running, concurrency)}
+            engine, ends = stack.enter_context(embedded_engine(with_sections(config, engine=room)))
+            if checkpoint is not None:
+                asyncio.run(engine.load_weights(saved_weights(checkpoint, config.model, uses_mlx(config.backend))))
+        else:
+            engine = HttpEngine(address.url, api_key=address.api_key)
+            engine.start()
+            try:  # the model itself is not loaded for the tokens that end a turn
+                generation = GenerationConfig.from_pretrained(resolve(config.model.name))
+            except OSError:  # a model without generation settings of its own
+                generation = None
+            ends = end_tokens(tokenizer, SimpleNamespace(generation_config=generation))
+        client = sampling_clients(Pool([engine]), tokenizer, ends, config.model, recorder, "warn")(sampling)
+
+        async def close() -> None:
+            await client.close()
+            if isinstance(engine, HttpEngine):
+                await engine.aclose()
+
+        def spell(ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+        yield EpisodeRuntime(client, recorder, close, spell)
 
 
 def saved_weights(folder: Path, model: ModelConfig, mlx: bool = False) -> WeightUpdate:
@@ -141,25 +140,3 @@ def serves_model(address: OpenAIServer, name: str) -> bool:
         raise EngineError(f"{address.url} does not answer: {str(error) or type(error).__name__}") from error
     except (ValueError, LookupError, TypeError):
         return False
-
-
-def _exact(
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    ends: Sequence[int],
-    model: ModelConfig,
-    sampling: SamplingConfig,
-    recorder: RecordingServer,
-) -> EpisodeRuntime:
-    renderer = renderer_of(tokenizer, ends, model, "warn")
-    client = sampling_clients(Pool([engine]), renderer, ends, recorder)(sampling)
-
-    async def close() -> None:
-        await client.close()
-        if isinstance(engine, HttpEngine):
-            await engine.aclose()
-
-    def spell(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    return EpisodeRuntime(client, recorder, close, spell)

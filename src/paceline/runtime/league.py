@@ -13,8 +13,7 @@ def leagues(run: Path) -> dict[str, Payoff]:
     """Each environment's games between versions, where any were played."""
     if not run.is_dir():
         raise PacelineError(f"there is no run at {run}: name a run directory, such as runs/tic-tac-toe")
-    folder = RunDirectory(run).checkpoints
-    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints = Checkpoints(RunDirectory(run).checkpoints, keep=1)
     if not checkpoints.all():
         raise PacelineError(f"{run} has no checkpoint yet: its league is kept there")
     _, state = checkpoints.find("latest")

@@ -3,8 +3,8 @@
 import importlib.util
 import json
 import logging
-from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -49,7 +49,6 @@ shares the frozen base with the trainer."""
 
 
 def require_mlx() -> None:
-    """Raise a sentence unless mlx is installed."""
     if any(importlib.util.find_spec(name) is None for name in ("mlx", "mlx_lm")):
         raise PacelineError("backend = \"mlx\" needs mlx and mlx-lm: pip install 'paceline[mlx]'")
 
@@ -91,7 +90,6 @@ class MlxBackend:
 
 
 def load_backend(config: RunConfig) -> ModelBackend:
-    """Load the run's model for what this run computes with."""
     if uses_mlx(config.backend):
         return MlxBackend(config)
     from paceline.runtime.torch_backend import TorchBackend
@@ -100,7 +98,6 @@ def load_backend(config: RunConfig) -> ModelBackend:
 
 
 def trainer_of(model: Any, c: TrainerConfig) -> Trainer:
-    """A trainer of a loaded model, by the library that model is of."""
     if type(model).__module__.startswith("paceline.model.mlx"):
         from paceline.trainer.mlx.trainer import MlxTrainer
 
@@ -122,12 +119,8 @@ def with_settled_dtype(config: RunConfig, checkpoint: Path | None = None) -> Run
     device = device_of(config)
     dtype = resolve_dtype(config.model, device)
     if dtype == "float32" and device == "cuda":
-        log.warning(
-            "`%s` computes in float32, the type of its weights (or this GPU has no bfloat16): %s is several times "
-            "faster here",
-            config.model.name,
-            'model.dtype = "bfloat16"',
-        )
+        why, advice = "the type of its weights (or this GPU has no bfloat16)", 'model.dtype = "bfloat16"'
+        log.warning("`%s` computes in float32, %s: %s is several times faster here", config.model.name, why, advice)
     return with_dtype(config, dtype)
 
 
@@ -153,7 +146,6 @@ def resumed_checkpoint(config: RunConfig) -> tuple[Path, dict[str, Any]] | None:
 
 
 def device_of(config: RunConfig) -> str:
-    """The kind of device that the run computes on."""
     if uses_mlx(config.backend):
         if importlib.util.find_spec("mlx") is None:
             return "mlx-cpu"  # building the model says what to install
@@ -198,8 +190,8 @@ class DriverParts:
 
     def placed(self, pool: Pool, trainer: Trainer, ends: Sequence[int], device: str, parameters: int) -> RunParts:
         """All parts, with clients that render and record as the run file says."""
-        renderer = renderer_of(self.tokenizer, ends, self.config.model)
-        make_client = sampling_clients(pool, renderer, ends, recording_server(self.config))
+        recorder = RecordingServer(**self.config.recording.model_dump())
+        make_client = sampling_clients(pool, self.tokenizer, ends, self.config.model, recorder)
         return RunParts(pool, trainer, self.tokenizer, self.envs, make_client, device, parameters)
 
 
@@ -215,10 +207,10 @@ def prepare(
     return DriverParts(with_adapter_slots(config, past), load_tokenizer(config.model), envs, past)
 
 
-@contextmanager
-def local(
+@asynccontextmanager
+async def local(
     config: RunConfig, dumps: Path, phase: Callable[[str], None], environments: dict[str, Environment] | None = None
-) -> Generator[RunParts]:
+) -> AsyncGenerator[RunParts]:
     """Build the parts, and take them down again whatever happens."""
     driver = prepare(config, phase, environments, f"loading model {config.model.name}")
     backend = load_backend(config)
@@ -232,56 +224,39 @@ def local(
         engine: Engine = external_engine(config, backend.model, driver.tokenizer, dumps.parent)
     else:
         engine = backend.engine(config)
-
-    def ready() -> None:
-        engine.start()
-        if is_external:
-            phase(f"waiting for {NAMES[config.engine.backend]}")
-
-    try:
+    with closing(engine):  # also where no trainer can be made beside it
         driver = replace(driver, config=config)
         pool = driver.pool([engine], lambda: backend.engine(config))
-        placing = with_trainer(backend, driver, dumps, pool, ready, engine.close)
-        with placing as parts, backend.compute_settings(), short_switch_interval(backend.device):
-            yield parts
-    finally:
-        engine.close()  # once more, where no trainer could be made beside it
+        # The trainer is closed last: its last step may take long, and no episode samples for it any more.
+        with with_trainer(backend, driver, dumps, pool) as parts, closing(engine), closing(pool):
+            engine.start()
+            if is_external:
+                phase(f"waiting for {NAMES[config.engine.backend]}")
+            with backend.compute_settings(), short_switch_interval(backend.device):
+                yield parts
 
 
 @contextmanager
-def with_trainer(
-    backend: ModelBackend,
-    driver: DriverParts,
-    dumps: Path,
-    pool: Pool,
-    ready: Callable[[], None] = lambda: None,
-    done: Callable[[], None] = lambda: None,
-) -> Generator[RunParts]:
-    """A trainer beside a pool, and sampling clients for episodes. `ready` is called once the trainer is built, `done`
-    before it is closed: its last step may take long, and no episode samples for it any more."""
-    trainer = backend.trainer(driver.config, dumps)
-    try:
+def with_trainer(backend: ModelBackend, driver: DriverParts, dumps: Path, pool: Pool) -> Generator[RunParts]:
+    """A trainer beside a pool, and sampling clients for episodes."""
+    with closing(backend.trainer(driver.config, dumps)) as trainer:
         ends = end_tokens(driver.tokenizer, backend.model)
-        placed = driver.placed(pool, trainer, ends, backend.device, backend.parameters)
-        ready()
-        yield placed
-    finally:
-        pool.close()
-        done()
-        trainer.close()
+        yield driver.placed(pool, trainer, ends, backend.device, backend.parameters)
 
 
 def sampling_clients(
-    pool: Pool, renderer: Renderer, ends: Sequence[int], recorder: RecordingServer | None = None
+    pool: Pool,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+    model: ModelConfig,
+    recorder: RecordingServer | None = None,
+    dropped_tools: OnDroppedTools = "refuse",
 ) -> Callable[[SamplingConfig], SamplingClient]:
     """Makes clients that stop at the tokens that end a turn, and at those of their own config."""
+    renderer = renderer_of(tokenizer, ends, model, dropped_tools)
     return lambda sampling: SamplingClient(
         pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder
     )
-
-
-def recording_server(config: RunConfig) -> RecordingServer:
-    return RecordingServer(config.recording.host, config.recording.port, config.recording.advertise)
 
 
 def renderer_of(
@@ -318,6 +293,5 @@ def share_cores(config: RunConfig, parameters: int, neighbours: int = 1, at_once
 
 
 def with_sections(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    """The run file with some settings of its sections changed."""
     changed = {name: getattr(config, name).model_copy(update=changes) for name, changes in sections.items()}
     return config.model_copy(update=changed)

@@ -26,13 +26,14 @@ from paceline.config.model import LoRAConfig
 from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
 from paceline.observe.monitor import RunDirectory, RunOutcome
-from paceline.observe.monitor.summary import Curve, MetricHistory, reward_picture
+from paceline.observe.monitor.summary import MetricHistory, reward_picture
 from paceline.observe.monitor.text import format_amount, format_score, one_line
 from paceline.orchestrator import Checkpoints
 from paceline.rollout import Message, Reply, Seat
-from paceline.runtime.episode_runtime import is_checkpoint, saved_weights
-from paceline.runtime.local import renderer_of, sampling_clients, with_sections
+from paceline.runtime.episode_runtime import saved_weights
+from paceline.runtime.local import sampling_clients, with_sections
 from paceline.runtime.serving import embedded_engine
+from paceline.trainer.checkpoint import is_checkpoint
 from paceline.weights.update import Adapter, WeightUpdate
 
 ADAPTER = "adapter_config.json"
@@ -108,7 +109,12 @@ class Policy:
         return f"Policy({self.source!r})"
 
     def _ask(self, speak: Speak, seed: int | None, changes: Mapping[str, Any]) -> PolicyReply:
-        sampling = _sampling(self._config.sampling, changes)
+        table = {"sampling": self._config.sampling.model_dump() | dict(changes)}
+        try:
+            sampling = EvalConfig.model_validate(table).sampling  # where greedy sampling is allowed
+        except ValidationError as error:
+            raise ConfigError(explain_values(error, table, EvalConfig, "Policy")) from None
+        assert sampling is not None
         return self._worker.ask(speak, sampling, secrets.randbits(62) if seed is None else seed)
 
 
@@ -126,7 +132,14 @@ class _EngineThread:
         self._ready: Future[_Serving] = Future()
 
     def ask(self, speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
-        loop, _, answered = self._start().result()  # unbounded: a model loads as long as it loads, and Ctrl-C is heard
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._ready = Future()
+                arguments = (self._ready,)
+                self._thread = threading.Thread(target=self._run, args=arguments, name="paceline policy", daemon=True)
+                self._thread.start()
+            ready = self._ready
+        loop, _, answered = ready.result()  # unbounded: a model loads as long as it loads, and Ctrl-C is heard
         answer = asyncio.run_coroutine_threadsafe(answered(speak, sampling, seed), loop)
         try:
             return answer.result()  # bounded: by max_tokens
@@ -137,30 +150,17 @@ class _EngineThread:
     def close(self) -> None:
         with self._lock:
             thread, self._thread = self._thread, None
-        if thread is None:
+        if thread is None or self._ready.exception() is not None:  # bounded: by the loading of the model
             return
-        try:
-            loop, stop, _ = self._ready.result()  # bounded: by the loading of the model
-        except Exception:  # it never came up, and its thread is at its end
-            return
+        loop, stop, _ = self._ready.result()  # bounded: it is done
         loop.call_soon_threadsafe(stop.set)
         thread.join()  # bounded: the engine's close is
-
-    def _start(self) -> "Future[_Serving]":
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._ready = Future()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._ready,), name="paceline policy", daemon=True
-                )
-                self._thread.start()
-            return self._ready
 
     def _run(self, ready: "Future[_Serving]") -> None:
         try:
             with embedded_engine(self._config) as (engine, ends), asyncio.Runner() as runner:
                 tokenizer = load_tokenizer(self._config.model)
-                make_client = sampling_clients(Pool([engine]), renderer_of(tokenizer, ends, self._config.model), ends)
+                make_client = sampling_clients(Pool([engine]), tokenizer, ends, self._config.model)
 
                 async def answered(speak: Speak, sampling: SamplingConfig, seed: int) -> PolicyReply:
                     return PolicyReply.of(await speak(Seat(make_client(sampling), (seed,), 0), tokenizer))
@@ -179,31 +179,22 @@ class _EngineThread:
             ready.set_exception(error)
 
 
-def _sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> SamplingConfig:
-    table = {"sampling": sampling.model_dump() | dict(changes)}
-    try:
-        changed = EvalConfig.model_validate(table).sampling  # where greedy sampling is allowed
-    except ValidationError as error:
-        raise ConfigError(explain_values(error, table, EvalConfig, "Policy")) from None
-    assert changed is not None
-    return changed
-
-
 def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights | None]:
     """The config that loads a model, and the weights to put on top of it, if these lie in a file of their own."""
     if isinstance(name := settings.get("model"), str):
         settings = {**settings, "model": {"name": name}}
     folder = Path(source).expanduser()
-    if RunDirectory(folder).config_file.is_file():
-        folder = _newest(RunDirectory(folder))
+    if (run := RunDirectory(folder)).config_file.is_file():
+        saved = [*([run.export] if run.export.is_dir() else []), *Checkpoints(run.checkpoints, 1).all()[-1:]]
+        if not saved:
+            raise PacelineError(f"{run.root} holds neither an export nor a checkpoint: train it first")
+        folder = max(saved, key=lambda one: one.stat().st_mtime)
     if is_checkpoint(folder):
         checkpoint = folder.resolve()
-        run = RunDirectory(checkpoint.parent.parent)
-        if not run.config_file.is_file():
-            raise PacelineError(
-                f"checkpoint {checkpoint} lies in no run directory: there is no {run.config_file} to read"
-            )
-        config = load(run.config_file, settings=settings).config
+        file = RunDirectory(checkpoint.parent.parent).config_file
+        if not file.is_file():
+            raise PacelineError(f"checkpoint {checkpoint} lies in no run directory: there is no {file} to read")
+        config = load(file, settings=settings).config
         return config, lambda: saved_weights(checkpoint, config.model, uses_mlx(config.backend))
     if (folder / ADAPTER).is_file():
         return _adapter(folder, settings)
@@ -213,13 +204,6 @@ def _find(source: str, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights 
         whole = {"name": str(folder), "tokenizer": None, "chat_template": None, "lora": None}
         return with_sections(config, model=whole), None
     return load(None, settings={**settings, "model": {"name": source, **settings.get("model", {})}}).config, None
-
-
-def _newest(run: RunDirectory) -> Path:
-    saved = [*([run.export] if run.export.is_dir() else []), *Checkpoints(run.checkpoints, 1).all()[-1:]]
-    if not saved:
-        raise PacelineError(f"{run.root} holds neither an export nor a checkpoint: train it first")
-    return max(saved, key=lambda folder: folder.stat().st_mtime)
 
 
 def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weights]:
@@ -267,10 +251,9 @@ class RunResult:
         return Policy(self.outcome.export or self.outcome.checkpoint or self.directory)
 
     def __repr__(self) -> str:
-        curves = {key: curve for key, curve in self._rewards().items() if curve}
-        rewards = [
-            f"{key}: {format_score(curve[0][1])} → {format_score(curve[-1][1])}" for key, curve in curves.items()
-        ]
+        curves = {key: curve for key, curve in MetricHistory.of(self.metrics).rewards.items() if curve}
+        scores = {key: (format_score(curve[0][1]), format_score(curve[-1][1])) for key, curve in curves.items()}
+        rewards = [f"{key}: {first} → {last}" for key, (first, last) in scores.items()]
         parts = [f"{self.directory.name}: {self.outcome.status} after {format_amount(self.outcome.step, 'step')}"]
         parts += [f"reward {rewards[0].partition(': ')[2]}"] if len(rewards) == 1 else rewards
         parts += [one_line(self.outcome.message)] if self.outcome.status == "failed" else []
@@ -278,14 +261,11 @@ class RunResult:
 
     def _repr_html_(self) -> str:
         lines = "".join(f"<div>{html.escape(line)}</div>" for line in self.summary)
-        if not any(self._rewards().values()):
+        if not any(MetricHistory.of(self.metrics).rewards.values()):
             return f"<div>{lines}</div>"
         picture = base64.b64encode(reward_picture(self.metrics, self.directory.name, PICTURE_DPI)).decode()
         name = html.escape(repr(self), quote=True)
         return f'<div>{lines}<img alt="{name}" src="data:image/png;base64,{picture}"></div>'
-
-    def _rewards(self) -> dict[str, Curve]:
-        return MetricHistory.of(self.metrics).rewards
 
 
 class RunFailed(PacelineError):

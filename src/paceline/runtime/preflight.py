@@ -99,7 +99,6 @@ def check_policy(config: RunConfig, found: Preflight) -> None:
 
 
 def check_model(model: ModelConfig, found: Preflight, *, mlx: bool) -> None:
-    """A model's files and its family."""
     if (source := found.attempt(lambda: model_files.resolve(model.name))) is None:
         return
     if (folder := _folder(source)) is None:
@@ -113,9 +112,8 @@ def check_model(model: ModelConfig, found: Preflight, *, mlx: bool) -> None:
         return
     known = False
     if (config := found.attempt(lambda: model_files.read_config(folder))) is not None:
-        problems = list(
-            model_files.config_problems(config, model.name, trust_remote_code=model.trust_remote_code, mlx=mlx)
-        )
+        code = model.trust_remote_code
+        problems = list(model_files.config_problems(config, model.name, trust_remote_code=code, mlx=mlx))
         found.add(problems)
         if model.trust_remote_code and found.attempt(lambda: model_files.has_code(folder)):
             found.note(
@@ -217,12 +215,13 @@ def _try_environment(env: BaseEnvConfig, found: Preflight) -> None:
     known = not isinstance(env, ArenaEnvConfig) and (not isinstance(env, CustomEnvConfig) or env.dataset is not None)
     if not rows and not away and known:
         raise EnvError(f"environment `{env.name}` has no training rows")
-    if not isinstance(env, CustomEnvConfig):  # a user's function may read the rows' images itself
-        for split, some in (("training", rows), ("held-out", held_out)):
-            for number, row in enumerate(some[:ROWS]):
-                for place, message in enumerate(row.get("messages") or ()):
-                    if problem := part_problem(message.get("content")):  # it shows the policy what is no text
-                        raise EnvError(f"environment `{env.name}`, {split} row {number}: messages[{place}]: {problem}")
+    if isinstance(env, CustomEnvConfig):
+        return  # a user's function may read the rows' images itself
+    for split, some in (("training", rows), ("held-out", held_out)):
+        for number, row in enumerate(some[:ROWS]):
+            for place, message in enumerate(row.get("messages") or ()):
+                if problem := part_problem(message.get("content")):  # it shows the policy what is no text
+                    raise EnvError(f"environment `{env.name}`, {split} row {number}: messages[{place}]: {problem}")
 
 
 def _examples(env: BaseEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:
@@ -248,17 +247,17 @@ def _examples(env: BaseEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:
 
 def _local_part(source: Any, found: Preflight) -> Any:
     """The part of a dataset that is on this machine; None where nothing is left."""
-    names = [source] if isinstance(source, str) else list(source or ())
-    for name in names:
-        address = parse_address(name)
+    names: list[str] = []
+    for name in [source] if isinstance(source, str) else source or ():
+        address, where = parse_address(name), ""
         if address is not None and address.scheme == "verifiers":  # whose tasksets are code
             where = "of a verifiers environment"
         elif (hub := hub_name(name)) and not Path(hub).is_dir():
             where = "on the hub"
+        if where:
+            found.note(f"dataset {name} is {where}: its rows are checked when the run loads them")
         else:
-            continue
-        found.note(f"dataset {name} is {where}: its rows are checked when the run loads them")
-        names = [other for other in names if other != name]
+            names.append(name)
     if isinstance(source, dict):
         return {name: source[name] for name in names} or None
     return source if isinstance(source, str) and names else names or None

@@ -8,6 +8,8 @@ import traceback
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -72,8 +74,6 @@ class SentWeights(msgspec.Struct, array_like=True):
 
 
 class RpcResult(msgspec.Struct, array_like=True, tag=True):
-    """The result of a call."""
-
     number: int
     version: int
     report: StepReport | None = None
@@ -81,8 +81,6 @@ class RpcResult(msgspec.Struct, array_like=True, tag=True):
 
 
 class RpcFailure(msgspec.Struct, array_like=True, tag=True):
-    """The failure of a call."""
-
     number: int
     message: str
     errno: int | None = None
@@ -92,7 +90,6 @@ class RpcFailure(msgspec.Struct, array_like=True, tag=True):
     """Of user code that raised: its own frames, and the whole traceback."""
 
     def error(self) -> Exception:
-        """The exception that the caller raises."""
         if self.errno is not None:
             return OSError(self.errno, self.message)
         return UserCodeError(self.message, self.frames, self.trace) if self.frames else TrainerError(self.message)
@@ -102,12 +99,41 @@ RpcAnswer = RpcResult | RpcFailure
 FromTrainer = RpcHello | Alive | RpcAnswer
 
 decode_call = msgspec.msgpack.Decoder(RpcCall).decode
-decode_answer = msgspec.msgpack.Decoder(FromTrainer).decode
+decode_message = msgspec.msgpack.Decoder(FromTrainer).decode
+decode_answer = msgspec.msgpack.Decoder(RpcAnswer).decode
 
 
 def encode_frame(message: RpcCall | FromTrainer) -> bytes:
     body = encode_message(message)
     return FRAME_HEADER.pack(len(body)) + body
+
+
+class RpcTrainer(ABC):
+    """Speaks the `Trainer` protocol by calls to one trainer or more in other processes."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._name = uuid.uuid4().hex
+        self._numbers = count(1)
+
+    def _message(
+        self, what: RpcMethod, folder: Path | None, samples: Sequence[Sample] = (), order: Sequence[int] = ()
+    ) -> RpcCall:
+        path = "" if folder is None else str(folder.resolve())
+        return RpcCall(self._name, next(self._numbers), what, path, encode(samples), list(order))
+
+    @abstractmethod
+    async def _call(self, what: RpcMethod, folder: Path | None = None) -> Any: ...
+
+    async def save(self, folder: Path) -> None:
+        await self._call("save", folder)
+
+    async def load(self, folder: Path) -> None:
+        await self._call("load", folder)
+
+    async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """The other side has a tokenizer of its own."""
+        await self._call("export", folder)
 
 
 class TrainerRpcHandler:
@@ -128,11 +154,8 @@ class TrainerRpcHandler:
             frames, trace = failure_traces(error)
             return RpcFailure(call.number, str(error), None, frames, trace)
         except Exception as error:
-            if self._log is None:
-                traceback.print_exc()
-            else:
-                with self._log.open("a", encoding="utf-8") as file:
-                    traceback.print_exc(file=file)
+            with self._log.open("a", encoding="utf-8") if self._log else nullcontext() as file:
+                traceback.print_exc(file=file)
             return RpcFailure(call.number, describe_error(error), None, user_frames(error), full_traceback(error))
 
     async def _do(self, call: RpcCall) -> RpcResult:
@@ -182,18 +205,17 @@ ECHO_SECONDS = 5.0
 T = TypeVar("T")
 
 
-class RankGroup(ABC):
-    """Speaks the `Trainer` protocol to all ranks at once: each gets its share of a batch, and all do the same things in
-    the same order. If one of them dies the others wait for it in the middle of a sum, so all are ended."""
+class RankGroup(RpcTrainer):
+    """All ranks as one trainer: each gets its share of a batch, and all do the same things in the same order. If one of
+    them dies the others wait for it in the middle of a sum, so all are ended."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.version = 0
+        super().__init__()
         self._config = config
         self._ranks: Sequence[Any] = ()
         self._cost = Cost(1.0, 0.0)
-        self._number = 0
 
-    async def feed(self, samples: Sequence[Sample]) -> None:  # noqa: B027 - nothing to do, by design
+    async def feed(self, samples: Sequence[Sample]) -> None:
         """Does nothing: samples are assigned to ranks when the batch is whole."""
 
     async def step(self, batch: Sequence[Sample]) -> StepReport:
@@ -203,16 +225,6 @@ class RankGroup(ABC):
         done, *_ = await self._call("step", shares=[share for share in shares for _ in range(alike)])
         assert done.report is not None
         return done.report
-
-    async def save(self, folder: Path) -> None:
-        await self._call("save", path=folder)
-
-    async def load(self, folder: Path) -> None:
-        await self._call("load", path=folder)
-
-    async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Each rank has a tokenizer of its own."""
-        await self._call("export", path=folder)
 
     # -- what depends on how ranks are reached ------------------------------------------------------------------------
 
@@ -234,14 +246,11 @@ class RankGroup(ABC):
     # -- all at once --------------------------------------------------------------------------------------------------
 
     async def _call(
-        self, what: RpcMethod, *, path: Path | None = None, shares: Sequence[list[Sample]] = ()
+        self, what: RpcMethod, folder: Path | None = None, shares: Sequence[list[Sample]] = ()
     ) -> list[RpcResult]:
         self._there()
-        self._number += 1
-        where = "" if path is None else str(path.resolve())
         calls = [
-            RpcCall("orchestrator", self._number, what, where, encode(share), [-1] * len(share))
-            for share in (shares or [[] for _ in self._ranks])
+            self._message(what, folder, share, [-1] * len(share)) for share in (shares or [[] for _ in self._ranks])
         ]
         asked = [_done(self._ask(rank, call)) for rank, call in zip(self._ranks, calls, strict=True)]
         answers = await self._together(asked)

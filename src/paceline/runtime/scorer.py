@@ -55,7 +55,7 @@ class Scorer:
         self._closed = False
         self._failure: Exception | None = None
         self._mark: str | None = None
-        self._busy = 0.0
+        self.busy_seconds = 0.0
         self.packs = 0
         self.scored = 0
         """Tokens."""
@@ -108,17 +108,18 @@ class Scorer:
             began = time.perf_counter()
             try:
                 self._score(pack)
-            except torch.OutOfMemoryError as error:  # too much for this pack; the next may fit
-                self._tell(error, pack)
-            except Exception as error:  # every pending request fails, those in the queue too, and every later one
-                with self._news:
-                    self._failure = error
-                    pack += self._waiting
-                    self._waiting.clear()
-                    self._tokens = 0
-                self._tell(error, pack)
-                return
-            self._busy += time.perf_counter() - began
+            except Exception as error:
+                if not isinstance(error, torch.OutOfMemoryError):  # too much for this pack; the next may fit
+                    with self._news:  # every pending request fails, those in the queue too, and every later one
+                        self._failure, self._tokens = error, 0
+                        pack += self._waiting
+                        self._waiting.clear()
+                for question, _ in pack:
+                    with contextlib.suppress(InvalidStateError):  # told before, or gone meanwhile
+                        question.answer.set_exception(EngineError(f"scoring failed: {error}"))
+                if self._failure is not None:
+                    return
+            self.busy_seconds += time.perf_counter() - began
 
     def _next(self) -> list[tuple[ScoreRequest, int]]:
         """The oldest sequences that fit into one micro-batch; nothing once closed."""
@@ -151,11 +152,6 @@ class Scorer:
             if len(question.scores) == len(question.sequences) and question.answer.set_running_or_notify_cancel():
                 question.answer.set_result([question.scores[i] for i in range(len(question.sequences))])
 
-    def _tell(self, error: Exception, pack: Sequence[tuple[ScoreRequest, int]]) -> None:
-        for question, _ in pack:
-            with contextlib.suppress(InvalidStateError):  # told before, or gone meanwhile
-                question.answer.set_exception(EngineError(f"scoring failed: {error}"))
-
     # -- the rest of an engine ----------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest, listener: Listener | None = None) -> Completion:
@@ -181,14 +177,10 @@ class Scorer:
             capacity=max(1, self._budget // 512),
             steps=self.packs,
             prompt_tokens=self.scored,
-            busy_seconds=self._busy,
+            busy_seconds=self.busy_seconds,
         )
 
     async def pause(self) -> None:
         raise RequestError("a scorer does not pause")
 
     resume = sleep = wake = pause
-
-    @property
-    def busy_seconds(self) -> float:
-        return self._busy

@@ -156,11 +156,10 @@ class SelfPlayTrainerConfig:
             raise PacelineError("use_kl_penalty = True: the trainer has no KL reference yet, so leave it at False")
 
     def section(self, optimizer: sections.OptimizerConfig) -> sections.TrainerConfig:
+        loss = sections.PPOConfig(clip_low=1 - self.ppo_clip_min, clip_high=self.ppo_clip_max - 1)
+        budget = self.micro_batch_tokens
         return sections.TrainerConfig(
-            optimizer=optimizer,
-            loss=sections.PPOConfig(clip_low=1 - self.ppo_clip_min, clip_high=self.ppo_clip_max - 1),
-            normalise=self.loss_type,
-            micro_batch_tokens=self.micro_batch_tokens,
+            optimizer=optimizer, loss=loss, normalise=self.loss_type, micro_batch_tokens=budget
         )
 
 
@@ -211,14 +210,12 @@ class SelfPlayTrainer:
         They wait as samples, not as gradients: the step's normaliser counts all of its tokens, and what grew stale
         while it waited can still be left out.
         """
-        self._waiting = self._fresh([*self._waiting, *records])
-        if len(self._waiting) < self.config.min_samples_per_step:
-            return None
-        return await self._step()
+        self._take(records)
+        return await self._step() if len(self._waiting) >= self.config.min_samples_per_step else None
 
     async def train_step(self, batch: TrainingBatch) -> StepReport | None:
         """Exactly one step on this batch and whatever waits; None if nothing fresh is there."""
-        self._waiting = self._fresh([*self._waiting, *batch.records])
+        self._take(batch.records)
         return await self._step() if self._waiting else None
 
     async def publish_weights(self) -> None:
@@ -232,10 +229,12 @@ class SelfPlayTrainer:
     def close(self) -> None:
         self._trainer.close()
 
-    def _fresh(self, records: Sequence[Sample]) -> list[Sample]:
-        aged = [limit_staleness(sample, self.version, self.config.staleness_limit, "drop") for sample in records]
-        self.stale += aged.count(None)
-        return [sample for sample in aged if sample is not None]
+    def _take(self, records: Sequence[Sample]) -> None:
+        """Add samples to those that wait, and leave out what is too old by now."""
+        found = [*self._waiting, *records]
+        aged = [limit_staleness(sample, self.version, self.config.staleness_limit, "drop") for sample in found]
+        self._waiting = [sample for sample in aged if sample is not None]
+        self.stale += len(aged) - len(self._waiting)
 
     async def _step(self) -> StepReport:
         batch, self._waiting = self._waiting, []
@@ -300,8 +299,7 @@ class Stage:
             self._env.algorithm.assign(group)
         telling = [group for group in groups if not has_no_signal(group)]
         await self._env.algorithm.finish_batch(telling)
-        records = [sample for group in telling for sample in group.samples()]
-        return TrainingBatch(records, groups)
+        return TrainingBatch([sample for group in telling for sample in group.samples()], groups)
 
     async def _group(self, requests: Sequence[EpisodeRequest], semaphore: asyncio.Semaphore) -> Group:
         number = next(self._tickets)

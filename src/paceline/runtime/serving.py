@@ -14,21 +14,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
-
 from paceline.clients.link import EngineLink
-from paceline.clients.rpc import EngineHello, EngineHost, FromEngine, encode_frame
+from paceline.clients.rpc import EngineHost
 from paceline.config import RunConfig
 from paceline.config.hardware import uses_mlx
 from paceline.config.serve import ServeConfig
-from paceline.engine.base import Grammar
 from paceline.engine.engine import DecodingEngine
-from paceline.engine.sequence import GrammarMatcher
 from paceline.errors import EngineError, PacelineError
 from paceline.model import end_tokens, load_tokenizer, short_switch_interval
 from paceline.model.tokenizer import find_tokenizer
@@ -42,6 +38,11 @@ if TYPE_CHECKING:
     from paceline.runtime.scorer import Scorer
 
 
+Ends = tuple[int, ...]
+"""The tokens that end a turn."""
+CLOSE_SECONDS = 30.0
+SCORED_AT_ONCE = 32_768
+"""Tokens of a scorer's micro-batch where the trainer would find out its own."""
 FAREWELL_SECONDS = 1.0
 """For answers that are under way when the engine fails: every waiting request has just been failed."""
 MOST_SECONDS = 30.0
@@ -59,7 +60,6 @@ def watch_engine(engine: "DecodingEngine | Scorer", then: Callable[[BaseExceptio
 
 
 async def wait_for_failure(engine: "DecodingEngine | Scorer") -> EngineError:
-    """Waits in an event loop for the failure of an engine."""
     loop = asyncio.get_running_loop()
     end: asyncio.Future[BaseException] = loop.create_future()
 
@@ -83,13 +83,6 @@ def exit_after_failure(cause: BaseException, waits: Callable[[], bool] = lambda:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
-
-
-CLOSE_SECONDS = 30.0
-SCORED_AT_ONCE = 32_768
-"""Tokens of a scorer's micro-batch where the trainer would find out its own."""
-Ends = tuple[int, ...]
-"""The tokens that end a turn."""
 
 
 def serve_model(config: RunConfig, settings: ServeConfig) -> None:
@@ -121,7 +114,6 @@ def serve_model(config: RunConfig, settings: ServeConfig) -> None:
 
 @contextmanager
 def embedded_engine(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
-    """An engine in this process."""
     find_tokenizer(config.model)  # a missing one is found before weights are read
     backend = load_backend(config)
     tokenizer = load_tokenizer(config.model)
@@ -130,13 +122,15 @@ def embedded_engine(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]
     changes: dict[str, int] = {"threads": config.engine.threads or _threads(backend.parameters)}
     if lora is not None and not config.engine.adapters:
         changes |= {"adapters": 1, "adapter_rank": lora.rank}
-    engine = backend.engine(with_sections(config, engine=changes), _grammars(tokenizer, ends), alone=True)
-    try:
-        with backend.compute_settings(), short_switch_interval(backend.device):
-            engine.start()
-            yield engine, ends
-    finally:
-        engine.close()
+    grammars = None
+    if importlib.util.find_spec("torch") is not None:  # which xgrammar needs
+        from paceline.engine.grammar import grammar_matcher_factory
+
+        grammars = grammar_matcher_factory(tokenizer, ends)
+    engine = backend.engine(with_sections(config, engine=changes), grammars, alone=True)
+    with closing(engine), backend.compute_settings(), short_switch_interval(backend.device):
+        engine.start()
+        yield engine, ends
 
 
 @contextmanager
@@ -155,12 +149,9 @@ def embedded_scorer(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
     scorer = Scorer(
         model, budget if isinstance(budget, int) else SCORED_AT_ONCE, fp32_head=config.model.fp32_head, threads=threads
     )
-    try:
-        with avoid_onednn_on_arm(model.dtype), short_switch_interval(model.device.type):
-            scorer.start()
-            yield scorer, ends
-    finally:
-        scorer.close()
+    with closing(scorer), avoid_onednn_on_arm(model.dtype), short_switch_interval(model.device.type):
+        scorer.start()
+        yield scorer, ends
 
 
 @contextmanager
@@ -193,7 +184,7 @@ def host_engine(descriptor: int, config: RunConfig) -> None:
             watch_engine(engine, lambda cause: exit_after_failure(cause, lambda: host.has_pending))
             runner.run(host.serve(sock))
     except PacelineError as error:
-        sock.sendall(b"".join(encode_frame(FromEngine([EngineHello(0, (), str(error))]))))
+        EngineHost.refuse(sock, str(error))
 
 
 def _cause(child: subprocess.Popen) -> str:
@@ -202,15 +193,6 @@ def _cause(child: subprocess.Popen) -> str:
     except subprocess.TimeoutExpired:
         return "it closed the connection"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _grammars(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Callable[[Grammar], GrammarMatcher] | None:
-    """The grammar compiler, where the packages it needs are installed."""
-    if importlib.util.find_spec("torch") is None:  # which xgrammar needs
-        return None
-    from paceline.engine.grammar import grammar_matcher_factory
-
-    return grammar_matcher_factory(tokenizer, ends)
 
 
 def _threads(parameters: int) -> int:

@@ -5,12 +5,12 @@ import contextlib
 import errno
 import logging
 import sys
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 from paceline.config import RunConfig
 from paceline.config.load import dump_with_absolute_paths
@@ -51,7 +51,7 @@ from paceline.runtime.league import standings
 from paceline.runtime.local import RunParts, local, resumed_checkpoint, with_settled_dtype
 from paceline.runtime.policy import RunResult
 from paceline.runtime.preflight import refuse_unready
-from paceline.runtime.signals import STOPPED_BY_USER, ForcedExit, Signals, run_until_complete
+from paceline.runtime.signals import STOPPED_BY_USER, ForcedExit, Signals, Status, run_until_complete
 from paceline.trainer import TrainerLost
 from paceline.util.gc_tuning import tuned_gc
 from paceline.util.user_code import UserCodeError, failure_traces, restore_interpreter, unexpected_failure
@@ -95,11 +95,9 @@ def train(
         if signals is not None:
             signals.on_interrupt(supervisor.interrupt)
         return supervisor.run()
-    place: Placement = in_process
+    place: Placement = local
     if config.placement == "ray":
-        from paceline.runtime.ray.place import on_ray
-
-        place = on_ray
+        from paceline.runtime.ray.place import on_ray as place
     elif config.placement == "colocated":
         from paceline.runtime.colocated.place import in_place, run_follower
 
@@ -125,15 +123,6 @@ def _refuse_fewer_steps(config: RunConfig) -> None:
         )
 
 
-@asynccontextmanager
-async def in_process(
-    config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
-) -> AsyncGenerator[RunParts]:
-    """Everything in this process."""
-    with local(config, dumps, phase, given) as parts:
-        yield parts
-
-
 def run_session(
     config: RunConfig,
     placement: Placement,
@@ -142,7 +131,6 @@ def run_session(
     screen: TextIO | Monitor | None = None,
     signals: Signals | None = None,
 ) -> RunResult:
-    """Lead a run whose parts are wherever the placement puts them."""
     session = RunSession(config, placement, [choose_view(screen)] if screen is not None else [])
     return run_sessions([session], environments=environments, overwrite=overwrite, signals=signals)[0]
 
@@ -153,7 +141,7 @@ def run_sessions(
     """Lead runs side by side in one event loop. What stops one stops all."""
     stops = signals or Signals()
 
-    def end(status: Literal["interrupted", "failed"], message: str) -> None:
+    def end(status: Status, message: str) -> None:
         for run in runs:
             run.cut_short(status, message)
 
@@ -223,7 +211,7 @@ class RunSession:
         signals.stop(f"{config.name} failed", f"{config.name} failed: {error}; stopping after this step")
         return _failed(self.directory, config, error), error
 
-    def cut_short(self, status: Literal["interrupted", "failed"], message: str) -> None:
+    def cut_short(self, status: Status, message: str) -> None:
         """The run ends where it stands: what it kept so far is what there is."""
         ended = _failed(self.directory, self.config, PacelineError(message))
         with contextlib.suppress(OSError):
@@ -232,7 +220,7 @@ class RunSession:
     def end(self, outcome: RunOutcome, error: Exception | None) -> RunResult:
         # Before the run began, whatever lies in the directory is an older run's, unless that is the one to resume.
         own = self.directory.begun or self.config.resume
-        metrics = _metrics(self.directory) if own else []
+        metrics = read_metrics(self.directory) if own else []
         restore_interpreter()
         if outcome.status != "failed" and any(line["step"] for line in metrics):
             try:
@@ -297,10 +285,10 @@ class RunSession:
 def result_of(directory: RunDirectory, outcome: RunOutcome) -> RunResult:
     """The result of a run that another process led."""
     failed = UserCodeError(outcome.message, outcome.frames, outcome.trace) if outcome.frames else None
-    return _result(outcome, directory.root, _metrics(directory), failed or PacelineError(outcome.message))
+    return _result(outcome, directory.root, read_metrics(directory), failed or PacelineError(outcome.message))
 
 
-def _metrics(directory: RunDirectory) -> list[dict[str, Any]]:
+def read_metrics(directory: RunDirectory) -> list[dict[str, Any]]:
     """Line by line; a run is not lost for a damaged one."""
     return read_valid_jsonl(directory.metrics_file, {"step": int})[0]
 
@@ -330,9 +318,8 @@ class RollBackCount:
             self._at, self._times, self._first = newest, 0, str(cause)
         self._times += 1
         if self._times > MAX_ROLL_BACKS:
-            times = f"{MAX_ROLL_BACKS} times in a row"
-            where = newest or config.resume
-            raise RunStopped(f"the run went back to {where} {times}; the first cause: {self._first}")
+            where = f"{newest or config.resume} {MAX_ROLL_BACKS} times in a row"
+            raise RunStopped(f"the run went back to {where}; the first cause: {self._first}")
         if isinstance(cause, RollBack):
             self.skipped_draws |= cause.draws
         if newest is None:
@@ -373,6 +360,6 @@ def _failed(directory: RunDirectory, config: RunConfig, error: PacelineError) ->
         saved = error.newest_intact
     elif not directory.begun and not isinstance(error, CheckpointError):
         message = f"{message}; {checkpoints.list_resumable()}"
-    metrics = _metrics(directory)
+    metrics = read_metrics(directory)
     step = metrics[-1]["step"] if metrics else 0
     return RunOutcome("failed", step, message, saved, frames=frames, trace=trace)

@@ -62,11 +62,13 @@ class ForcedExit:
         self._write_end, self._note = end, note
         self._limit = blocked_seconds
         self._heard: SimpleQueue[int | None] = SimpleQueue()
+        self.hear: Callable[[int], None] = self._heard.put
+        """A signal came; may be called from its handler."""
         self._signals: list[tuple[int, float]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
-        self._asked: float | None = None
-        """When the event loop was asked for a sign of life that it has not given yet."""
+        self._asked: list[float] = []
+        """When the event loop was asked for a sign of life; empty once it has given it."""
         self._noted = False
         self._process = os.getpid()
         self._ending = threading.Lock()
@@ -89,28 +91,26 @@ class ForcedExit:
         """Watch the event loop of the caller."""
         self._loop, self._loop_thread = asyncio.get_running_loop(), threading.current_thread()
 
-    def hear(self, number: int) -> None:
-        """A signal came; may be called from its handler."""
-        self._heard.put(number)
-
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
-            try:
+            with contextlib.suppress(Empty):
                 number = self._heard.get(timeout=_LOOK_SECONDS if self._signals else _CALM_SECONDS)
-            except Empty:
-                pass
-            else:
                 if number is None:
                     return
                 self._signals.append((number, time.monotonic()))
-            now = time.monotonic()
-            self._probe(now)
-            self._look(now)
+            self._look(time.monotonic())
 
     def _look(self, now: float) -> None:
-        blocked = 0.0 if self._asked is None else now - self._asked
+        if self._loop is not None and not self._asked:
+            self._asked.append(now)
+            try:
+                self._loop.call_soon_threadsafe(self._asked.clear)
+            except RuntimeError:  # closed: nothing can block it any more
+                self._loop = None
+                self._asked.clear()
+        blocked = now - next(iter(self._asked), now)
         at = ""
         if blocked >= STUCK_SECONDS and self._loop_thread is not None:
             at = _users_place(sys._current_frames().get(self._loop_thread.ident or -1))
@@ -138,18 +138,6 @@ class ForcedExit:
             return False
         hangs = any(time.monotonic() - began >= STUCK_SECONDS for _, began in open_hooks())
         return users or hangs or not any(wait.what in OWN_WORK for wait in registry.waits())
-
-    def _probe(self, now: float) -> None:
-        if self._loop is None or self._asked is not None:
-            return
-        self._asked = now
-        try:
-            self._loop.call_soon_threadsafe(self._answer)
-        except RuntimeError:  # closed: nothing can block it any more
-            self._loop = self._asked = None
-
-    def _answer(self) -> None:
-        self._asked = None
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -261,10 +249,7 @@ class Signals:
     why: str = ""
     """Why runs are to end."""
     _runs: dict[Monitor, Orchestrator | None] = field(default_factory=dict)
-    _heard: bool = False
-    """Whether signals come here: they belong to the main thread, and a run in another is stopped by `interrupt`."""
     _interrupts: int = 0
-    _signals: int = 0
     _asked_twice_at: float = math.inf
     _stop: Callable[[], object] | None = None
     """What `interrupt` does, once there is something to stop."""
@@ -273,7 +258,6 @@ class Signals:
 
     @contextmanager
     def run(self, monitor: Monitor) -> Generator[None]:
-        """A run that can be stopped."""
         self._runs[monitor] = None
         if len(self._runs) == 1:
             self._listen()
@@ -282,9 +266,8 @@ class Signals:
         finally:
             del self._runs[monitor]
             if not self._runs:
-                for number in STOP_SIGNALS if self._heard else ():
+                for number in STOP_SIGNALS:
                     asyncio.get_running_loop().remove_signal_handler(number)
-                self._heard = False
 
     def follow(self, monitor: Monitor, orchestrator: Orchestrator) -> None:
         """Stop this orchestrator when the monitor's run is to end."""
@@ -342,17 +325,14 @@ class Signals:
             if self.forced is not None:
                 self.forced.hear(number)
 
-        try:
+        # Signals belong to the main thread; a run in another is stopped by `interrupt`.
+        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
             for number in STOP_SIGNALS:
                 # The event loop hears it when it comes to that, and the thread beside it at once.
                 asyncio.get_running_loop().add_signal_handler(number, self._signalled)
                 signal.signal(number, at_once)
-        except (ValueError, RuntimeError, NotImplementedError):
-            return
-        self._heard = True
 
     def _signalled(self) -> None:
-        self._signals += 1
-        if self._signals > 1 or self.why:
+        if self.why:
             raise StoppedAtOnce
         self.stop(STOPPED_BY_USER, STOPPING)

@@ -32,6 +32,7 @@ from paceline.model.source import resolve
 from paceline.model.varlen import can_varlen
 from paceline.runtime.local import share_cores
 from paceline.trainer import TorchTrainer
+from paceline.trainer.torch.world import join
 from paceline.weights.tensors import write_tensors
 
 ADAPTERS = 4
@@ -59,11 +60,9 @@ def external_engine(
         return LaunchedVllm(_process(config, source, model, root), **shared)
     assert engine.base_url is not None
     kind = {"vllm": VllmEngine, "sglang": SglangEngine}[engine.backend]
-    key = os.environ.get(engine.api_key_env or "")
-    if engine.api_key_env is not None and not key:
-        raise PacelineError(
-            f"engine.api_key_env: the environment variable {engine.api_key_env} is not set: put the key there"
-        )
+    key, variable = os.environ.get(engine.api_key_env or ""), engine.api_key_env
+    if variable is not None and not key:
+        raise PacelineError(f"engine.api_key_env: the environment variable {variable} is not set: put the key there")
     return kind(engine.base_url, api_key=key, **shared)
 
 
@@ -102,10 +101,10 @@ def _process(config: RunConfig, source: str, model: PreTrainedModel, root: Path)
 
 def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]:
     """The modules that get an adapter, by the last part of their names."""
-    if not isinstance(targets, str):
-        return sorted({name.rsplit(".", 1)[-1] for name in targets})
-    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    return sorted({name.rsplit(".", 1)[-1] for name in linear} - {"lm_head"})
+    if isinstance(targets, str):
+        targets = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+        targets = [name for name in targets if not name.endswith("lm_head")]
+    return sorted({name.rsplit(".", 1)[-1] for name in targets})
 
 
 def _tied_embedding(model: PreTrainedModel) -> str | None:
@@ -232,8 +231,6 @@ def pick_device(wanted: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTrainer:
-    """A trainer with its model."""
-
     trainer: TorchTrainer
     model: PreTrainedModel
     parameters: int
@@ -248,6 +245,12 @@ def build_trainer(config: RunConfig, group: ProcessGroup | None = None) -> Loade
     config = share_cores(config, parameters)
     trainer = torch_trainer(config, model, Path(config.runs) / config.name / "dumps", group, place)
     return LoadedTrainer(trainer, model, parameters, place.type)
+
+
+def join_ranks(config: RunConfig, rank: int, world: int, address: str | None) -> ProcessGroup | None:
+    """Wait for the other ranks, if there are any; a GPU is chosen for the calling thread."""
+    backend = None if pick_device(config.device) == "cuda" else "gloo"
+    return join(rank, world, address, backend) if world > 1 else None
 
 
 def load_rank_model(config: RunConfig, group: ProcessGroup | None) -> tuple[PreTrainedModel, torch.device]:

@@ -146,7 +146,6 @@ def current_wait() -> str:
 
 
 def record_progress() -> None:
-    """Tell the watchdog that something has moved."""
     registry.progress_count += 1
 
 
@@ -330,15 +329,13 @@ def named_wait(what: str, waits_for: str | tuple[str, ...] = ()) -> Wait:
 
 def _current_waiter() -> "asyncio.Task[Any] | threading.Thread":
     try:
-        task = asyncio.current_task()
+        return asyncio.current_task() or threading.current_thread()
     except RuntimeError:
-        task = None
-    return task or threading.current_thread()
+        return threading.current_thread()
 
 
 async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. The first failure is raised as it is, once everything else has been cancelled and ended:
-    nothing goes on speaking after its episode is over."""
+    """All results in order. The first failure is raised as it is, once all else has been cancelled and has ended."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)  # bounded: as each of the works is

@@ -32,7 +32,6 @@ class HookError(PacelineError):
 
 
 def import_object(path: str) -> Any:
-    """The object a path names."""
     place, name = split_import_path(path)
     file = Path(place) if place.endswith(".py") else None
     if file is not None and not file.is_file():
@@ -51,7 +50,6 @@ def import_object(path: str) -> Any:
 
 
 def split_import_path(path: str) -> tuple[str, str]:
-    """The file or module, and the name in it."""
     place, _, name = path.rpartition(":")
     if not place or not name:
         raise HookError(f"import path `{path}`: write `package.module:name` or `path/to/file.py:name`")
@@ -174,8 +172,7 @@ def check_import(path: str) -> ast.stmt | None:
     bound = dict(_bindings(body))
     if name in bound or bound.keys() & {"*", "__getattr__"}:
         return bound.get(name)
-    near = get_close_matches(name, bound, n=1)
-    hint = f": did you mean `{near[0]}`?" if near else ""
+    hint = "".join(f": did you mean `{near}`?" for near in get_close_matches(name, bound, n=1))
     raise HookError(f"import path `{path}`: {place} has no `{name}`{hint}")
 
 

@@ -1,4 +1,8 @@
-"""Starts children, and ends processes: this one at once, this one with its parent, and children for certain."""
+"""Starts children, and ends processes: this one at once, this one with its parent, and children for certain.
+
+`python -m paceline.util.process_exit MODULE ARGUMENTS ...` runs a child, which exits with its parent, also while its
+imports take seconds.
+"""
 
 import atexit
 import contextlib
@@ -6,6 +10,7 @@ import ctypes
 import gc
 import io
 import os
+import runpy
 import select
 import signal
 import socket
@@ -96,8 +101,7 @@ ORPHANED = 125
 
 
 def exit_with_stdin() -> None:
-    """From now on exit when standard input closes: its other end is held by the parent, however that ends. What was
-    sent stays there to be read."""
+    """From now on exit when the parent's end of standard input closes. What was sent stays there to be read."""
     closed = select.poll()
     closed.register(sys.stdin.fileno(), 0)  # the end of the other side is reported even so
 
@@ -120,7 +124,7 @@ def start_child(
     """Run a module in a session of its own, away from Ctrl-C. It reads `line` from standard input, which stays open; it
     exits when that closes."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "paceline.util.child_main", module, *arguments],
+        [sys.executable, "-P", "-m", "paceline.util.process_exit", module, *arguments],
         stdin=subprocess.PIPE,
         stdout=stdout,
         stderr=stderr,
@@ -141,8 +145,7 @@ def start_child(
 
 
 def end_child(process: "subprocess.Popen[bytes]", seconds: float, killed_seconds: float) -> None:
-    """Wait for a child that is about to end, or kill it, and close the pipe to it. A driver may hold even a killed one
-    back."""
+    """Wait for a child that is about to end, or kill it, though a driver may hold even that back; close its pipe."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -152,3 +155,9 @@ def end_child(process: "subprocess.Popen[bytes]", seconds: float, killed_seconds
     if process.stdin is not None:
         with contextlib.suppress(OSError):  # what it never read
             process.stdin.close()
+
+
+if __name__ == "__main__":
+    exit_with_stdin()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -95,17 +95,15 @@ def is_cancelled() -> bool:
 def is_ctrl_c(error: BaseException) -> bool:
     """Whether a KeyboardInterrupt may be the user's signal and not user code's own. While a run is under way it has a
     handler of its own, which raises nothing in user code."""
-    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
-        return False
-    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    here = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+    return here and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def hook_error(hook: str, error: BaseException, about: str = "") -> UserCodeError:
     """The error to raise `from` an exception of a hook."""
-    where = f" ({about})" if about else ""
     # A hook may live in an installed package.
     said, frames = describe_error(error, is_foreign_frame), user_frames(error, is_foreign_frame)
-    return UserCodeError(f"{hook} raised {said}{where}", frames, full_traceback(error))
+    return UserCodeError(f"{hook} raised {said}{about and f' ({about})'}", frames, full_traceback(error))
 
 
 def unexpected_failure(error: Exception, record: Path) -> PacelineError:
@@ -147,10 +145,8 @@ def user_place(stack: Iterable[FrameType], *others: FrameFilter) -> str:
     frames = [
         traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, f.f_code.co_name, lookup_line=False) for f in stack
     ]
-    for take in (is_user_frame, *others):
-        if found := [frame for frame in frames if take(frame)]:
-            return _place(found[-1])
-    return ""
+    taken = (frame for take in (is_user_frame, *others) for frame in reversed(frames) if take(frame))
+    return next(map(_place, taken), "")
 
 
 def user_frames(error: BaseException, *others: FrameFilter) -> str:
@@ -173,7 +169,6 @@ def _frames(error: BaseException, *takes: FrameFilter) -> tuple[BaseException, l
 
 
 def full_traceback(error: BaseException) -> str:
-    """The traceback with every frame, and what the exception was raised from."""
     return "".join(traceback.format_exception(error)).rstrip()
 
 
@@ -203,7 +198,6 @@ def cause_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_foreign_frame(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame is not Paceline's."""
     return not frame.filename.startswith((_PACKAGE_ROOT, "<frozen "))
 
 

@@ -20,8 +20,9 @@ from paceline.errors import PacelineError
 from paceline.model import attach_lora, load_model, trainable_parameters
 from paceline.rollout import RecordingServer
 from paceline.rollout.seat import SeatClosed
-from paceline.runtime.episode_runtime import is_checkpoint, saved_weights
+from paceline.runtime.episode_runtime import saved_weights
 from paceline.trainer import TorchTrainer
+from paceline.trainer.checkpoint import is_checkpoint
 
 
 def asked(text: str) -> dict:

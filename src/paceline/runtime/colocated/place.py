@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,15 +26,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedTokenizerBase
 
 from paceline.clients.link import EngineLink, receive_frame
-from paceline.clients.rpc import (
-    FRAME_HEADER,
-    EngineHello,
-    EngineHost,
-    FromEngine,
-    encode_frame,
-    open_streams,
-    read_frame,
-)
+from paceline.clients.rpc import FRAME_HEADER, EngineHost, open_streams, read_frame
 from paceline.config import RunConfig
 from paceline.engine import EmbeddedEngine
 from paceline.errors import PacelineError
@@ -50,10 +42,10 @@ from paceline.observe.monitor import RunDirectory
 from paceline.runtime import rpc
 from paceline.runtime.colocated import ranks
 from paceline.runtime.local import RunParts, prepare, share_cores
-from paceline.runtime.torch_backend import engine_for, load_rank_model, pick_device, torch_trainer
+from paceline.runtime.torch_backend import engine_for, join_ranks, load_rank_model, torch_trainer
 from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.batch import cost_of
-from paceline.trainer.torch.world import call_off, join, leave
+from paceline.trainer.torch.world import call_off, leave
 from paceline.util.process_exit import ORPHANED
 from paceline.weights.update import WeightUpdate
 
@@ -81,6 +73,8 @@ class ColocatedWorker(rpc.TrainerRpcHandler):
     All ranks must get the same calls in the same order."""
 
     trainer: TorchTrainer
+    update: WeightUpdate
+    """The last that the engine loaded."""
 
     def __init__(
         self,
@@ -98,8 +92,6 @@ class ColocatedWorker(rpc.TrainerRpcHandler):
         served.to(place)
         self.model, self.device = attach_lora(model, config.model, config.seed), place.type
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.update: WeightUpdate | None = None
-        """The last update that the engine loaded."""
         self._held = dict(served.named_parameters())
         """The engine's own weights."""
         config = share_cores(config, self.parameters, info.neighbours, at_once=False)
@@ -131,14 +123,6 @@ class ColocatedWorker(rpc.TrainerRpcHandler):
         self.trainer.close()
 
 
-def init_rank_group(info: ranks.RankInfo, config: RunConfig) -> ProcessGroup | None:
-    """Wait for the other ranks; a GPU is chosen for the calling thread."""
-    if info.world == 1:
-        return None
-    backend = None if pick_device(config.device) == "cuda" else "gloo"
-    return join(info.rank, info.world, None if info.given else f"{info.host}:{info.port}", backend)
-
-
 def share_address(group: ProcessGroup, port: int = 0, token: bytes = bytes(ranks.TOKEN_BYTES)) -> tuple[int, bytes]:
     """The port and the token of rank 0, which it gives to all ranks."""
     data = torch.tensor([port, *token])
@@ -154,7 +138,7 @@ END = b"end"
 def run_follower(config: RunConfig, info: ranks.RankInfo) -> None:
     """Be a rank until rank 0 ends the run, however it does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would not hear it while it waits for the others
-    group = init_rank_group(info, config)
+    group = join_ranks(config, info.rank, info.world, info.address)
     assert group is not None
     sockets = ranks.connect_to_rank_0(info, *share_address(group))
     # From here on rank 0 is the one to hear signals: it ends the run in good order, and all others with itself.
@@ -168,7 +152,7 @@ def run_follower(config: RunConfig, info: ranks.RankInfo) -> None:
     try:
         worker = ColocatedWorker(config, info, group, tokenizer, Path(config.runs) / config.name / "dumps")
     except PacelineError as error:
-        sockets.engine.sendall(b"".join(encode_frame(FromEngine([EngineHello(0, (), f"rank {info.rank}: {error}")]))))
+        EngineHost.refuse(sockets.engine, f"rank {info.rank}: {error}")
         raise
     with avoid_onednn_on_arm(worker.model.dtype), short_switch_interval(worker.device):
         asyncio.run(_serve(sockets, worker, end_tokens(tokenizer, worker.model)))
@@ -212,21 +196,19 @@ LOOK_SECONDS = 0.2
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
 class RankLink:
     """Asks another rank, one thing at a time."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+    _sock: socket.socket
+    _streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def answer(self, call: rpc.RpcCall) -> rpc.RpcAnswer:
         self._streams = reader, writer = self._streams or await open_streams(self._sock)
         writer.write(rpc.encode_frame(call))
         if (body := await read_frame(reader)) is None:
             raise ConnectionError  # the rank is gone
-        answer = rpc.decode_answer(body)
-        assert isinstance(answer, rpc.RpcAnswer)
-        return answer
+        return rpc.decode_answer(body)
 
     def close(self) -> None:
         if self._streams is not None:
@@ -253,9 +235,7 @@ class ColocatedTrainer(rpc.RankGroup):
         marks = [(each.version, each.expected) for each in sent if each is not None]
         if len(set(marks)) != 1:
             raise TrainerError(f"the ranks hold different weights, as version and fingerprint say: {marks}")
-        update = self._worker.update
-        assert update is not None
-        return replace(update, tensors=InPlaceTensors(update.tensors))
+        return replace(self._worker.update, tensors=InPlaceTensors(self._worker.update.tensors))
 
     def close(self) -> None:
         """The other ranks end: rank 0 says nothing more to them."""
@@ -313,7 +293,7 @@ def _connect_ranks(
 ) -> tuple[ColocatedWorker, list[ranks.RankSockets]]:
     """All of it on one thread, for a thread is what a GPU is chosen for."""
     sockets: list[ranks.RankSockets] = []
-    group = init_rank_group(info, config)
+    group = join_ranks(config, info.rank, info.world, info.address)
     try:
         if group is not None:
             with ranks.open_listener(info.host if info.neighbours == info.world else "") as sock:
@@ -356,10 +336,9 @@ def _disconnect_ranks(trainer: ColocatedTrainer, worker: ColocatedWorker, socket
     """A run that ends in good order says so, and the others end too; after a failure they are gone, or are left to end
     by themselves, and what this rank still waits for from them is called off."""
     broken = trainer.broken
-    for other in sockets:
-        if not broken:
-            with contextlib.suppress(OSError):
-                other.life.sendall(END)
+    for other in sockets if not broken else ():
+        with contextlib.suppress(OSError):
+            other.life.sendall(END)
     trainer.close()
     for other in sockets:
         other.close()

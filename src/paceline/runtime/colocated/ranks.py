@@ -43,16 +43,27 @@ class RankInfo:
     @classmethod
     def found(cls) -> "RankInfo | None":
         """Read from the environment variables that torchrun sets; None if they are not set."""
-        if any(not os.environ.get(name) for name in TORCHRUN_VARIABLES):
+        if not all(os.environ.get(name) for name in TORCHRUN_VARIABLES):
             return None
-        world = _number("WORLD_SIZE")
-        neighbours = _number("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else world
-        return cls(_number("RANK"), world, os.environ["MASTER_ADDR"], _number("MASTER_PORT"), neighbours, given=True)
+
+        def number(name: str) -> int:
+            if not (value := os.environ[name]).isdecimal():
+                raise PacelineError(f"{name} is `{value}`, not a number: start the ranks with torchrun")
+            return int(value)
+
+        world = number("WORLD_SIZE")
+        neighbours = number("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else world
+        return cls(number("RANK"), world, os.environ["MASTER_ADDR"], number("MASTER_PORT"), neighbours, given=True)
 
     @classmethod
     def first(cls, world: int) -> "RankInfo":
         """The first rank of a run that starts the others itself, on this machine."""
         return cls(0, world, LOOPBACK, free_port(LOOPBACK), world, given=False)
+
+    @property
+    def address(self) -> str | None:
+        """Where the ranks meet, unless the launcher has said so."""
+        return None if self.given else f"{self.host}:{self.port}"
 
     def variables(self, rank: int) -> dict[str, str]:
         """The environment variables that torchrun would set for a rank."""
@@ -80,17 +91,13 @@ class RankProcesses:
 
     @classmethod
     def start(cls, config: RunConfig, info: RankInfo, live: Path) -> "RankProcesses":
-        started = cls(live)
+        started, line = cls(live), config.model_dump_json().encode() + b"\n"
         try:
             for rank in range(1, 1 if info.given else info.world):
+                env = {**os.environ, **info.variables(rank)}
                 with (live / f"rank-{rank}.log").open("wb") as log:
-                    started.processes[rank] = start_child(
-                        "paceline.runtime.colocated.place",
-                        line=config.model_dump_json().encode() + b"\n",
-                        env={**os.environ, **info.variables(rank)},
-                        stdout=log,
-                        stderr=log,
-                    )
+                    module = "paceline.runtime.colocated.place"
+                    started.processes[rank] = start_child(module, line=line, env=env, stdout=log, stderr=log)
         except BaseException:
             started.end(0.0)
             raise
@@ -163,13 +170,6 @@ def refuse_torchrun(config: RunConfig) -> None:
         )
 
 
-def _number(name: str) -> int:
-    value = os.environ[name]
-    if not value.isdecimal():
-        raise PacelineError(f"{name} is `{value}`, not a number: start the ranks with torchrun")
-    return int(value)
-
-
 TOKEN_BYTES = 32
 GREETING = struct.Struct(f"<{TOKEN_BYTES}sII")
 """The first message: the token, the rank, and what the connection is for."""
@@ -225,7 +225,6 @@ def accept_ranks(listener: socket.socket, world: int, token: bytes) -> list[Rank
 
 
 def connect_to_rank_0(info: RankInfo, port: int, token: bytes) -> RankSockets:
-    """Open the three connections to rank 0."""
     opened = []
     for purpose in range(len(RankSockets._fields)):
         try:
@@ -241,11 +240,9 @@ def _read_greeting(sock: socket.socket, token: bytes, world: int) -> tuple[int, 
     sock.settimeout(GREETING_SECONDS)
     try:
         data = sock.recv(GREETING.size, socket.MSG_WAITALL)  # bounded: by GREETING_SECONDS
-    except OSError:
+        claimed, rank, purpose = GREETING.unpack(data)
+    except (OSError, struct.error):
         return None
-    if len(data) != GREETING.size:
-        return None
-    claimed, rank, purpose = GREETING.unpack(data)
     if not hmac.compare_digest(claimed, token) or not 0 < rank < world or purpose >= len(RankSockets._fields):
         return None
     return rank, RankSockets._fields[purpose]

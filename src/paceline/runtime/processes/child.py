@@ -9,11 +9,11 @@ import logging
 import os
 import sys
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from itertools import count
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,7 @@ from paceline.clients.rpc import FRAME_HEADER, read_frame
 from paceline.config import RunConfig
 from paceline.config.env.base import ArenaEnvConfig
 from paceline.config.serve import ServeConfig
-from paceline.data import Sample, encode
+from paceline.data import Sample
 from paceline.errors import EngineError, PacelineError
 from paceline.model import avoid_onednn_on_arm, end_tokens, load_tokenizer
 from paceline.observe.monitor import Monitors, watch_run
@@ -32,7 +32,7 @@ from paceline.runtime import rpc
 from paceline.runtime.local import RunParts, prepare, share_cores, with_adapter_slots
 from paceline.runtime.processes.supervisor import FATAL, OUTCOME, LaunchSpec
 from paceline.runtime.serving import serve_model
-from paceline.runtime.session import run_session
+from paceline.runtime.session import Given, run_session
 from paceline.runtime.torch_backend import build_trainer
 from paceline.trainer import StepReport, Trainer, TrainerLost
 from paceline.util.deadlines import named_wait, record_progress
@@ -47,24 +47,22 @@ RETURN_SECONDS = 900.0
 """How long a trainer or a server may take to come up: it loads the model, perhaps from a slow disk, and compiles it."""
 WARN_SECONDS = 20.0
 """How often a warning is logged while waiting for one."""
-FIRST_DELAY, MOST_DELAY = 0.05, 1.0
-LOOK_SECONDS = 0.25
+FIRST_DELAY, MOST_DELAY = 0.05, 0.25
 MAX_MESSAGE_BYTES = 1 << 36
+T = TypeVar("T")
 log = logging.getLogger("paceline.trainer")
 
 
-class RemoteTrainer:
-    """Speaks the `Trainer` protocol over a socket.
+class RemoteTrainer(rpc.RpcTrainer):
+    """A trainer behind a socket.
 
     A connection that breaks is opened again and the question asked again: the other side does nothing twice. If the one
     who answers then is another trainer, what the old one knew is gone, and `load` is the only way on.
     """
 
     def __init__(self, address: Path, silent: float = SILENT_SECONDS) -> None:
-        self.version = 0
+        super().__init__()
         self._address, self._silent = address, silent
-        self._name = uuid.uuid4().hex
-        self._numbers = count(1)
         self._life = ""
         self._used = False
         """Whether this trainer process holds state that a restarted one would not."""
@@ -73,20 +71,19 @@ class RemoteTrainer:
         """Samples the other side has, by identity: where in its list, and the sample itself, so that it stays."""
 
     async def meet(self) -> rpc.RpcHello:
-        """Wait until it is up."""
         await self._connect()
         return self._hello
 
     async def feed(self, samples: Sequence[Sample]) -> None:
         self._used = True
-        await self._call("feed", data=encode(samples))
+        await self._call("feed", samples=samples)
         self._fed |= {id(sample): (len(self._fed) + i, sample) for i, sample in enumerate(samples)}
 
     async def step(self, batch: Sequence[Sample]) -> StepReport:
         known = [self._fed.get(id(sample), (-1, sample))[0] for sample in batch]
         new = [sample for sample, at in zip(batch, known, strict=True) if at < 0]
         self._fed, self._used = {}, True
-        done = await self._call("step", data=encode(new), order=known)
+        done = await self._call("step", samples=new, order=known)
         assert done.report is not None
         return done.report
 
@@ -97,26 +94,22 @@ class RemoteTrainer:
         delta = await asyncio.to_thread(open_delta, Path(sent.delta)) if sent.delta else None
         return WeightUpdate(sent.version, tensors, sent.adapter, sent.expected, sent.canary, delta)
 
-    async def save(self, folder: Path) -> None:
-        await self._call("save", path=folder)
-
     async def load(self, folder: Path) -> None:
         self.close()
         self._life, self._fed, self._used = "", {}, False  # any trainer process will do now
-        await self._call("load", path=folder)
+        await super().load(folder)
         self._used = True
-
-    async def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """The other side has a tokenizer of its own."""
-        await self._call("export", path=folder)
 
     # -- the wire -----------------------------------------------------------------------------------------------------
 
     async def _call(
-        self, what: rpc.RpcMethod, *, path: Path | None = None, data: bytes = b"", order: Sequence[int] = ()
+        self,
+        what: rpc.RpcMethod,
+        folder: Path | None = None,
+        samples: Sequence[Sample] = (),
+        order: Sequence[int] = (),
     ) -> rpc.RpcResult:
-        where = "" if path is None else str(path.resolve())
-        call = rpc.RpcCall(self._name, next(self._numbers), what, where, data, list(order))
+        call = self._message(what, folder, samples, order)
         while True:
             try:
                 answer = await self._ask(call)
@@ -127,10 +120,10 @@ class RemoteTrainer:
             except BaseException:
                 self.close()  # cancelled or failed in the middle: its answer must not meet the next question
                 raise
-        if isinstance(answer, rpc.RpcResult):
-            self.version = answer.version
-            return answer
-        raise answer.error()
+        if isinstance(answer, rpc.RpcFailure):
+            raise answer.error()
+        self.version = answer.version
+        return answer
 
     async def _ask(self, call: rpc.RpcCall) -> rpc.RpcAnswer:
         reader, writer = self._streams or await self._connect()
@@ -151,7 +144,7 @@ class RemoteTrainer:
                 (length,) = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
                 if length > MAX_MESSAGE_BYTES:
                     raise ConnectionError(f"a frame of {length} bytes was announced")
-                return rpc.decode_answer(await reader.readexactly(length))
+                return rpc.decode_message(await reader.readexactly(length))
         except TimeoutError:
             raise TrainerLost(
                 f"the trainer has not said a word for {self._silent:g} s: look at its log, then add --resume latest"
@@ -160,38 +153,53 @@ class RemoteTrainer:
             raise ConnectionError(f"the answer cannot be read: {error}") from error
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        began, warned_at, delay = time.monotonic(), 0.0, FIRST_DELAY
-        cause = "it does not listen"
-        while (waited := time.monotonic() - began) < RETURN_SECONDS:
+        async def greet() -> rpc.RpcHello:
             try:
                 async with asyncio.timeout(self._silent):
-                    reader, writer = await asyncio.open_unix_connection(str(self._address))
-                self._streams = reader, writer
-                hello = await self._receive(reader)
+                    self._streams = await asyncio.open_unix_connection(str(self._address))
+                hello = await self._receive(self._streams[0])
                 if not isinstance(hello, rpc.RpcHello):
                     raise ConnectionError(f"{type(hello).__name__} came for a greeting")
-                break
-            except (OSError, asyncio.IncompleteReadError) as error:
+                return hello
+            except BaseException:
                 self.close()
-                cause = str(error) or type(error).__name__
-            if waited - warned_at > WARN_SECONDS:
-                warned_at = waited
-                log.warning("waiting for the trainer for %.0f s: %s", waited, cause)
-            await asyncio.sleep(delay)  # bounded: by RETURN_SECONDS
-            delay = min(MOST_DELAY, 2 * delay)
-        else:
-            raise TrainerLost(f"the trainer did not come up within {RETURN_SECONDS:g} s: {cause}")
+                raise
+
+        try:
+            self._hello = hello = await _retry_until_up(greet, "trainer")
+        except (OSError, asyncio.IncompleteReadError) as error:
+            cause = str(error) or type(error).__name__
+            raise TrainerLost(f"the trainer did not come up within {RETURN_SECONDS:g} s: {cause}") from error
         if self._used and self._life and self._life != hello.life:
             self.close()
             raise TrainerLost("the trainer's process ended and was started again")
-        self._life, self._hello = hello.life, hello
-        return reader, writer
+        self._life = hello.life
+        assert self._streams is not None
+        return self._streams
 
     def close(self) -> None:
         """Close the connection; the next call opens another."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
+
+
+async def _retry_until_up(attempt: Callable[[], Awaitable[T]], role: str) -> T:
+    """The result of the first attempt that succeeds; the error of the last one after `RETURN_SECONDS`."""
+    began, warned_at, delay = time.monotonic(), 0.0, FIRST_DELAY
+    while True:
+        try:
+            return await attempt()  # bounded: by the attempt itself
+        except (OSError, asyncio.IncompleteReadError, EngineError) as error:
+            waited = time.monotonic() - began
+            if waited > RETURN_SECONDS:
+                raise
+            if waited - warned_at > WARN_SECONDS:
+                warned_at = waited
+                cause = str(error) or type(error).__name__
+                logging.getLogger(f"paceline.{role}").warning("waiting for the %s for %.0f s: %s", role, waited, cause)
+        await asyncio.sleep(delay)  # bounded: by RETURN_SECONDS
+        delay = min(MOST_DELAY, 2 * delay)
 
 
 PULSE_SECONDS = 5.0
@@ -274,41 +282,29 @@ class TrainerHost(rpc.TrainerRpcHandler):
         )
 
 
-def server(spec: LaunchSpec) -> int:
+def server(spec: LaunchSpec) -> None:
     """`paceline serve`, which may read the weights the trainer leaves, and nothing else."""
     leagues = [env.league for env in spec.run.env if isinstance(env, ArenaEnvConfig)]
     config = with_adapter_slots(spec.run, sum(league.size for league in leagues if league is not None))
-    settings = ServeConfig(port=spec.port, api_key=spec.key, allow=[str(spec.weights)], grace=0)
-    try:
-        serve_model(config, settings)
-    except EngineError as error:  # the engine is lost: another may live
-        print(f"paceline: {error}", file=sys.stderr, flush=True)
-        return 1
-    return 0
+    serve_model(config, ServeConfig(port=spec.port, api_key=spec.key, allow=[str(spec.weights)], grace=0))
 
 
-def trainer(spec: LaunchSpec) -> int:
+def trainer(spec: LaunchSpec) -> None:
     """One trainer, asked over a socket."""
     config = spec.run
-    built = build_trainer(config)
+    built, tokenizer = build_trainer(config), load_tokenizer(config.model)
     address = Path(spec.socket)
     address.unlink(missing_ok=True)
-    tokenizer = load_tokenizer(config.model)
     hello = rpc.RpcHello(built.parameters, built.device, end_tokens(tokenizer, built.model))
     host = TrainerHost(built.trainer, tokenizer, spec.weights, hello, config.weights.path)
     with avoid_onednn_on_arm(built.model.dtype):
         asyncio.run(host.serve(address))
-    return 0
 
 
 def orchestrator(spec: LaunchSpec) -> int:
     """The training loop, with server and trainer at the addresses of `spec`."""
-    result = run_session(
-        spec.run,
-        lambda config, dumps, phase, given: connect_parts(config, spec, phase),
-        overwrite=spec.overwrite,
-        screen=sys.stdout if spec.screen else None,
-    )
+    screen = sys.stdout if spec.screen else None
+    result = run_session(spec.run, partial(connect_parts, spec), overwrite=spec.overwrite, screen=screen)
     os.write(spec.report, OUTCOME.dump_json(result.outcome))
     return {"finished": 0, "failed": 1, "interrupted": 130}[result.outcome.status]
 
@@ -319,46 +315,29 @@ def main(role: str) -> int:
         if role == "orchestrator":  # which watches over itself
             return orchestrator(spec)
         with watch_run(Monitors(PlainLines(sys.stderr)), Path(spec.folder).parent, 0, part=role):
-            return {"server": server, "trainer": trainer}[role](spec)
+            {"server": server, "trainer": trainer}[role](spec)
+            return 0
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr, flush=True)
-        return FATAL
+        # Where the engine is lost, another may live.
+        return 1 if role == "server" and isinstance(error, EngineError) else FATAL
 
 
 @contextlib.asynccontextmanager
-async def connect_parts(config: RunConfig, spec: LaunchSpec, phase: Callable[[str], None]) -> AsyncGenerator[RunParts]:
+async def connect_parts(
+    spec: LaunchSpec, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
+) -> AsyncGenerator[RunParts]:
     """Wait for server and trainer, and let go of them at the end."""
     driver = prepare(config, phase)
     phase(f"waiting for a server and a trainer of {config.model.name}")
-    trainer = RemoteTrainer(Path(spec.trainer))
     engine = HttpEngine(spec.url, api_key=spec.key, folder=spec.weights, path=config.weights.path)
-    try:
-        hello = await trainer.meet()
-        await _wait_until_up(engine)
-        driver = replace(driver, config=share_cores(config, hello.parameters))
-        pool = driver.pool([engine])
-        try:
-            yield driver.placed(pool, trainer, hello.ends, hello.device, hello.parameters)
-        finally:
-            pool.close()
-    finally:
-        await engine.aclose()
-        trainer.close()
-
-
-async def _wait_until_up(engine: HttpEngine) -> None:
-    began, warned_at = time.monotonic(), 0.0
-    while True:
-        try:
-            return await asyncio.to_thread(engine.start)
-        except EngineError as error:
-            waited = time.monotonic() - began
-            if waited > RETURN_SECONDS:
-                raise
-            if waited - warned_at > WARN_SECONDS:
-                warned_at = waited
-                logging.getLogger("paceline.server").warning("waiting for the server for %.0f s: %s", waited, error)
-        await asyncio.sleep(LOOK_SECONDS)  # bounded: by RETURN_SECONDS
+    async with contextlib.aclosing(engine):
+        with contextlib.closing(RemoteTrainer(Path(spec.trainer))) as trainer:
+            hello = await trainer.meet()
+            await _retry_until_up(lambda: asyncio.to_thread(engine.start), "server")
+            driver = replace(driver, config=share_cores(config, hello.parameters))
+            with contextlib.closing(driver.pool([engine])) as pool:
+                yield driver.placed(pool, trainer, hello.ends, hello.device, hello.parameters)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,11 @@ from pydantic import TypeAdapter
 from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.model import ModelError, resolve
-from paceline.observe.monitor import RunDirectory, RunOutcome, RunRecorder, read_valid_jsonl
+from paceline.observe.monitor import RunDirectory, RunOutcome, RunRecorder
 from paceline.observe.monitor.waitgraph import blocking_chain
 from paceline.observe.monitor.watchdog import waits_file
 from paceline.orchestrator import Checkpoints
-from paceline.runtime.session import RunResult, result_of
+from paceline.runtime.session import RunResult, read_metrics, result_of
 from paceline.runtime.signals import STOPPED_BY_USER, Status
 from paceline.util.private_folder import PREFIX, PrivateFolder, socket_parent
 from paceline.util.process_exit import end_child, free_port, start_child
@@ -62,16 +62,14 @@ class LaunchSpec(msgspec.Struct):
     folder: str
     """The run directory's `live` folder: weights on their way, logs."""
     port: int
-    """Where the server listens."""
     key: str
     socket: str
-    """Where the trainer listens."""
+    """Port and key of the server, and the trainer's socket."""
     url: str
-    """Where the orchestrator finds the server."""
     trainer: str
-    """Where the orchestrator finds the trainer."""
-    overwrite: bool = False
-    screen: bool = True
+    """Where the orchestrator finds server and trainer."""
+    overwrite: bool
+    screen: bool
     report: int = -1
     """Where the orchestrator writes how the run ended: a pipe, for the disk may be full."""
 
@@ -115,18 +113,18 @@ class Supervisor:
     overwrite: bool = False
     screen: TextIO | None = None
     reach: Callable[[str], str] = lambda address: address
+    directory: RunDirectory = field(init=False)
     children: dict[str, ManagedProcess] = field(default_factory=dict)
     signals: list[int] = field(default_factory=list)
     _stop_by: float = math.inf
     """When the orchestrator is killed, after a second signal."""
     _found: tuple[int, int] | None = None
     """The run file that lay in the directory before."""
-    _ending: IO[bytes] | None = None
+    _ending: IO[bytes] = field(init=False)
     """The pipe on which the orchestrator reports how the run ended."""
 
-    @property
-    def directory(self) -> RunDirectory:
-        return RunDirectory(Path(self.config.runs) / self.config.name)
+    def __post_init__(self) -> None:
+        self.directory = RunDirectory(Path(self.config.runs) / self.config.name)
 
     def run(self) -> RunResult:
         """Supervise until the orchestrator reports the end of the run, or a process dies too often."""
@@ -164,8 +162,9 @@ class Supervisor:
                         return result_of(self.directory, self._report(child))
                     if cause := self._hopeless(child, code):
                         return self._failed(cause)
-                    spec = self._after_a_death(child, spec)
-                    _end(child.process)
+                    if child.role == "orchestrator" and self._begun:
+                        spec = self._resuming(spec)
+                    end_child(child.process, CLOSE_SECONDS, CLOSE_SECONDS)
                     child.log_start = child.log.stat().st_size
                     child.process = self._start(child.role, spec)
                     child.lives += 1
@@ -174,10 +173,7 @@ class Supervisor:
     # -- lives and deaths ---------------------------------------------------------------------------------------------
 
     def _start(self, role: str, spec: LaunchSpec) -> subprocess.Popen[bytes]:
-        screen = self.screen
-
-        def copy(pipe: IO[bytes]) -> None:
-            assert screen is not None
+        def copy(pipe: IO[bytes], screen: TextIO) -> None:
             for line in pipe:
                 with contextlib.suppress(OSError, ValueError):  # a screen that is gone must not hold up the run
                     screen.write(line.decode(errors="replace"))
@@ -188,20 +184,20 @@ class Supervisor:
             spec = msgspec.structs.replace(spec, report=writer)
             self._ending = os.fdopen(reader, "rb")
         log = (Path(spec.folder) / f"{role}.log").open("ab")
-        out: Any = self._screen_of() if spoken else log
+        out: Any = log
+        if spoken:  # to the very screen if it is a file, else by a pipe to it
+            try:
+                out = subprocess.DEVNULL if self.screen is None else self.screen.fileno()
+            except (OSError, ValueError, AttributeError):
+                out = subprocess.PIPE
         with log:
-            process = start_child(
-                "paceline.runtime.processes.child",
-                role,
-                line=msgspec.json.encode(spec) + b"\n",
-                stdout=out,
-                stderr=log,
-                pass_fds=[writer] if spoken else [],
-            )
+            line, module = msgspec.json.encode(spec) + b"\n", "paceline.runtime.processes.child"
+            fds = [writer] if spoken else []
+            process = start_child(module, role, line=line, stdout=out, stderr=log, pass_fds=fds)
         if spoken:
             os.close(writer)
         if process.stdout is not None:
-            threading.Thread(target=copy, args=(process.stdout,), daemon=True).start()
+            threading.Thread(target=copy, args=(process.stdout, self.screen), daemon=True).start()
         return process
 
     def _hopeless(self, child: ManagedProcess, code: int) -> str:
@@ -223,10 +219,8 @@ class Supervisor:
             print(time.strftime("%H:%M:%S"), text, file=log)
         return ""
 
-    def _after_a_death(self, child: ManagedProcess, spec: LaunchSpec) -> LaunchSpec:
-        """An orchestrator that comes back goes on from where its run directory stands."""
-        if child.role != "orchestrator" or not self._begun:
-            return spec
+    def _resuming(self, spec: LaunchSpec) -> LaunchSpec:
+        """For an orchestrator that comes back: it goes on from where its run directory stands."""
         if Checkpoints(self.directory.checkpoints, 1).all():
             resumed = self.config.model_copy(update={"resume": "latest"})
             return msgspec.structs.replace(spec, config=resumed.model_dump_json(), overwrite=False)
@@ -252,7 +246,6 @@ class Supervisor:
 
     def _report(self, child: ManagedProcess) -> RunOutcome:
         """The outcome that the orchestrator reported; one that was told to stop at once reports nothing."""
-        assert self._ending is not None
         os.set_blocking(self._ending.fileno(), False)  # it has ended; a child of its own may still hold the other end
         with self._ending as pipe:
             words = pipe.read()
@@ -268,7 +261,9 @@ class Supervisor:
 
     def _end_all(self) -> None:
         for child in self.children.values():
-            _end(child.process)
+            if child.process.poll() is None:
+                child.process.terminate()
+            end_child(child.process, CLOSE_SECONDS, CLOSE_SECONDS)
 
     # -- surroundings -------------------------------------------------------------------------------------------------
 
@@ -305,23 +300,11 @@ class Supervisor:
         self.signals.append(number)
         if len(self.signals) == 2:
             self._stop_by = time.monotonic() + STOP_SECONDS
-        child = self.children.get("orchestrator")
-        if child is not None:
+        if child := self.children.get("orchestrator"):
             child.process.send_signal(number)
 
-    def _screen_of(self) -> TextIO | int:
-        """Where the orchestrator prints: the very screen if it is a file, else a pipe to it."""
-        if self.screen is None:
-            return subprocess.DEVNULL
-        try:
-            self.screen.fileno()
-        except (OSError, ValueError, AttributeError):
-            return subprocess.PIPE
-        return self.screen
-
     def _step(self) -> int:
-        lines, _ = read_valid_jsonl(self.directory.metrics_file, {"step": int})
-        return max((line["step"] for line in lines), default=0)
+        return max((line["step"] for line in read_metrics(self.directory)), default=0)
 
     def _last_word(self, child: ManagedProcess) -> str:
         """A child's last message since its start: a sentence for the user, or its last line and where the rest is."""
@@ -353,16 +336,11 @@ class Supervisor:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    with contextlib.suppress(OSError):
+    try:
         found = file.stat()
-        return found.st_ino, found.st_mtime_ns
-    return None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-    end_child(process, CLOSE_SECONDS, CLOSE_SECONDS)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _write_error(log: Path) -> str:

@@ -1,7 +1,6 @@
 """`paceline up`, `paceline status` and `paceline down`: a cluster by hand, machine by machine."""
 
 import asyncio
-import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -12,7 +11,7 @@ from ray.util import list_named_actors
 
 from paceline.errors import EngineError, PacelineError
 from paceline.runtime.ray.engines import RayEngine
-from paceline.runtime.ray.place import NAMESPACE
+from paceline.runtime.ray.place import NAMESPACE, connect_ray
 from paceline.util.private_folder import shorten_ray_sockets
 
 ANSWER_SECONDS = 10.0
@@ -43,15 +42,8 @@ def down() -> list[str]:
 
 def status(address: str) -> list[str]:
     """Machines, what is free on them, and the parts of every run."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise PacelineError(f"no cluster answers at {address} ({error}): start one with `paceline up`") from error
-    try:
+    with connect_ray(address):
         return [*_machines(), *asyncio.run(_parts())]
-    finally:
-        ray.shutdown()
 
 
 def _machines() -> list[str]:

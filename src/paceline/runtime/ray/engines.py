@@ -146,11 +146,12 @@ class EngineActor(RayActor):
         embedded_engine
     )
 
-    def __init__(self, config: str, name: str, live: str) -> None:
-        super().__init__(config, name, live)
+    _receiver: Receiver | None = None
+
+    def __init__(self, *arguments: str) -> None:
+        super().__init__(*arguments)
         self._stack = contextlib.ExitStack()
         self._engine, _ = self._stack.enter_context(type(self).serves(self.config))
-        self._receiver: Receiver | None = None
         watch_engine(self._engine, exit_after_failure)
 
     async def answer(self, question: bytes) -> bytes:

@@ -8,10 +8,9 @@ import logging
 import math
 import os
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +67,13 @@ class ResourceNeeds:
         return cls({part: count for part, (count, *_) in parts.items()}, each)
 
     @property
-    def bundles(self) -> list[Resources]:
-        """One for each actor."""
-        return [_bundle(self.each[part]) for part, count in self.counts.items() for _ in range(count)]
+    def places(self) -> list[tuple[str, int]]:
+        """Part and number of each actor, in the order of the bundles."""
+        return [(part, number) for part, count in self.counts.items() for number in range(count)]
 
-    def index(self, part: str, number: int) -> int:
-        """The bundle of one actor of a part."""
-        parts = list(self.counts)
-        return number + sum(self.counts[before] for before in parts[: parts.index(part)])
+    @property
+    def bundles(self) -> list[Resources]:
+        return [_bundle(self.each[part]) for part, _ in self.places]
 
     @property
     def words(self) -> str:
@@ -87,38 +85,41 @@ class ResourceNeeds:
         return sum(bundle.get(name, 0.0) for bundle in self.bundles)
 
 
-@contextmanager
-def join_cluster(config: RunConfig) -> Generator[None]:
+def join_cluster(config: RunConfig) -> AbstractContextManager[None]:
     """Be part of the cluster that the run file names, or of one that lives as long as the run does."""
     if ray.is_initialized():
-        yield
-        return
+        return nullcontext()
+    if (address := config.cluster.address) is not None:
+        return connect_ray(address, ", or leave cluster.address out")
+    # Alone on a machine, cores are only counted: what must fit is memory, and that the planner looks at.
+    cores = max(os.cpu_count() or 1, math.ceil(ResourceNeeds.of(config, 0).total("CPU")))
+    shorten_ray_sockets()
+    return connect_ray("local", num_cpus=cores, include_dashboard=False)
+
+
+@contextmanager
+def connect_ray(address: str, advice: str = "", **more: Any) -> Generator[None]:
+    """Be connected to a cluster while the block runs."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "configure_logging": False}
-    address = config.cluster.address
-    if address is not None:
-        try:
-            ray.init(address=address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise PacelineError(
-                f"no Ray answers at {address} ({error}): start one with `paceline up`, or leave cluster.address out"
-            ) from error
-    else:
-        # Alone on a machine, cores are only counted: what must fit is memory, and that the planner looks at.
-        cores = max(os.cpu_count() or 1, math.ceil(ResourceNeeds.of(config, 0).total("CPU")))
-        shorten_ray_sockets()
-        ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False, **more)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if address == "local":
+            raise
+        text = f"no cluster answers at {address} ({error}): start one with `paceline up`{advice}"
+        raise PacelineError(text) from error
     try:
         yield
     finally:
         ray.shutdown()
 
 
+@dataclass(frozen=True, slots=True)
 class Reservation:
     """Reserved places, one for each actor of a run. All are reserved or none, so two runs cannot each hold half."""
 
-    def __init__(self, group: PlacementGroup, bundles: Sequence[Resources]) -> None:
-        self._group, self._bundles = group, bundles
+    _group: PlacementGroup
+    _bundles: Sequence[Resources]
 
     @classmethod
     async def reserve(cls, needs: ResourceNeeds) -> "Reservation":
@@ -153,9 +154,9 @@ class Reservation:
         return cls(group, bundles)
 
     def start(self, kind: type, place: int, name: str, arguments: Sequence[Any], *, again: bool) -> Any:
-        """An actor in the given place; `again` if Ray is to start it anew after a death."""
+        """An actor in the given place."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
-        return actor(kind, name, arguments, self._bundles[place], again=again, strategy=strategy)
+        return actor(kind, name, arguments, self._bundles[place], again=again, scheduling_strategy=strategy)
 
     def give_back(self) -> None:
         remove_placement_group(self._group)
@@ -174,23 +175,20 @@ def actor(
     *,
     again: bool,
     at_once: int = REQUESTS,
-    strategy: PlacementGroupSchedulingStrategy | None = None,
+    **options: Any,
 ) -> Any:
-    """A named actor. Ray itself retries no call: the caller decides."""
-    options: dict[str, Any] = {
+    """A named actor, which Ray starts `again` after a death. Ray itself retries no call: the caller decides."""
+    options |= {
         "name": name,
         "num_cpus": resources.get("CPU", 0.0),
         "num_gpus": resources.get("GPU", 0.0),
         "max_restarts": -1 if again else 0,
         "max_task_retries": 0,
         "max_concurrency": at_once,
+        "concurrency_groups": {CONTROL: CONTROLS},
     }
-    if strategy is not None:
-        options["scheduling_strategy"] = strategy
     try:
-        groups: dict[str, Any] = {"concurrency_groups": {CONTROL: CONTROLS}}
-        made: Any = ray.remote(**groups)(kind)
-        return made.options(**options).remote(*arguments)
+        return ray.remote(**options)(kind).remote(*arguments)
     except ValueError as error:
         if "already" not in str(error):
             raise
@@ -217,7 +215,11 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
         stack.callback(room.give_back)
         parts = RayParts(config, room, needs, RunDirectory(dumps.parent).live)
         trainer = RayTrainer(config, parts.ranks)
-        parts.group = weights_group(config, needs, trainer.first)
+        # Weights are broadcast over NCCL where every member has a GPU of its own.
+        own = min(needs.each[part]["GPU"] for part in ("engine", "rank")) >= 1
+        path = config.weights.path
+        if path == "broadcast" or (path == "auto" and own and needs.counts["engine"] > 1):
+            parts.group = WeightsGroup(trainer.first, "cuda" if own else "cpu")
 
         phase(f"starting {needs.words} of {config.model.name}")
         engines = [parts.engine(number) for number in range(needs.counts["engine"])]
@@ -227,7 +229,7 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
             stack.callback(part.close)
         stack.callback(trainer.close)
         if needs.counts["worker"]:
-            workers = RayWorkers([parts.worker(number) for number in range(needs.counts["worker"])])
+            workers = RayWorkers([parts.start(WorkerActor, "worker", at) for at in range(needs.counts["worker"])])
             stack.callback(workers.close)
             stack.enter_context(run_remotely(workers.call))
         hello = await trainer.meet()
@@ -238,15 +240,6 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
         if config.cluster.most_engines is not None:
             await stack.enter_async_context(grow_pool(parts, pool, config.cluster.most_engines))
         yield replace(placed, attach=partial(attach_scorers, config, driver.tokenizer, teachers))
-
-
-def weights_group(config: RunConfig, needs: ResourceNeeds, first_rank: Callable[[], Any]) -> WeightsGroup | None:
-    """The group a run broadcasts in, if it is to. Over NCCL where every member has a GPU of its own."""
-    own = min(needs.each[part]["GPU"] for part in ("engine", "rank")) >= 1
-    path = config.weights.path
-    if path == "broadcast" or (path == "auto" and own and needs.counts["engine"] > 1):
-        return WeightsGroup(first_rank, "cuda" if own else "cpu")
-    return None
 
 
 class RayParts:
@@ -265,17 +258,17 @@ class RayParts:
     def engine(self, number: int, room: Reservation | None = None) -> RayEngine:
         """An engine in its place of the run's room, or in a room of its own."""
         name = f"engine-{number}"
-        return RayEngine(self._start(EngineActor, "engine", number, room=room), name, self.group)
+        return RayEngine(self.start(EngineActor, "engine", number, room=room), name, self.group)
 
     def scorers(self) -> dict[str, list[RayEngine]]:
         """For each teacher of the run's own, all that score for it."""
         found: dict[str, list[RayEngine]] = {}
-        numbers = count()
-        for model in scored_models(self._config):
-            text = remote_config(teacher_config(self._config, model), self._config.cluster.scorer_cpus)
+        cluster = self._config.cluster
+        for at, model in enumerate(scored_models(self._config)):
+            text = remote_config(teacher_config(self._config, model), cluster.scorer_cpus)
             found[model] = [
-                RayEngine(self._start(ScorerActor, "scorer", number, text), f"scorer-{number}")
-                for number in islice(numbers, self._config.cluster.scorers)
+                RayEngine(self.start(ScorerActor, "scorer", number, text), f"scorer-{number}")
+                for number in range(at * cluster.scorers, (at + 1) * cluster.scorers)
             ]
         return found
 
@@ -284,11 +277,8 @@ class RayParts:
         must not start one alone, it would wait for its group."""
         suffix = f"+{self._lives}" if self._lives else ""
         self._lives += 1
-        numbers = range(self.needs.counts["rank"])
-        return [self._start(RankActor, "rank", number, suffix=suffix, again=False) for number in numbers]
-
-    def worker(self, number: int) -> Any:
-        return self._start(WorkerActor, "worker", number)
+        count = self.needs.counts["rank"]
+        return [self.start(RankActor, "rank", number, suffix=suffix, again=False) for number in range(count)]
 
     async def up(self, engines: Sequence[RayEngine]) -> None:
         """Wait until all engines and scorers have loaded their model."""
@@ -305,7 +295,7 @@ class RayParts:
         except TimeoutError:
             raise PacelineError(f"the engines were not up within {START_SECONDS:g} s: see {self._live}") from None
 
-    def _start(
+    def start(
         self,
         kind: type,
         part: str,
@@ -319,7 +309,7 @@ class RayParts:
         """An actor in its place of the run's room, or in a room of its own; Ray starts it `again` after a death."""
         name = f"{part}-{number}"
         arguments = [text or self._text, name, self._live]
-        place, room = (self.needs.index(part, number), self._room) if room is None else (0, room)
+        place, room = (self.needs.places.index((part, number)), self._room) if room is None else (0, room)
         return room.start(kind, place, f"{self._config.name}/{name}{suffix}", arguments, again=again)
 
 
@@ -367,11 +357,8 @@ async def attach_scorers(
 
 def teacher_config(config: RunConfig, name: str) -> RunConfig:
     """The config of a scorer of this model: the run's settings, with another model and no adapter."""
-    policy = config.model
-    teacher = ModelConfig(
-        name=name, dtype=policy.dtype, fp32_head=policy.fp32_head, trust_remote_code=policy.trust_remote_code
-    )
-    return config.model_copy(update={"model": teacher})
+    kept = config.model.model_dump(include={"dtype", "fp32_head", "trust_remote_code"})
+    return config.model_copy(update={"model": ModelConfig(name=name, **kept)})
 
 
 def remote_config(config: RunConfig, engine_cpus: float) -> str:

@@ -30,19 +30,10 @@ from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed,
 from paceline.errors import first_line
 from paceline.model import end_tokens, load_tokenizer
 from paceline.runtime import rpc
-from paceline.runtime.ray.engines import (
-    ROW,
-    ObjectTensors,
-    RayActor,
-    RayEngine,
-    last_line,
-    pack_tensors,
-    row_of,
-)
-from paceline.runtime.torch_backend import build_trainer, pick_device
+from paceline.runtime.ray.engines import ROW, ObjectTensors, RayActor, RayEngine, last_line, pack_tensors, row_of
+from paceline.runtime.torch_backend import LoadedTrainer, build_trainer, join_ranks
 from paceline.trainer import TrainerError, TrainerLost
 from paceline.trainer.batch import cost_of
-from paceline.trainer.torch.world import join
 from paceline.util.process_exit import free_port
 from paceline.weights.broadcast import Sender
 from paceline.weights.update import WeightUpdate
@@ -63,13 +54,11 @@ class RankActor(RayActor):
 
     async def join(self, host: str, port: int, rank: int, world: int) -> tuple[bytes, tuple[float, float]]:
         """Meet the others and load the model; returns a greeting, and what a token and a pair of tokens cost."""
-        return await asyncio.to_thread(self._join, f"{host}:{port}", rank, world)
 
-    def _join(self, address: str, rank: int, world: int) -> tuple[bytes, tuple[float, float]]:
-        backend = None if pick_device(self.config.device) == "cuda" else "gloo"
-        group = join(rank, world, address, backend) if world > 1 else None
-        built = build_trainer(self.config, group)
-        tokenizer = load_tokenizer(self.config.model)
+        def load() -> LoadedTrainer:
+            return build_trainer(self.config, join_ranks(self.config, rank, world, f"{host}:{port}"))
+
+        built, tokenizer = await asyncio.to_thread(load), load_tokenizer(self.config.model)
         self._handler = rpc.TrainerRpcHandler(built.trainer, tokenizer)
         cost = cost_of(built.model.config)
         hello = rpc.RpcHello(built.parameters, built.device, end_tokens(tokenizer, built.model))
@@ -129,7 +118,7 @@ class RayTrainer(rpc.RankGroup):
                 f"the trainer's ranks were not up within {START_SECONDS:g} s: is there still room for them? See "
                 "`paceline status`, then add --resume latest"
             ) from None
-        hello, self._cost = rpc.decode_answer(greeting), Cost(*cost)
+        hello, self._cost = rpc.decode_message(greeting), Cost(*cost)
         assert isinstance(hello, rpc.RpcHello)
         self.version = 0
         return hello
@@ -159,9 +148,7 @@ class RayTrainer(rpc.RankGroup):
                 ray.kill(rank)
 
     async def _ask(self, rank: Any, call: rpc.RpcCall) -> rpc.RpcAnswer:
-        answer = rpc.decode_answer(await rank.do.remote(rpc.encode_message(call)))
-        assert isinstance(answer, rpc.RpcAnswer)
-        return answer
+        return rpc.decode_answer(await rank.do.remote(rpc.encode_message(call)))
 
     def _there(self) -> None:
         if not self._ranks:
@@ -252,7 +239,8 @@ class WeightsGroup:
             rank = self._first_rank()
             outcomes = await self._meet(rank, members)
             if not _failed(outcomes):
-                size = await self._soon(rank.hold.remote(reference))
+                async with asyncio.timeout(self._seconds):
+                    size = await rank.hold.remote(reference)
                 calls = {engine: row(engine, size) for engine in members}
                 outcomes = await self._all({rank: rank.send_row.remote(), **calls})
         except (RayError, TrainerLost, TimeoutError) as error:  # the next call that needs the rank reports it
@@ -262,9 +250,8 @@ class WeightsGroup:
         left = [engine for engine in members if not this.wanted[engine].done()]
         if left:
             failed = _failed(outcomes)
-            log.warning(
-                "a broadcast of weights broke off: %s", "; ".join(map(last_line, failed.values())) or "no answer"
-            )
+            causes = "; ".join(map(last_line, failed.values())) or "no answer"
+            log.warning("a broadcast of weights broke off: %s", causes)
             self._met = None
             left = [e for e in left if e in outcomes and not isinstance(failed.get(e), RayActorError)]
         return left
@@ -272,7 +259,8 @@ class WeightsGroup:
     async def _meet(self, rank: Any, members: list[RayEngine]) -> dict[Any, Any]:
         if self._met == (rank, members):
             return {}
-        invitations = await self._soon(rank.open_group.remote(len(members), self._device, self._seconds))
+        async with asyncio.timeout(self._seconds):
+            invitations = await rank.open_group.remote(len(members), self._device, self._seconds)
         calls = {
             engine: engine.actor.join_group.remote(invitation, self._device)
             for engine, invitation in zip(members, invitations, strict=True)
@@ -281,10 +269,6 @@ class WeightsGroup:
         if not _failed(outcomes):
             self._met = (rank, members)
         return outcomes
-
-    async def _soon(self, reference: Any) -> Any:
-        async with asyncio.timeout(self._seconds):
-            return await reference
 
     async def _all(self, calls: Mapping[Any, Awaitable[Any]]) -> dict[Any, Any]:
         """Each call's answer or error. After the first failure the others have as long as a bucket may take to fail
@@ -311,8 +295,8 @@ AGAIN_SECONDS = 0.5
 class WorkerActor(RayActor):
     """Runs calls in processes of its machine."""
 
-    def __init__(self, config: str, name: str, live: str) -> None:
-        super().__init__(config, name, live)
+    def __init__(self, *arguments: str) -> None:
+        super().__init__(*arguments)
         self._workers: dict[WorkerLimits, Workers] = {}
 
     async def call(
@@ -330,14 +314,14 @@ class RayWorkers:
     """Sends each call to the least busy actor. One whose machine dies under it is made once more, elsewhere."""
 
     def __init__(self, actors: Sequence[Any]) -> None:
-        self._busy = dict.fromkeys(range(len(actors)), 0)
-        self._actors = list(actors)
+        self._busy = [0] * len(actors)
+        self._actors = actors
 
     async def call(self, function: str, args: Sequence[Any], timeout: float, limits: WorkerLimits) -> Any:
         lost: list[int] = []
         waited = 0.0
         while len(lost) < ATTEMPTS:
-            chosen = min(self._busy, key=lambda at: (at in lost, self._busy[at]))
+            chosen = min(range(len(self._busy)), key=lambda at: (at in lost, self._busy[at]))
             self._busy[chosen] += 1
             reference = self._actors[chosen].call.remote(
                 function, list(args), timeout, (limits.count, limits.memory_mb, limits.answer_bytes)
