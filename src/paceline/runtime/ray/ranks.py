@@ -41,7 +41,7 @@ from paceline.runtime.ray.engines import (
 )
 from paceline.runtime.torch_backend import build_trainer, pick_device
 from paceline.trainer import TrainerError, TrainerLost
-from paceline.trainer.batch import cost_of
+from paceline.trainer.backend import cost_of
 from paceline.trainer.torch.world import join
 from paceline.util.process_exit import free_port
 from paceline.weights.broadcast import Sender
