@@ -169,7 +169,7 @@ def _varlen(
     """Attention, and the log of each row's normaliser, which the backward pass needs."""
     most = int(longest)
     out, normaliser, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, most, most, 0.0, True, False, scale=scale, **_window_sizes(window)
+        q, k, v, starts, starts, most, most, 0.0, True, False, scale=scale, **window_sizes(window)
     )
     return out, normaliser
 
@@ -188,7 +188,7 @@ def _varlen_backward(
     noise = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that is not there
     grads = torch.ops.aten._flash_attention_backward(
         grad.contiguous(), q, k, v, out, normaliser, starts, starts, most, most, 0.0, True,
-        noise, noise.new_empty(0), scale=scale, **_window_sizes(window),
+        noise, noise.new_empty(0), scale=scale, **window_sizes(window),
     )  # fmt: skip
     return grads[0], grads[1], grads[2]
 
@@ -198,7 +198,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _window_sizes(window: int) -> dict[str, int]:
+def window_sizes(window: int | None) -> dict[str, int]:
     """A window of w sees w tokens, itself included."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 

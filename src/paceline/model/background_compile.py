@@ -43,7 +43,6 @@ def compile_cache() -> Path:
 
 
 def has_cached_code() -> bool:
-    """Whether any earlier run left compiled code here."""
     return any(compile_cache().glob("paceline-*"))
 
 
@@ -72,7 +71,6 @@ class BackgroundCompile:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is time to switch."""
         return self._state == "ready"
 
     def consider(self, seconds: float, steps: int, remaining: int | None) -> None:
@@ -93,8 +91,8 @@ class BackgroundCompile:
             self._state = "ready"
             return
         self._state = "compiling"
-        errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - the worker's, until it has ended
         try:
+            errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - the worker's, until it has ended
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,

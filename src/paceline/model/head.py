@@ -109,6 +109,7 @@ class LMHead:
         self._divide: float = getattr(config, "logits_scaling", None) or 1.0
         if config.model_type == "hyperclovax":  # Granite divides by this number, HyperCLOVAX multiplies
             self._multiply, self._divide = self._divide, 1.0
+        self._is_plain = not fp32 and not self._softcap and self._multiply == self._divide
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Float32 logits for [..., hidden]."""
@@ -117,22 +118,20 @@ class LMHead:
             logits = F.linear(hidden.float(), self._layer.weight.float(), bias)
         else:
             logits = self._layer(hidden).float()
-        logits = logits * (self._multiply / self._divide) if self._multiply != self._divide else logits
+        logits = logits if self._multiply == self._divide else logits * (self._multiply / self._divide)
         if self._softcap:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
     def native_logits(self, hidden: Tensor) -> Tensor:
         """The same logits, in the layer's own type where nothing is applied to them: half the bytes to read."""
-        plain = not self._fp32 and self._multiply == self._divide and not self._softcap
-        return self._layer(hidden) if plain else self(hidden)
+        return self._layer(hidden) if self._is_plain else self(hidden)
 
     @property
     def matrix(self) -> Tensor | None:
         """The one matrix that makes the logits; None where anything else happens to them."""
-        if self._fp32 or self._softcap or self._multiply != self._divide or type(self._layer) is not torch.nn.Linear:
-            return None
-        return self._layer.weight if self._layer.bias is None else None
+        alone = self._is_plain and type(self._layer) is torch.nn.Linear and self._layer.bias is None
+        return self._layer.weight if alone else None
 
     @property
     def vocabulary(self) -> int:

@@ -189,7 +189,6 @@ def _kind_problem(config: Mapping[str, Any], trust_remote_code: bool) -> str | N
 
 
 def weight_problems(folder: Path, mlx: bool) -> Iterator[str]:
-    """Missing, partial or damaged weight files."""
     parts, index = sorted(_matching_files(folder, "model*.safetensors")), folder / f"{WEIGHTS}.index.json"
     if not (folder / WEIGHTS).is_file():
         if index.is_file():

@@ -382,10 +382,8 @@ class Learner:
     def _scales(self, batch: Batch, members: Sequence[int], own: Sequence[int]) -> dict[int, Scales]:
         """The scales of `own` samples in an optimizer step on all `members`."""
         step, place = [batch.samples[i] for i in members], {index: at for at, index in enumerate(members)}
-        places = [place[i] for i in own]
-        return dict(
-            zip(own, token_scales(step, self._config.normalise, self._config.fixed_length, own=places), strict=True)
-        )
+        places, c = [place[i] for i in own], self._config
+        return dict(zip(own, token_scales(step, c.normalise, c.fixed_length, own=places), strict=True))
 
     def _gradient(self, packs: Sequence[MicroBatch], version: int, first: bool) -> StepOutcome:
         """Of all these, clipped."""

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from paceline.data import MicroBatch
 from paceline.data.packing import similar_lengths
 from paceline.model import PLAN, LMHead, PackedPlan, token_logprobs
-from paceline.model.attention import AttentionPlan, PaddedBucket, VarlenPlan, sdpa, window_mask
+from paceline.model.attention import AttentionPlan, PaddedBucket, VarlenPlan, sdpa, window_mask, window_sizes
 from paceline.model.background_compile import compile_blocks
 from paceline.model.support import can_varlen
 from paceline.trainer.torch.optimizer import RankLayout
@@ -112,7 +112,6 @@ def _runs(samples: Sequence[NDArray]) -> list[list[int]]:
 
 
 def _common_prefix(a: NDArray, b: NDArray) -> int:
-    """Length of the common beginning."""
     short = min(len(a), len(b))
     same = a[:short] == b[:short]
     return short if same.all() else int(same.argmin())
@@ -275,9 +274,8 @@ class SlicedVarlenPlan:
     @torch.compiler.disable
     def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         k, v = (x.index_select(0, self._source) for x in self._shards.gather(k, v, self._order))
-        sides = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
         return torch.ops.aten._flash_attention_forward(
-            q, k, v, self._queries, self._keys, *self._longest, 0.0, True, False, scale=scale, **sides
+            q, k, v, self._queries, self._keys, *self._longest, 0.0, True, False, scale=scale, **window_sizes(window)
         )[0]
 
 

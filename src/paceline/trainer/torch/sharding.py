@@ -61,7 +61,6 @@ class TensorParallelPlan:
             raise TrainerError(f"trainer.parallel.tensor = {ranks}: {problem}")
 
     def block_styles(self, model: nn.Module, block: nn.Module) -> dict[str, ParallelStyle]:
-        """The styles of a block's modules, by their names in it."""
         path = next(name for name, module in model.named_modules() if module is block)
         inside = {name.removeprefix(f"{path}."): s for name, s in self._styles.items() if name.startswith(f"{path}.")}
         return {name: STYLES[style]() for name, style in inside.items()}

@@ -61,7 +61,6 @@ def call_off() -> None:
 
 
 def leave() -> None:
-    """End the meeting. What this process does afterwards it does alone."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
