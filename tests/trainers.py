@@ -145,7 +145,7 @@ if MLX:
 
 else:
     from paceline.trainer import TorchTrainer as trainer_of
-    from paceline.trainer.torch.world import local_shard
+    from paceline.trainer.torch.optimizer import local_shard
 
     LIBRARY = "a torch tensor"
 

@@ -15,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from paceline.config.cluster import ParallelConfig
 from paceline.config.model import ModelConfig
 from paceline.model import load_model
+from paceline.trainer.torch.optimizer import local_shard
 from paceline.trainer.torch.sharding import shard
-from paceline.trainer.torch.world import Ranks, local_shard
+from paceline.trainer.torch.world import Ranks
 
 WORLD, RANK = 8, 3
 HERE = torch.device("cuda", 0)

@@ -12,9 +12,8 @@ if not torch.cuda.is_available():
 from conftest import VOCABULARY, tiny_model
 from paceline.config import trainer as config
 from paceline.data import Sample
-from paceline.model.attention import PackedPlan
+from paceline.model.attention import PackedPlan, VarlenPlan
 from paceline.model.head import logprobs_and_entropy
-from paceline.model.varlen import VarlenPlan
 from paceline.trainer.torch.trainer import TorchTrainer
 
 

@@ -13,10 +13,9 @@ from pairs import apart, mlx_gradient, mlx_model, packs, pair, samples, torch_gr
 from paceline.config import trainer as config
 from paceline.config.model import LoRAConfig
 from paceline.trainer import TrainerError
-from paceline.trainer.batch import trained_positions
 from paceline.trainer.mlx import forward
 from paceline.trainer.mlx.trainer import MlxTrainer
-from paceline.trainer.terms import clip
+from paceline.trainer.terms import clip, trained_positions
 
 LORA = LoRAConfig(rank=4)
 

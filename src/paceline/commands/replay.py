@@ -39,12 +39,11 @@ from paceline.orchestrator import Checkpoints
 from paceline.runtime.local import with_sections
 from paceline.runtime.torch_backend import torch_trainer
 from paceline.trainer import TorchTrainer
-from paceline.trainer.batch import trained_positions
 from paceline.trainer.checkpoint import check_files
-from paceline.trainer.critic import truncate
 from paceline.trainer.learner import Learner
 from paceline.trainer.loss import TokenLosses
-from paceline.trainer.terms import TrainedTokens, find_clipped
+from paceline.trainer.terms import TrainedTokens, find_clipped, trained_positions
+from paceline.trainer.trainer import truncate
 
 
 @dataclass(frozen=True, slots=True)

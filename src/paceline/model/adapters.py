@@ -202,19 +202,13 @@ def target_layers(model: PreTrainedModel, targets: Iterable[str] | str) -> dict[
     return {name: module for name, module in chosen.items() if isinstance(module, nn.Linear)}
 
 
-# What would change the numbers and has no place in a slot, with the value that means "not used".
-_UNUSED: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False, None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "bias": ("none", None),
-    "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layer_replication": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
-}
+UNSUPPORTED = (
+    "use_dora", "lora_bias", "fan_in_fan_out", "bias", "modules_to_save", "rank_pattern", "alpha_pattern",
+    "layer_replication", "trainable_token_indices", "target_parameters",
+)  # fmt: skip
+"""Keys of a peft config that would change the numbers and have no place in a slot."""
+UNUSED = (None, False, "none", [], {})
+"""What says that such a key is not used."""
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Tensor], float]:
@@ -233,8 +227,8 @@ def adapter_scale(config: dict[str, Any]) -> float:
     """alpha / rank of a peft config; refuses what is more than plain LoRA."""
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise AdapterError("adapter_config.json: only adapters of peft_type LORA are supported")
-    for name, unused in _UNUSED.items():
-        if config.get(name) not in unused:
+    for name in UNSUPPORTED:
+        if config.get(name) not in UNUSED:
             raise AdapterError(f"adapter_config.json: `{name}` is set, which adapter slots do not support")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):

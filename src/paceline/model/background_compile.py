@@ -5,12 +5,14 @@ layers of the same shape, which fills that folder; this process then switches to
 of half a minute, between two steps. A later run of the same shape finds the folder filled and starts compiled.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Sequence
@@ -41,7 +43,6 @@ def compile_cache() -> Path:
 
 
 def has_cached_code() -> bool:
-    """Whether any earlier run left compiled code here."""
     return any(compile_cache().glob("paceline-*"))
 
 
@@ -70,7 +71,6 @@ class BackgroundCompile:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is time to switch."""
         return self._state == "ready"
 
     def consider(self, seconds: float, steps: int, remaining: int | None) -> None:
@@ -91,21 +91,22 @@ class BackgroundCompile:
             self._state = "ready"
             return
         self._state = "compiling"
-        environment = os.environ | {WITH_PARENT: str(os.getpid())}
         try:
+            errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - the worker's, until it has ended
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=errors,
                 text=True,
-                env=environment,
+                env=os.environ | {WITH_PARENT: str(os.getpid())},
                 start_new_session=True,  # Ctrl-C is for the run, which then ends the worker
             )
         except OSError as error:
             self._fail(str(error))
             return
-        threading.Thread(target=self._follow, args=(self._process,), name="paceline-compile", daemon=True).start()
+        followed = (self._process, errors)
+        threading.Thread(target=self._follow, args=followed, name="paceline-compile", daemon=True).start()
 
     def mark_switched(self) -> None:
         """The part runs compiled code from now on."""
@@ -125,42 +126,30 @@ class BackgroundCompile:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
 
-    def _follow(self, process: "subprocess.Popen[str]") -> None:
+    def _follow(self, process: "subprocess.Popen[str]", errors: IO[str]) -> None:
         """Hand over the spec, show progress, and wait for the end. On a thread of its own."""
         goes_on = "decoding" if self.part == "engine" else "training"
         log.warning("compiling the %s in the background; %s goes on uncompiled", self.part, goes_on)
         assert process.stdin is not None
         assert process.stdout is not None
-        assert process.stderr is not None
-        errors: list[str] = []
-        drain = threading.Thread(target=_drain, args=(process.stderr, errors), daemon=True)
-        drain.start()
-        try:
-            with process.stdin as pipe:
-                json.dump(self._spec | {"marker": str(self._marker)}, pipe)
-        except BrokenPipeError:
-            pass  # the exit code tells
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # the exit code tells
+            json.dump(self._spec | {"marker": str(self._marker)}, pipe)
         for line in process.stdout:
             log.warning("compiling the %s, %s; %s goes on uncompiled", self.part, line.strip(), goes_on)
         code = process.wait()  # bounded: its output has ended
-        drain.join(1.0)
         if self._state != "compiling":
             return  # closed meanwhile
         if code == 0:
             self.write_marker()
             self._state = "ready"
         else:
-            self._fail(errors[-1] if errors else f"exit code {code}")
+            errors.seek(0)
+            lines = [line.strip() for line in errors if line.strip()]
+            self._fail(lines[-1] if lines else f"exit code {code}")
 
     def _fail(self, why: str) -> None:
         self._state = "failed"
         log.warning("the %s could not be compiled in the background and stays uncompiled: %s", self.part, why)
-
-
-def _drain(stream: IO[str], lines: list[str]) -> None:
-    for line in stream:
-        if line.strip():
-            lines[:] = [*lines[-20:], line.strip()]
 
 
 def _digest(spec: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Log probabilities and entropies of logits on CUDA in one read, and their gradient in place."""
+"""Computes on CUDA what `head.measure` and `head.differentiate_` do elsewhere: each in one read of the logits."""
 
 import torch
 import triton  # comes with torch's CUDA builds
@@ -52,7 +52,6 @@ def _differentiate(
 
 
 def measure(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log probability of each row's target, the row's normaliser, and its entropy."""
     rows, vocabulary = logits.shape
     out = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     _measure[(rows,)](logits, targets, temperatures, *out, vocabulary, BLOCK=BLOCK, num_warps=16)
@@ -63,7 +62,6 @@ def differentiate_(
     logits: Tensor, targets: Tensor, temperatures: Tensor, normalisers: Tensor, entropies: Tensor, by_logprob: Tensor,
     by_entropy: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Logits turned in place into the gradient with respect to them."""
     rows, vocabulary = logits.shape
     grid = (rows, triton.cdiv(vocabulary, BLOCK))
     _differentiate[grid](

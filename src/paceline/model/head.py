@@ -4,12 +4,11 @@ The canary is a short token sequence whose log probabilities show whether two pa
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -61,7 +60,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor):  # noqa: ANN001, ANN205
         rows = max(1, ELEMENTS[hidden.device.type] // weight.shape[0])
         chunks = zip(hidden.split(rows), targets.split(rows), temperatures.split(rows), strict=True)
-        done = [measure(linear(h, weight), t, temperature) for h, t, temperature in chunks]
+        done = [measure(F.linear(h, weight), t, temperature) for h, t, temperature in chunks]
         logprobs, normalisers, entropies = (torch.cat(column) for column in zip(*done, strict=True))
         ctx.save_for_backward(hidden, weight, targets, temperatures, normalisers, entropies)
         ctx.rows = rows
@@ -75,7 +74,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         grad_weight = None
         places = zip(*(x.split(ctx.rows) for x in (hidden, grad_hidden, *streams, *grads)), strict=True)
         for here, out, *given in places:
-            logits = differentiate_(linear(here, weight), *given)
+            logits = differentiate_(F.linear(here, weight), *given)
             torch.mm(logits, weight, out=out)
             if ctx.needs_input_grad[1]:
                 part = _product32(logits.t(), here)
@@ -110,6 +109,7 @@ class LMHead:
         self._divide: float = getattr(config, "logits_scaling", None) or 1.0
         if config.model_type == "hyperclovax":  # Granite divides by this number, HyperCLOVAX multiplies
             self._multiply, self._divide = self._divide, 1.0
+        self._is_plain = not fp32 and not self._softcap and self._multiply == self._divide
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Float32 logits for [..., hidden]."""
@@ -118,22 +118,20 @@ class LMHead:
             logits = F.linear(hidden.float(), self._layer.weight.float(), bias)
         else:
             logits = self._layer(hidden).float()
-        logits = logits * (self._multiply / self._divide) if self._multiply != self._divide else logits
+        logits = logits if self._multiply == self._divide else logits * (self._multiply / self._divide)
         if self._softcap:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
     def native_logits(self, hidden: Tensor) -> Tensor:
         """The same logits, in the layer's own type where nothing is applied to them: half the bytes to read."""
-        plain = not self._fp32 and self._multiply == self._divide and not self._softcap
-        return self._layer(hidden) if plain else self(hidden)
+        return self._layer(hidden) if self._is_plain else self(hidden)
 
     @property
     def matrix(self) -> Tensor | None:
         """The one matrix that makes the logits; None where anything else happens to them."""
-        if self._fp32 or self._softcap or self._multiply != self._divide or type(self._layer) is not torch.nn.Linear:
-            return None
-        return self._layer.weight if self._layer.bias is None else None
+        alone = self._is_plain and type(self._layer) is torch.nn.Linear and self._layer.bias is None
+        return self._layer.weight if alone else None
 
     @property
     def vocabulary(self) -> int:
@@ -158,15 +156,11 @@ def token_logprobs(
         logprobs, entropies = logprobs_and_entropy(hidden, matrix, targets, temperatures)
         return logprobs, entropies if entropy else None
     rows = max(1, LOGIT_ELEMENTS // head.vocabulary)
-    wanted = (entropy, entropy_grad)
     if len(targets) <= rows:
-        return _chunk(head, hidden, targets, temperatures, *wanted)
+        return _chunk(head, hidden, targets, temperatures, entropy, entropy_grad)
+    score = partial(checkpoint, _chunk, use_reentrant=False) if torch.is_grad_enabled() else _chunk
     chunks = zip(hidden.split(rows), targets.split(rows), temperatures.split(rows), strict=True)
-    if torch.is_grad_enabled():
-        done = [checkpoint(_chunk, head, h, t, T, *wanted, use_reentrant=False) for h, t, T in chunks]
-    else:
-        done = [_chunk(head, h, t, T, *wanted) for h, t, T in chunks]
-    logprobs, entropies = zip(*done, strict=True)
+    logprobs, entropies = zip(*(score(head, *chunk, entropy, entropy_grad) for chunk in chunks), strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
 
@@ -182,18 +176,12 @@ def _chunk(
         return logprobs, normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
 
 
-def make_canary(
-    model: PreTrainedModel,
-    head: LMHead,
-    dtype: torch.dtype | None = None,
-    quiet: Callable[[], AbstractContextManager] = torch.inference_mode,
-) -> Canary:
+@torch.no_grad()  # FSDP would keep a layer's memory for good as what inference mode made it, which no gradient may pass
+def make_canary(model: PreTrainedModel, head: LMHead, dtype: torch.dtype | None = None) -> Canary:
     """Arbitrary tokens, always the same for a vocabulary, as this model sees them now. `dtype` is what it computes in,
-    where it keeps its weights in another; `quiet` turns gradients off."""
+    where it keeps its weights in another."""
     ids = canary_ids(head.vocabulary)
-    with quiet():
-        logprobs = sequence_logprobs(model, head, ids)
-    return canary_of(ids, logprobs, dtype or model.dtype)
+    return canary_of(ids, sequence_logprobs(model, head, ids), dtype or model.dtype)
 
 
 def sequence_logprobs(model: PreTrainedModel, head: LMHead, token_ids: Sequence[int]) -> list[float]:

@@ -237,7 +237,6 @@ class Candidate(NamedTuple):
 
     @torch.no_grad()
     def agrees(self, module: nn.Module) -> bool:
-        """Whether both give the same for numbers of different sizes."""
         noise = torch.randn(6, self.width, generator=torch.Generator().manual_seed(1))
         x = (noise * torch.tensor([1e-3, 0.1, 1.0, 3.0, 10.0, 100.0])[:, None])[None]
         theirs, ours = module(x), self.forward(x)

@@ -103,12 +103,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def config_problems(config: Mapping[str, Any], name: str, *, trust_remote_code: bool, mlx: bool) -> Iterator[str]:
     """Reasons against training the model that config.json alone shows."""
-    if not mlx and (problem := _quantisation_problem(config, name)):
-        yield problem
-    if not isinstance(config.get("model_type"), str):
-        yield f"model `{name}`: its config.json has no `model_type`, so it is no Hugging Face language model"
-    elif problem := _kind_problem(config, name, trust_remote_code):
-        yield problem
+    for problem in (None if mlx else _quantisation_problem(config), _kind_problem(config, trust_remote_code)):
+        if problem:
+            yield f"model `{name}`: {problem}"
 
 
 def tokenizer_problem(folder: Path) -> str | None:
@@ -144,61 +141,54 @@ def folder_problem(folder: Path) -> str | None:
     return f"model `{folder}`: there is no config.json in it, so it is no Hugging Face model folder{_holds(folder)}"
 
 
-def _quantisation_problem(config: Mapping[str, Any], name: str) -> str | None:
+def _quantisation_problem(config: Mapping[str, Any]) -> str | None:
     """Packed weights have no gradient."""
     original = "use the checkpoint it was made from, in float32, bfloat16 or float16"
     settings = config.get("quantization_config")
     if isinstance(config.get("quantization"), Mapping):
-        return f'model `{name}`: its weights are quantised for mlx: set backend = "mlx" on a Mac, or {original}'
+        return f'its weights are quantised for mlx: set backend = "mlx" on a Mac, or {original}'
     if not isinstance(settings, Mapping) or settings.get("quant_method") in TRAINABLE_QUANTISED:
         return None
     method = settings.get("quant_method") or "an unnamed method"
-    return f"model `{name}`: its weights are quantised ({method}), and quantised weights cannot be trained: {original}"
+    return f"its weights are quantised ({method}), and quantised weights cannot be trained: {original}"
 
 
-def _kind_problem(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> str | None:
+def _kind_problem(config: Mapping[str, Any], trust_remote_code: bool) -> str | None:
     """Model types that are no causal language models, by what they are instead."""
+    kind, own_code, encodes = config.get("model_type"), "auto_map" in config, config.get("is_encoder_decoder")
+    if not isinstance(kind, str):
+        return "its config.json has no `model_type`, so it is no Hugging Face language model"
     if importlib.util.find_spec("torch") is None:  # without it transformers cannot say which model types are what
         return None
     from transformers import __version__
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    kind, own_code = config["model_type"], "auto_map" in config
-    called = _called(config, kind)
+    named = config.get("architectures")
+    called = f"{named[0]} (model type `{kind}`)" if isinstance(named, list) and named else f"a model of type `{kind}`"
     if own_code and trust_remote_code:
         return None
     if kind not in CONFIG_MAPPING_NAMES:
         if own_code:
             return (
-                f"model `{name}`: {called} comes with Python code of its own: set model.trust_remote_code = true if "
-                "you trust where it comes from"
+                f"{called} comes with Python code of its own: set model.trust_remote_code = true if you trust where it "
+                "comes from"
             )
         return (
-            f"model `{name}`: transformers {__version__} does not know the model type `{kind}`: a newer one may "
+            f"transformers {__version__} does not know the model type `{kind}`: a newer one may "
             "(pip install -U transformers)"
         )
     causal = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if not causal and (kind in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or "vision_config" in config):
-        return (
-            f"model `{name}`: {called} reads images beside text, and Paceline trains text-only causal language models: "
-            f"{TEXT_MODELS}"
-        )
-    if not causal and (config.get("is_encoder_decoder") or kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES):
-        return f"model `{name}`: {called} is an encoder-decoder; Paceline trains decoder-only models: {TEXT_MODELS}"
-    masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_decoder")
-    if masked and not config.get("is_encoder_decoder"):
-        return f"model `{name}`: {called} is an encoder: it fills in masked words and writes no text: {TEXT_MODELS}"
-    return None if causal else f"model `{name}`: {called} is no causal language model: {TEXT_MODELS}"
-
-
-def _called(config: Mapping[str, Any], kind: str) -> str:
-    named = config.get("architectures")
-    return f"{named[0]} (model type `{kind}`)" if isinstance(named, list) and named else f"a model of type `{kind}`"
+        return f"{called} reads images beside text, and Paceline trains text-only causal language models: {TEXT_MODELS}"
+    if not causal and (encodes or kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES):
+        return f"{called} is an encoder-decoder; Paceline trains decoder-only models: {TEXT_MODELS}"
+    if kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_decoder") and not encodes:
+        return f"{called} is an encoder: it fills in masked words and writes no text: {TEXT_MODELS}"
+    return None if causal else f"{called} is no causal language model: {TEXT_MODELS}"
 
 
 def weight_problems(folder: Path, mlx: bool) -> Iterator[str]:
-    """Missing, partial or damaged weight files."""
     parts, index = sorted(_matching_files(folder, "model*.safetensors")), folder / f"{WEIGHTS}.index.json"
     if not (folder / WEIGHTS).is_file():
         if index.is_file():

@@ -82,6 +82,16 @@ class _Probe:
         return AttentionShape(layers, heads, kv_heads, head_dim, windows)
 
 
+MAX_HEAD_DIM = 256
+
+
+def can_varlen(model: PreTrainedModel, device: torch.device) -> bool:
+    """Whether FlashAttention computes this model's attention there; float32 takes the padded way."""
+    if device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return attention_shape(model).head_dim <= MAX_HEAD_DIM
+
+
 PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 
@@ -148,43 +158,33 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{kind}: fails with Paceline's attention ({error}); not supported") from error
 
 
-def _named_reasons(model: PreTrainedModel) -> Iterator[str]:
+def _named_reasons(model: PreTrainedModel) -> list[str]:
     """Unsupported features that config and modules name."""
     config = model.config.get_text_config()
 
     def has(*names: str) -> Any:
         return next((value for name in names if (value := getattr(config, name, None))), None)
 
-    if model.config.is_encoder_decoder:
-        yield "it is an encoder-decoder"
-    for kind in _rope_types(config):
-        if kind in ROPE_OF_WHOLE_BATCH:
-            yield f"rope type `{kind}` depends on the longest sequence in the batch"
-    if has("attn_logit_softcapping"):
-        yield "it caps attention scores (attn_logit_softcapping)"
-    if has("kv_lora_rank"):
-        yield "it uses multi-head latent attention (MLA)"
-    if has("num_kv_shared_layers"):
-        yield "some of its layers share keys and values (num_kv_shared_layers)"
-    if has("alibi", "use_alibi"):
-        yield "it adds position biases to attention scores (ALiBi)"
-    if any(isinstance(getattr(module, "sinks", None), Tensor) for module in model.modules()):
-        yield "it uses attention sinks"
-    counted = any(_has_several(getattr(config, name, 0)) for name in EXPERTS)
-    if counted or any(name.endswith(".experts") for name, _ in model.named_modules()):
-        yield "it is a mixture of experts"
+    counts = [getattr(config, name, 0) for name in EXPERTS]  # one for the model, or one for each layer
+    experts = any(n > 1 if isinstance(n, int) else isinstance(n, list | tuple) for n in counts)
+    experts |= any(name.endswith(".experts") for name, _ in model.named_modules())
+    rope = next((kind for kind in _rope_types(config) if kind in ROPE_OF_WHOLE_BATCH), None)
     other = [name for name in dict.fromkeys(has("layer_types", "layers_block_type") or ()) if name not in PLAIN_LAYERS]
-    if other:
-        yield f"it has {' and '.join(f'`{name}`' for name in other)} layers"
-    if not getattr(model, "_supports_attention_backend", False):
-        yield "transformers offers no attention interface for it"
-    if any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()):
-        yield "its attention looks ahead"
-
-
-def _has_several(experts: object) -> bool:
-    """A count above one, or one count per layer."""
-    return experts > 1 if isinstance(experts, int) else isinstance(experts, list | tuple)
+    ahead = any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules())
+    found = {
+        "it is an encoder-decoder": model.config.is_encoder_decoder,
+        f"rope type `{rope}` depends on the longest sequence in the batch": rope,
+        "it caps attention scores (attn_logit_softcapping)": has("attn_logit_softcapping"),
+        "it uses multi-head latent attention (MLA)": has("kv_lora_rank"),
+        "some of its layers share keys and values (num_kv_shared_layers)": has("num_kv_shared_layers"),
+        "it adds position biases to attention scores (ALiBi)": has("alibi", "use_alibi"),
+        "it uses attention sinks": any(isinstance(getattr(m, "sinks", None), Tensor) for m in model.modules()),
+        "it is a mixture of experts": experts,
+        f"it has {' and '.join(f'`{name}`' for name in other)} layers": other,
+        "transformers offers no attention interface for it": not getattr(model, "_supports_attention_backend", False),
+        "its attention looks ahead": ahead,
+    }
+    return [reason for reason, applies in found.items() if applies]
 
 
 def _rope_types(config: PreTrainedConfig) -> Iterator[str]:

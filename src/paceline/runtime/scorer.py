@@ -21,7 +21,7 @@ from paceline.data import Sample
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, Overloaded, RequestError
 from paceline.model import ServedPolicy, WeightUpdate, fingerprint, set_cpu_threads
-from paceline.trainer.batch import score_samples
+from paceline.trainer.backend import score_samples
 from paceline.trainer.torch.forward import ForwardPass
 
 MAX_WAITING_TOKENS = 1 << 24

@@ -29,7 +29,7 @@ from paceline.model import attach_lora, avoid_onednn_on_arm, clone_for_engine, l
 from paceline.model.background_compile import BackgroundCompile, has_cached_code
 from paceline.model.dtypes import dtype_name
 from paceline.model.source import resolve
-from paceline.model.varlen import can_varlen
+from paceline.model.support import can_varlen
 from paceline.runtime.local import share_cores
 from paceline.trainer import TorchTrainer
 from paceline.trainer.torch.world import join

@@ -1,7 +1,11 @@
-"""Defines a trainer, and what torch and mlx each implement for it. All other training code is shared.
+"""Defines a trainer, what torch and mlx each implement for it, and a batch's layout. All other training code is shared.
 
-`torch/` and `mlx/` hold the same modules: a policy (`trainer.py`), its optimizer and trainable tensors, its forward
-pass, the critic's value model, checkpoints and array operations.
+`torch/` and `mlx/` hold the same modules: a policy and a critic's value model (`trainer.py`), their optimizer and
+trainable tensors, their forward pass, and checkpoints.
+
+Each rank brings some samples of a batch and gets those of all: so every rank can count the normalisers, cut the
+optimizer steps and deal out micro-batches by itself, with the same result. The traffic is small beside the weights:
+some 25 bytes a token.
 """
 
 import math
@@ -9,22 +13,32 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
-from paceline.data import MicroBatch, Sample
-from paceline.trainer.batch import BUDGET, Batch
+from paceline.data import MicroBatch, Sample, Scales, collate, pack, token_scales
+from paceline.data.packing import Bins, Cost, Cut, cut_steps, flatten_bins
+from paceline.planner.shape import read_shape
 from paceline.trainer.loss import LossStats
 from paceline.trainer.terms import TrainedTokens
 from paceline.weights.update import Array, WeightUpdate
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from paceline.trainer.mlx.optimizer import MlxAdamW, MlxTensors
+    from paceline.trainer.mlx.trainer import MlxValueModel
+    from paceline.trainer.torch.optimizer import MasterAdamW, TorchTensors
+    from paceline.trainer.torch.trainer import TorchValueModel
+
+    Optimizer = MasterAdamW | MlxAdamW
+    TrainableTensors = TorchTensors | MlxTensors
+    ValueModel = TorchValueModel | MlxValueModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +87,11 @@ PATIENCE = 100
 """Steps until a scale that was too large is tried again."""
 
 
-def learning_rate(c: config.OptimizerConfig, step: int, total: int | None) -> float:
-    """Learning rate of the step after `step` others, of `total`."""
-    if step < c.warmup_steps:
-        return c.lr * (step + 1) / c.warmup_steps
-    if c.schedule == "constant" or not total:
-        return c.lr
-    done = min(1.0, (step - c.warmup_steps) / max(1, total - c.warmup_steps))
-    left = 1 - done if c.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return c.lr * (c.final_lr_ratio + (1 - c.final_lr_ratio) * left)
-
-
-def schedule_lengths(c: config.TrainerConfig, batches: int | None) -> tuple[int | None, int | None]:
-    """Optimizer steps of the policy, which takes none while the critic warms up, and of the critic in a whole run."""
+def policy_steps(c: config.TrainerConfig, batches: int | None) -> int | None:
+    """Optimizer steps of the policy in a whole run: none are taken while the critic warms up."""
     if not batches:
-        return None, None
-    waiting = 0 if c.critic is None else c.critic.freeze_steps
-    return max(1, (batches - waiting) * c.minibatches), batches * c.minibatches
+        return None
+    return max(1, (batches - (c.critic.freeze_steps if c.critic else 0)) * c.minibatches)
 
 
 class Schedule:
@@ -105,7 +107,14 @@ class Schedule:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return learning_rate(self._config, self.steps, self._total)
+        c = self._config
+        if self.steps < c.warmup_steps:
+            return c.lr * (self.steps + 1) / c.warmup_steps
+        if c.schedule == "constant" or not self._total:
+            return c.lr
+        done = min(1.0, (self.steps - c.warmup_steps) / max(1, self._total - c.warmup_steps))
+        left = 1 - done if c.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return c.lr * (c.final_lr_ratio + (1 - c.final_lr_ratio) * left)
 
     def lower_scale(self, sound: bool) -> bool:
         """After a gradient that was not finite: whether to compute it again, with its loss scaled up less. Not where
@@ -126,101 +135,81 @@ class Schedule:
         self.scale = scale if scale and self.scale != 1 else self.scale
 
 
+DUMMY_SAMPLE = Sample(token_ids=np.zeros(2), loss_mask=np.zeros(2), versions=np.full(2, -1), temperatures=np.ones(2))
+"""A dummy sample for a rank without any, so that every rank runs something. Nothing in it trains."""
+(DUMMY_PACK,) = pack([DUMMY_SAMPLE], token_scales([DUMMY_SAMPLE]), len(DUMMY_SAMPLE))
+
+
+def collate_bins(
+    samples: Sequence[Sample], scales: Mapping[int, Scales], bins: Bins, prox: Mapping[int, NDArray]
+) -> list[MicroBatch]:
+    """A rank's micro-batches as all have agreed on them, blank where it has nothing: every rank runs equally many."""
+    return [collate(sorted(members), samples, scales, prox) if members else DUMMY_PACK for members in bins]
+
+
+BUDGET = 4096
+"""Tokens of a micro-batch where the run file leaves it open and no trial finds how many fit."""
+
+
 @dataclass(frozen=True, slots=True)
-class NamedLosses:
-    """What is differentiated of a micro-batch's tokens."""
+class ValueTargets:
+    """The critic's targets in one sample: each sampled token's value at the batch's start, and its return."""
 
-    names: Sequence[str]
-    of: Callable[[TrainedTokens], tuple[Mapping[str, Array], LossStats]]
-    """The losses by name, and the sums that metrics are made of."""
-    accumulate_into: Callable[[str], AbstractContextManager] = nullcontext
-    """The gradient of a loss is added inside the context of its name."""
-    on_tokens: Callable[[TrainedTokens], None] | None = None
-    """Is given the tokens, without a gradient."""
+    sample: Sample
+    values: NDArray
+    returns: NDArray
 
 
-class Optimizer(Protocol):
-    """AdamW over float32 masters, with the gradient sums of several backward passes."""
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """All samples in an order that is the same on every rank, how they are cut, and what the steps aim at, which is
+    filled in for this rank's own samples."""
 
-    masters: dict[str, Any]
-    schedule: Schedule
+    samples: list[Sample]
+    cuts: list[Cut]
+    """For each optimizer step every rank's micro-batches."""
+    rank: int
+    prox: Mapping[int, NDArray] = field(default_factory=dict)
+    """Log probabilities at the batch's start, where a step later than the first needs them, by sample."""
+    value_targets: Mapping[int, ValueTargets] = field(default_factory=dict)
+    valued: frozenset[int] = frozenset()
+    """All samples the critic learns from, on whichever rank."""
 
-    def take_gradients(self) -> Mapping[str, Array]:
-        """The gradient so far; what is added from here on is another one."""
-
-    def add_gradients(self, held: Mapping[str, Array], factor: float = 1.0) -> None:
-        """Add a gradient that was set aside, times a factor. It is used up."""
-
-    def clip(self) -> Any:
-        """Scale the gradient down to its allowed norm; answers with the norm before. Once per step, since a scaled
-        loss's gradient gets its true size here. All ranks must call it."""
-
-    def step(self) -> None:
-        """One update, then the masters rounded into the model."""
-
-    def zero(self) -> None: ...
-
-    def tensors(self) -> Mapping[str, Array]:
-        """Masters and moments by name, for a checkpoint."""
-
-    def load(self, tensors: Mapping[str, Any], steps: int, scale: float | None = None) -> None:
-        """Back to a checkpoint's masters, moments, step count and loss scale."""
-
-
-class TrainableTensors(Protocol):
-    """The tensors of a policy that train, for the KL reference to copy and replace."""
+    @classmethod
+    def single_rank(cls, samples: Sequence[Sample], c: config.TrainerConfig, budget: int) -> Self:
+        """A batch that no other rank has a part in."""
+        return cls(list(samples), cut_steps(samples, c.minibatches, 1, budget, Cost(1, 0)), 0)
 
     @property
-    def adapters_only(self) -> bool: ...
-
-    def current(self) -> Mapping[str, Array]: ...
-
-    def put(self, tensors: Mapping[str, Any]) -> None:
-        """Write tensors into the model."""
-
-    def set_aside(self, names: Mapping[str, Array]) -> Mapping[str, Array]:
-        """The policy's tensors of these names, safe from `put`."""
-
-    def copy(self, tensor: Any, wide: bool) -> Array:
-        """A tensor to keep, in float32 if `wide`."""
-
-    def copy_into(self, kept: dict[str, Any], tensors: Mapping[str, Any]) -> None:
-        """Replace the values of kept copies."""
-
-    def average_into(self, kept: dict[str, Any], name: str, master: Any, weight: float) -> None:
-        """Move one kept copy towards a master."""
-
-    def for_checkpoint(self, name: str, tensor: Any) -> Array:
-        """A kept copy as a checkpoint writes it: of a sharded tensor this rank's part."""
-
-    def fingerprint(self, kept: Mapping[str, Any]) -> str: ...
+    def own(self) -> list[int]:
+        """The samples of this rank."""
+        return sorted(i for cut in self.cuts for i in flatten_bins(cut[self.rank]))
 
 
-class ValueModel(Protocol):
-    """A copy of the policy with one number per token instead of logits, and its optimizer. The new layer starts at
-    zero, so that the first advantages are plain returns."""
+def score_samples(
+    scores_of: Callable[[MicroBatch], NDArray], samples: Sequence[Sample], bins: Bins
+) -> dict[int, NDArray]:
+    """What `scores_of` a micro-batch's sampled tokens gives, for each sample in `bins`, in float32; 0.0 elsewhere. An
+    empty bin is a pass too: other ranks may wait for it."""
+    scores: dict[int, NDArray] = {}
+    own = flatten_bins(bins)
+    scales = dict(zip(own, token_scales([samples[i] for i in own]), strict=True))
+    for micro_batch in collate_bins(samples, scales, bins, {}):
+        stream = np.zeros(len(micro_batch), np.float32)
+        stream[micro_batch.loss_mask] = scores_of(micro_batch)
+        if micro_batch is not DUMMY_PACK:
+            parts = np.split(stream, np.cumsum(micro_batch.lengths)[:-1])
+            scores |= zip(micro_batch.members, parts, strict=True)
+    return scores
 
-    @property
-    def optimizer(self) -> Optimizer: ...
 
-    def train(self) -> Any: ...
-
-    def eval(self) -> Any: ...
-
-    def values(self, micro_batch: MicroBatch) -> NDArray:
-        """Values of choosing the sampled tokens, read off the token before, without a gradient."""
-
-    def backward(
-        self, micro_batch: MicroBatch, positions: NDArray, targets: Sequence[NDArray], loss_of: Callable[..., Any]
-    ) -> Any:
-        """Add the gradient of `loss_of(values, *targets)` at `positions`; answers with the loss."""
-
-    def clip(self, losses: list[Any]) -> tuple[float, float]:
-        """Sum losses and gradient over the ranks and clip it; answers with the loss and the norm it had."""
-
-    def state(self) -> dict[str, int]: ...
-
-    def restore(self, state: Mapping) -> None: ...
+def cost_of(model: "PreTrainedConfig") -> Cost:
+    """Forward flops of a token and of a pair of tokens; backward multiplies both about alike. 2 for each weight a token
+    meets; 4 for each number of the heads and each pair, of which causality leaves half. Windows are left out."""
+    text = model.get_text_config()
+    # A family's own names, and transformers' for them.
+    shape = read_shape(text.to_dict() | {name: getattr(text, name, None) for name in text.attribute_map})
+    return Cost(2.0 * shape.active_parameters, 2.0 * shape.layers * shape.heads * shape.head_dim)
 
 
 class PolicyBackend(ABC):
@@ -231,14 +220,13 @@ class PolicyBackend(ABC):
     forward: Any
     optimizer: Any
     """An `Optimizer`, which its own policy knows more of."""
-    parameters: TrainableTensors
+    parameters: "TrainableTensors"
+    dtype: Any
+    """What the model computes in."""
+    rank = 0
 
     def __init__(self, c: config.TrainerConfig) -> None:
         self._config = c
-
-    @property
-    def rank(self) -> int:
-        return 0
 
     @property
     def budget(self) -> int:
@@ -247,8 +235,17 @@ class PolicyBackend(ABC):
         return BUDGET if given == "auto" else given
 
     @abstractmethod
-    def backward(self, micro_batch: MicroBatch, losses: NamedLosses) -> LossStats:
-        """Add the gradient of each named loss of a micro-batch."""
+    def backward(
+        self,
+        micro_batch: MicroBatch,
+        names: Sequence[str],
+        losses_of: Callable[[TrainedTokens], tuple[Mapping[str, Array], LossStats]],
+        accumulate_into: Callable[[str], AbstractContextManager] = nullcontext,
+        on_tokens: Callable[[TrainedTokens], None] | None = None,
+    ) -> LossStats:
+        """Add the gradient of each named loss of a micro-batch's tokens, inside the context of its name. `losses_of`
+        gives the losses by name, and the sums that metrics are made of; `on_tokens` sees the tokens, without a
+        gradient."""
 
     def clip(self) -> Any:
         """Sum the gradient that is there over the ranks and clip it; answers with the norm it had."""
@@ -267,7 +264,9 @@ class PolicyBackend(ABC):
         return Batch.single_rank(samples, self._config, self.budget)
 
     @abstractmethod
-    def value_model(self, c: config.OptimizerConfig, total_steps: int | None) -> ValueModel: ...
+    def value_model(self, c: config.OptimizerConfig, total_steps: int | None) -> "ValueModel":
+        """A copy of the policy with one number per token instead of logits, and its optimizer. The new layer starts at
+        zero, so that the first advantages are plain returns."""
 
     @abstractmethod
     def weights(self, version: int) -> WeightUpdate:
@@ -286,10 +285,6 @@ class PolicyBackend(ABC):
 
     @abstractmethod
     def restore_random(self, tensors: Mapping[str, Any], state: Mapping) -> None: ...
-
-    @abstractmethod
-    def compute_dtype(self) -> object:
-        """What the model computes in."""
 
     def peak_bytes(self) -> float:
         """The most memory this process has needed so far, to compare with the planner's estimate; on a GPU, the most

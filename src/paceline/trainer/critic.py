@@ -1,27 +1,19 @@
 """The critic: a value model that turns rewards into advantages."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, Scales, first_fit_decreasing, pack, token_scales
-from paceline.trainer.backend import PolicyBackend, ValueModel, training
-from paceline.trainer.batch import BUDGET, DUMMY_SAMPLE, ValueTargets, score_samples
+from paceline.trainer.backend import BUDGET, DUMMY_SAMPLE, PolicyBackend, ValueTargets, score_samples, training
 from paceline.trainer.terms import clip, maximum, square
 from paceline.weights.update import Array
 
-
-def truncate(sample: Sample, limit: int) -> Sample:
-    """The sample's first tokens. What it earned later it earns where it is cut: most often the whole reward lies on its
-    last token, and a critic would learn that long samples are worth nothing."""
-    short = sample.truncated_to(limit)
-    if short is sample or sample.rewards is None:
-        return short
-    rewards = sample.rewards[:limit].copy()
-    rewards[-1] += sample.rewards[limit:].sum()
-    return short.with_streams(rewards=rewards)
+if TYPE_CHECKING:
+    from paceline.trainer.backend import ValueModel
 
 
 def action_rewards(sample: Sample) -> NDArray:
@@ -55,7 +47,8 @@ class Critic:
 
     def __init__(self, c: config.TrainerConfig, policy: PolicyBackend, total_steps: int | None) -> None:
         assert c.critic is not None
-        self._trainer, self._config, self._policy, self._total = c, c.critic, policy, total_steps
+        self._trainer, self._config, self._policy = c, c.critic, policy
+        self._total = total_steps * c.minibatches if total_steps else None
         self._budget = BUDGET if c.micro_batch_tokens == "auto" else c.micro_batch_tokens
         self._model: ValueModel | None = None
         self.batches = 0
@@ -78,9 +71,10 @@ class Critic:
         if not lacking:
             return list(samples), {}, {}
         chosen = [i for i in own if i in lacking]
-        self.make()  # on every rank, also on one without such samples
         wanted = [samples[i] for i in chosen]
-        targets = [self._targets_of(s, v) for s, v in zip(wanted, self.values(wanted), strict=True)]
+        bins = first_fit_decreasing([len(s) for s in wanted], self._budget)
+        values = score_samples(self.make().values, wanted, bins)  # on every rank, also on one without such samples
+        targets = [self._targets_of(sample, values[i].astype(np.float64)) for i, sample in enumerate(wanted)]
         advantages = [one.returns - one.values for one in targets]
         metrics = self._explained_variance(targets)
         if self._config.whiten:
@@ -114,14 +108,8 @@ class Critic:
             return (value_loss(values, old, returns, self._config.value_clip) * scales).sum()
 
         with training(model):
-            losses = [model.backward(one, *self._targets(one, targets), loss_of) for one in packs]
+            losses: list[Array] = [model.backward(one, *self._targets(one, targets), loss_of) for one in packs]
         return model.clip(losses)
-
-    def values(self, samples: Sequence[Sample]) -> list[NDArray]:
-        """Of the sampled tokens, each of the moment before it was chosen; 0.0 elsewhere."""
-        bins = first_fit_decreasing([len(s) for s in samples], self._budget)
-        values = score_samples(self.make().values, samples, bins)
-        return [values[i].astype(np.float64) for i in range(len(samples))]
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -145,7 +133,7 @@ class Critic:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def make(self) -> ValueModel:
+    def make(self) -> "ValueModel":
         """The value model, made with all the memory it takes when it is first asked for."""
         if self._model is None:
             c = self._trainer.optimizer

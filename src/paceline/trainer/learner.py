@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from statistics import fmean, median
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,7 @@ from paceline.data import (
 )
 from paceline.data.packing import COMPONENTS, all_members, flatten_bins, restrict_cuts
 from paceline.errors import TrainerError
-from paceline.trainer.backend import NamedLosses, Optimizer, PolicyBackend, schedule_lengths, training
-from paceline.trainer.batch import DUMMY_PACK, Batch, collate_bins, scales_of, score_samples
+from paceline.trainer.backend import DUMMY_PACK, Batch, PolicyBackend, collate_bins, score_samples, training
 from paceline.trainer.checkpoint import strip_prefix
 from paceline.trainer.critic import Critic
 from paceline.trainer.loss import STAT_NAMES, TERMS, Loss, LossStats, TokenLosses, metrics
@@ -43,25 +43,18 @@ from paceline.trainer.reference import KLReference, subtract_kl
 from paceline.trainer.terms import TrainedTokens, stack
 from paceline.weights.update import Array
 
+if TYPE_CHECKING:
+    from paceline.trainer.backend import Optimizer
+
 SCALE_OF = {"rl": "unweighted_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
 """The scale that marks a component's tokens."""
 ONE = np.ones((len(COMPONENTS), 2))
 
 
-def components(micro_batch: MicroBatch) -> list[str]:
-    """Those that it holds tokens of."""
-    return [name for name, scale in SCALE_OF.items() if getattr(micro_batch, scale).any()]
-
-
-def component(parts: Mapping[str, Array], name: str) -> Array:
-    """Its share of a loss that is known term by term."""
-    return stack([parts[term] for term in TERMS[name] if term in parts]).sum()
-
-
 class StreamedBatch:
     """Takes samples as they come and runs them in whole micro-batches."""
 
-    def __init__(self, c: config.TrainerConfig, optimizer: Optimizer) -> None:
+    def __init__(self, c: config.TrainerConfig, optimizer: "Optimizer") -> None:
         self._config = c
         self._optimizer = optimizer
         self._waiting: list[tuple[Sample, Scales]] = []
@@ -174,7 +167,7 @@ class Learner:
         self._config, self.policy = c, policy
         self.optimizer: Optimizer = policy.optimizer
         self._reference = KLReference(c.kl, policy.parameters) if c.kl is not None else None
-        self._critic = Critic(c, policy, schedule_lengths(c, total_steps)[1]) if c.critic is not None else None
+        self._critic = Critic(c, policy, total_steps) if c.critic is not None else None
         self._loss = Loss(c)
         self._norms = GradientNorms(c.spike, policy.sum_over_all_ranks)
         self._stream: StreamedBatch | None = None
@@ -227,24 +220,17 @@ class Learner:
             assert self.watch is not None
             self.watch(micro_batch, tokens, self._loss.per_token(tokens))
 
-        watch = watched if self.watch is not None else None
-        return self.policy.backward(micro_batch, NamedLosses(["loss"], whole, on_tokens=watch))
+        return self.policy.backward(micro_batch, ["loss"], whole, on_tokens=watched if self.watch is not None else None)
 
     def _add(self, stream: StreamedBatch, micro_batch: MicroBatch, version: int) -> LossStats:
         """Add a micro-batch's gradient to a stream's sums, each component's to its own."""
-        names = components(micro_batch)
+        names = [name for name, scale in SCALE_OF.items() if getattr(micro_batch, scale).any()]
 
-        def parts(tokens: TrainedTokens) -> tuple[dict[str, Array], LossStats]:
-            terms, sums = self._loss.parts(tokens, version)
-            return {name: component(terms, name) for name in names}, sums
+        def by_component(tokens: TrainedTokens) -> tuple[dict[str, Array], LossStats]:
+            parts, sums = self._loss.parts(tokens, version)
+            return {name: stack([parts[term] for term in TERMS[name] if term in parts]).sum() for name in names}, sums
 
-        return self.policy.backward(micro_batch, NamedLosses(names, parts, stream.sum_component))
-
-    def _gather(self, samples: Sequence[Sample]) -> Batch:
-        """All ranks' samples, and the same cut of them on every rank."""
-        if self._critic is not None and self._critic.lacking_advantages(samples):
-            self._critic.make()  # before the memory left for a micro-batch is measured
-        return self.policy.gather(samples)
+        return self.policy.backward(micro_batch, names, by_component, stream.sum_component)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -347,7 +333,7 @@ class Learner:
         if outcome.is_finite:
             return self._take_step(outcome, bool(totals.any()))
         self.optimizer.zero()
-        again = self._step(self._gather(stream.samples), 0, version)
+        again = self._step(self.policy.gather(stream.samples), 0, version)
         assert again is not None  # what is fed has one step
         return again
 
@@ -360,7 +346,9 @@ class Learner:
         self, samples: Sequence[Sample], version: int
     ) -> tuple[list[StepOutcome], dict[str, float], list[dict[str, float]]]:
         """K steps on a whole batch: how they went, and the critic's metrics of the batch and of each of its steps."""
-        batch, report = self._add_advantages(self._gather(samples))
+        if self._critic is not None and self._critic.lacking_advantages(samples):
+            self._critic.make()  # before the memory left for a micro-batch is measured
+        batch, report = self._add_advantages(self.policy.gather(samples))
         critic = self._critic if batch.valued else None
         waits = critic is not None and critic.is_warming_up
         batch = batch if waits else self._add_logprobs(batch)
@@ -381,7 +369,7 @@ class Learner:
         members, bins = all_members(cut), cut[batch.rank]
         if not members and self._config.minibatches > 1:
             return None
-        scales = scales_of(batch.samples, members, flatten_bins(bins), self._config)
+        scales = self._scales(batch, members, flatten_bins(bins))
         packs = collate_bins(batch.samples, scales, bins, batch.prox) or [DUMMY_PACK]
         trains = bool(component_counts([batch.samples[i] for i in members]).any())
         outcome = self._gradient(packs, version, number == 0)
@@ -389,6 +377,12 @@ class Learner:
             self.optimizer.zero()
             outcome = self._gradient(packs, version, number == 0)
         return self._take_step(outcome, trains)
+
+    def _scales(self, batch: Batch, members: Sequence[int], own: Sequence[int]) -> dict[int, Scales]:
+        """The scales of `own` samples in an optimizer step on all `members`."""
+        step, place = [batch.samples[i] for i in members], {index: at for at, index in enumerate(members)}
+        places, c = [place[i] for i in own], self._config
+        return dict(zip(own, token_scales(step, c.normalise, c.fixed_length, own=places), strict=True))
 
     def _gradient(self, packs: Sequence[MicroBatch], version: int, first: bool) -> StepOutcome:
         """Of all these, clipped."""
@@ -422,5 +416,5 @@ class Learner:
         own = [i for i in flatten_bins(cut[batch.rank]) if i in batch.value_targets]
         if not members:
             return None
-        scales = scales_of(batch.samples, members, own, self._config)
+        scales = self._scales(batch, members, own)
         return critic.update([batch.value_targets[i] for i in own], [scales[i] for i in own])

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,9 +10,11 @@ from numpy.typing import NDArray
 from paceline.config import trainer as config
 from paceline.data import Sample
 from paceline.errors import TrainerError
-from paceline.trainer.backend import Optimizer, TrainableTensors
 from paceline.trainer.terms import zeros_like
 from paceline.weights.update import Array
+
+if TYPE_CHECKING:
+    from paceline.trainer.backend import Optimizer, TrainableTensors
 
 
 class KLReference:
@@ -21,7 +24,7 @@ class KLReference:
     copy of the trainable tensors: on the CPU with `offload`, and with it the policy's tensors while the model scores.
     """
 
-    def __init__(self, c: config.KLConfig, parameters: TrainableTensors) -> None:
+    def __init__(self, c: config.KLConfig, parameters: "TrainableTensors") -> None:
         self._config, self._parameters = c, parameters
         self._adapters_off = parameters.adapters_only and c.reference == "base"
         kept = {} if self._adapters_off else parameters.current()
@@ -40,7 +43,7 @@ class KLReference:
         finally:
             self._parameters.put(held)
 
-    def follow(self, version: int, optimizer: Optimizer) -> None:
+    def follow(self, version: int, optimizer: "Optimizer") -> None:
         """After a batch: take the snapshot that is due, or move the mean. Masters hold what half precision loses."""
         c = self._config
         if c.reference == "snapshot" and version % c.every == 0:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.config.trainer import MAX_LOG_RATIO, REF_KL_TRUST
+from paceline.data import MicroBatch
 from paceline.data.sample import RENAMED_STREAMS
 from paceline.errors import TrainerError
 from paceline.util.importing import import_object
@@ -31,8 +32,8 @@ from paceline.util.user_code import user_code
 from paceline.weights.update import Array
 
 OPERATIONS = {
-    "torch": "paceline.trainer.torch.ops",
-    "mlx": "paceline.trainer.mlx.ops",
+    "torch": "paceline.trainer.torch.forward",
+    "mlx": "paceline.trainer.mlx.forward",
     "numpy": "paceline.trainer.numpy_ops",
 }
 """The module with a library's operations, by the package that an array's type comes from."""
@@ -141,6 +142,24 @@ class TrainedTokens:
     def or_policy_where_nan(self, logprobs: Array) -> Array:
         """Log probabilities with the policy's own, without gradient, in place of NaN."""
         return where(isnan(logprobs), stop(self.logprobs), logprobs)
+
+
+STREAMS = ("versions", "advantages", "teacher_logprobs", "kl_ref_logprobs", "prox_logprobs", "kv_kept")
+SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "unweighted_scale")
+
+
+def trained_positions(micro_batch: MicroBatch) -> NDArray:
+    """Places of the tokens that any component trains."""
+    return np.logical_or.reduce([getattr(micro_batch, name) != 0 for name in SCALES]).nonzero()[0]
+
+
+def streams_of(micro_batch: MicroBatch) -> dict[str, NDArray]:
+    """The streams of `TrainedTokens`, but for those that the policy computes."""
+    positions = trained_positions(micro_batch)
+    owners = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
+    streams = {name: getattr(micro_batch, name) for name in (*STREAMS, *SCALES)}
+    streams |= {"rollout_logprobs": micro_batch.logprobs, "segments": owners}
+    return {name: stream[positions] for name, stream in streams.items()}
 
 
 Term = tuple[Array, Array]

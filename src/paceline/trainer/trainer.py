@@ -11,16 +11,25 @@ import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
-from paceline.data import MicroBatch, Sample, encode
+from paceline.data import Sample, encode
 from paceline.errors import TrainerError
 from paceline.model.dtypes import dtype_name
 from paceline.trainer.backend import PolicyBackend, StepReport
 from paceline.trainer.checkpoint import mismatch_message, strip_prefix
-from paceline.trainer.critic import truncate
 from paceline.trainer.learner import Learner
-from paceline.trainer.loss import LossStats
 from paceline.weights.tensors import raise_os_errors
 from paceline.weights.update import WeightUpdate
+
+
+def truncate(sample: Sample, limit: int) -> Sample:
+    """The sample's first tokens. What it earned later it earns where it is cut: most often the whole reward lies on its
+    last token, and a critic would learn that long samples are worth nothing."""
+    short = sample.truncated_to(limit)
+    if short is sample or sample.rewards is None:
+        return short
+    rewards = sample.rewards[:limit].copy()
+    rewards[-1] += sample.rewards[limit:].sum()
+    return short.with_streams(rewards=rewards)
 
 
 class LocalTrainer:
@@ -107,10 +116,6 @@ class LocalTrainer:
         self.policy.after_step(time.perf_counter() - begun, self.version)
         return report
 
-    def backward(self, micro_batch: MicroBatch) -> LossStats:
-        """Add one micro-batch's gradient."""
-        return self.learner.backward(micro_batch, self.version)
-
     def _bad_step(self, trouble: str, batch: Sequence[Sample]) -> str:
         """Keep the batch, and stop the run if the run file says so; answers with the sentence to tell."""
         step, most, how = self.version + 1, self._config.max_bad_steps, self._config.on_bad_step
@@ -142,20 +147,14 @@ class LocalTrainer:
 
     def _save(self, folder: Path) -> None:
         """Counters, and the type the model computes in: a run resumed on other hardware keeps it."""
-        state = {
-            "version": self.version,
-            "bad_steps": self._bad_steps,
-            "dtype": dtype_name(self.policy.compute_dtype()),
-        }
+        state = {"version": self.version, "bad_steps": self._bad_steps, "dtype": dtype_name(self.policy.dtype)}
         self.policy.save(folder, self.learner.tensors(), state | self.learner.state())
 
     def _load(self, folder: Path) -> None:
         tensors, state = self.policy.read(folder)
         saved = strip_prefix("master/", tensors)
         own = {name: tuple(master.shape) for name, master in self.learner.optimizer.masters.items()}
-        parts = {
-            name: t.to_local() if hasattr(t, "to_local") else t for name, t in saved.items()
-        }  # of a sharded tensor
+        parts = {name: t.to_local() if hasattr(t, "to_local") else t for name, t in saved.items()}  # where sharded
         if {name: tuple(part.shape) for name, part in parts.items()} != own:
             raise TrainerError(mismatch_message(folder))
         self.learner.load(tensors, state)

@@ -21,7 +21,7 @@ from paceline.data.packing import (
     owners,
     restrict_cuts,
 )
-from paceline.trainer.batch import DUMMY_PACK, collate_bins, cost_of
+from paceline.trainer.backend import DUMMY_PACK, collate_bins, cost_of
 
 laws = settings(max_examples=40, deadline=None)
 lengths_lists = st.lists(st.integers(1, 40), max_size=60)

@@ -10,7 +10,7 @@ import torch
 from conftest import VOCABULARY, tiny_model
 from paceline.errors import EngineError, RequestError
 from paceline.runtime.scorer import Scorer
-from paceline.trainer.batch import score_samples
+from paceline.trainer.backend import score_samples
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_a_value_is_of_the_moment_before_the_choice():
     other = sample.token_ids.copy()
     other[-1] = (other[-1] + 1) % 60
     changed = sample.with_streams(token_ids=other)
-    one, two = (trainer.learner._critic.values([s])[0] for s in (sample, changed))
+    one, two = (trainer.learner._critic.credit([s], [0])[1][0].values for s in (sample, changed))
     assert one[-1] != 0
     np.testing.assert_array_equal(one, two)
     trainer.close()

@@ -9,7 +9,7 @@ import torch
 
 from paceline.config import trainer as config
 from paceline.data import Sample, Ticket, pack, token_scales
-from paceline.trainer.batch import SCALES, STREAMS
+from paceline.trainer.terms import SCALES, STREAMS
 from trainers import slope
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="needs trl")

@@ -22,7 +22,8 @@ from paceline.model import attach_lora, fingerprint, trainable_parameters
 from paceline.runtime.torch_backend import LoadedTrainer, build_trainer
 from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.torch import checkpoint
-from paceline.trainer.torch.world import join, leave, local_shard
+from paceline.trainer.torch.optimizer import local_shard
+from paceline.trainer.torch.world import join, leave
 from run_once import once
 from samples import make_batch, near_policy
 

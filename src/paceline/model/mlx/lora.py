@@ -97,7 +97,6 @@ def adapter_tensors(net: Any) -> tuple[dict[str, mx.array], float] | None:
 
 
 def load_adapter(net: Any, tensors: Mapping[str, mx.array]) -> None:
-    """Put canonical tensors into the layers they are of."""
     for name, layer in adapted_layers(net).items():
         layer.lora_A = tensors[f"{name}.lora_A.weight"]
         layer.lora_B = tensors[f"{name}.lora_B.weight"]

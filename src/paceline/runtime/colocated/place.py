@@ -44,7 +44,7 @@ from paceline.runtime.colocated import ranks
 from paceline.runtime.local import RunParts, prepare, share_cores
 from paceline.runtime.torch_backend import engine_for, join_ranks, load_rank_model, torch_trainer
 from paceline.trainer import TorchTrainer, TrainerError
-from paceline.trainer.batch import cost_of
+from paceline.trainer.backend import cost_of
 from paceline.trainer.torch.world import call_off, leave
 from paceline.util.process_exit import ORPHANED
 from paceline.weights.update import WeightUpdate

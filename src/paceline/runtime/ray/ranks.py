@@ -33,7 +33,7 @@ from paceline.runtime import rpc
 from paceline.runtime.ray.engines import ROW, ObjectTensors, RayActor, RayEngine, last_line, pack_tensors, row_of
 from paceline.runtime.torch_backend import LoadedTrainer, build_trainer, join_ranks
 from paceline.trainer import TrainerError, TrainerLost
-from paceline.trainer.batch import cost_of
+from paceline.trainer.backend import cost_of
 from paceline.util.process_exit import free_port
 from paceline.weights.broadcast import Sender
 from paceline.weights.update import WeightUpdate

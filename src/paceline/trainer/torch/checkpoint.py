@@ -37,7 +37,7 @@ from paceline.trainer.checkpoint import (
     wrap_checkpoint_errors,
     write_state,
 )
-from paceline.trainer.torch.world import local_shard
+from paceline.trainer.torch.optimizer import local_shard
 from paceline.weights.manifest import write_manifest
 from paceline.weights.tensors import raise_os_errors, write_tensors
 

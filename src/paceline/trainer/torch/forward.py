@@ -17,6 +17,7 @@ makes the same loss of them, of which only its own tokens' part flows back into 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -32,10 +33,11 @@ from transformers import PreTrainedModel
 from paceline.data import MicroBatch
 from paceline.data.packing import similar_lengths
 from paceline.model import PLAN, LMHead, PackedPlan, token_logprobs
-from paceline.model.attention import AttentionPlan, PaddedBucket, sdpa, window_mask
+from paceline.model.attention import AttentionPlan, PaddedBucket, VarlenPlan, sdpa, window_mask, window_sizes
 from paceline.model.background_compile import compile_blocks
-from paceline.model.varlen import VarlenPlan, can_varlen
-from paceline.trainer.torch.world import RankLayout, World
+from paceline.model.support import can_varlen
+from paceline.trainer.torch.optimizer import RankLayout
+from paceline.trainer.torch.world import World
 
 WASTE = 2.0
 """A tree attends with a mask, over all its branches at once. Past this factor of extra attention it does not pay."""
@@ -98,7 +100,9 @@ def _runs(samples: Sequence[NDArray]) -> list[list[int]]:
     trunk = 0
     for i, sample in enumerate(samples):
         joined = min(trunk, _common_prefix(samples[runs[-1][0]], sample)) if runs else 0
-        if runs and _saves_work(joined, [len(samples[j]) for j in runs[-1]] + [len(sample)]):
+        lengths = [len(samples[j]) for j in (runs[-1] if runs else [])] + [len(sample)]
+        tree = sum(lengths) - joined * (len(lengths) - 1)
+        if 2 * joined > min(lengths) and tree**2 <= WASTE * sum(length**2 for length in lengths):
             runs[-1].append(i)
             trunk = joined
         else:
@@ -107,25 +111,14 @@ def _runs(samples: Sequence[NDArray]) -> list[list[int]]:
     return runs
 
 
-def _saves_work(trunk: int, lengths: list[int]) -> bool:
-    tree = sum(lengths) - trunk * (len(lengths) - 1)
-    return 2 * trunk > min(lengths) and tree**2 <= WASTE * sum(length**2 for length in lengths)
-
-
 def _common_prefix(a: NDArray, b: NDArray) -> int:
-    """Length of the common beginning."""
     short = min(len(a), len(b))
     same = a[:short] == b[:short]
     return short if same.all() else int(same.argmin())
 
 
-def tree_plan(trees: Sequence[Tree], device: torch.device | str) -> PackedPlan:
-    """Attention over trees: each token sees its own branch and the trunk, up to itself."""
-    return PackedPlan([len(tree) for tree in trees], device, partial(_TreeBucket, trees))
-
-
 class _TreeBucket(PaddedBucket):
-    """Trees padded to the largest, with the mask that keeps branches apart."""
+    """Trees padded to the largest: each token sees its own branch and the trunk, up to itself."""
 
     def __init__(
         self, trees: Sequence[Tree], members: list[int], lengths: list[int], device: torch.device | str
@@ -281,9 +274,8 @@ class SlicedVarlenPlan:
     @torch.compiler.disable
     def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         k, v = (x.index_select(0, self._source) for x in self._shards.gather(k, v, self._order))
-        sides = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
         return torch.ops.aten._flash_attention_forward(
-            q, k, v, self._queries, self._keys, *self._longest, 0.0, True, False, scale=scale, **sides
+            q, k, v, self._queries, self._keys, *self._longest, 0.0, True, False, scale=scale, **window_sizes(window)
         )[0]
 
 
@@ -360,11 +352,8 @@ class ForwardPass:
             self._compile = False
         if shards is not None:
             plan: AttentionPlan = (SlicedVarlenPlan if self._varlen else SlicedPlan)(shards, self._device)
-            streams = (
-                micro_batch.token_ids[shards.own_positions],
-                micro_batch.positions[shards.own_positions],
-                shards.where,
-            )
+            own = shards.own_positions
+            streams = (micro_batch.token_ids[own], micro_batch.positions[own], shards.where)
         elif self._varlen:
             plan = VarlenPlan(micro_batch.lengths.tolist(), self._device)
             streams = (micro_batch.token_ids, micro_batch.positions, np.arange(len(micro_batch)))
@@ -372,8 +361,8 @@ class ForwardPass:
             # Common prompts are computed once, where padding costs less than computing them again.
             shared = share_prefixes(micro_batch)
             branched = any(len(tree.branches) > 1 for tree in shared.trees)
-            lengths = micro_batch.lengths.tolist()
-            plan = tree_plan(shared.trees, self._device) if branched else PackedPlan(lengths, self._device)
+            bucket = partial(_TreeBucket, shared.trees) if branched else PaddedBucket
+            plan = PackedPlan([len(tree) for tree in shared.trees], self._device, bucket)
             streams = (shared.token_ids, shared.positions, shared.where)
         ids, positions, where = map(self.send, streams)
         out = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{PLAN: plan})
@@ -405,3 +394,29 @@ class ForwardPass:
         """Log probabilities of the sampled tokens, on the host and without a gradient."""
         values, _, _ = self.logprobs(micro_batch, self.send(micro_batch.loss_mask.nonzero()[0]))
         return values.float().cpu().numpy()
+
+
+# -- array operations of the loss, where `terms.py` wants another than the function of that name -----------------------
+
+LIBRARY, CALLED = torch, "a torch tensor"
+stop = torch.detach
+
+
+def total(x: Tensor) -> Tensor:
+    return x.sum(dtype=torch.float64)
+
+
+def put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    return x.index_copy(0, index, values.to(x.dtype))
+
+
+def flatnonzero(mask: Tensor) -> Tensor:
+    return mask.nonzero()[:, 0]
+
+
+def segment_sums(values: Tensor, segments: Tensor, count: int) -> Tensor:
+    return values.new_zeros(count).index_add(0, segments, values)
+
+
+def no_grad(_: Tensor) -> AbstractContextManager:
+    return torch.no_grad()

@@ -1,21 +1,153 @@
-"""AdamW over float32 masters, gradient clipping, and the tensors that train."""
+"""AdamW over float32 masters, gradient clipping, the tensors that train, and how they lie on the ranks."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from paceline.config import trainer as config
 from paceline.model import trainable_parameters
 from paceline.trainer.backend import Schedule
-from paceline.trainer.torch.world import RankLayout, local_shard
+from paceline.trainer.torch.world import Ranks, World
+from paceline.weights.update import MASK, fingerprint
+
+T = TypeVar("T")
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, in the same memory; all of it where it is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+class RankLayout:
+    """How a model's weights lie on the ranks. Plainly every rank, or the only one, holds all of them, and ranks need
+    not keep step with each other.
+
+    Of a model that `shard` has cut its ranks are given. Under FSDP it has a `root`: what trains lies on the ranks in
+    float32 and is rounded to the compute type on its way into a layer, so a rank's part of a parameter is its own
+    master. Gradients come back in float32, summed over all ranks and never divided: the loss's scales hold the counts
+    of all ranks already. Adapters are small and stay whole on every rank.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        model: nn.Module | None = None,
+        ranks: Ranks | None = None,
+        root: Any = None,
+        partial: frozenset[str] = frozenset(),
+    ) -> None:
+        self.dtype = dtype
+        """What the model computes in and publishes."""
+        self.is_sharded = ranks is not None
+        """The model's tensors lie on several ranks: all must run equally many forward and backward passes."""
+        self._root, self._partial = root, partial
+        named = [] if model is None else model.named_parameters()
+        self._parameters = {name: p for name, p in named if isinstance(p, DTensor)}
+        self._device = None if ranks is None else ranks.device
+        self._tensor = World(None, torch.device("cpu")) if ranks is None else ranks.subgroup("tensor")
+        self.shards = None if ranks is None else self._tensor
+        """The ranks that share one model between them, where one is shared."""
+        if ranks is not None and root is not None:
+            self.shards = ranks.subgroup("shard", "context", "tensor")
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do work that needs the model's own weights: a forward pass and the head after it."""
+        if self._root is None:
+            return work()
+        done = self._root(work)
+        if not torch.is_grad_enabled():
+            # No backward pass will: and until then the root would compute with the weights of now.
+            self._root.reshard()
+        return done
+
+    def is_summed(self, name: str) -> bool:
+        """Whether a parameter's gradient comes as the sum over all ranks."""
+        return self._root is not None and name in self._parameters
+
+    def replica_count(self, name: str) -> int:
+        """How many of `shards` hold the same part of a parameter."""
+        assert self.shards is not None
+        return self.shards.size // prod(self._cuts(name).values())
+
+    def sync_replicated(self, masters: Mapping[str, nn.Parameter]) -> None:
+        """Make the gradients of replicated parameters equal on all ranks. Every rank must ask, once per step."""
+        whole = [name for name in masters if "tensor" not in self._cuts(name)]
+        if self._tensor.size == 1 or not whole:
+            return
+        self._tensor.sum_gradients(masters[name] for name in whole)
+        # The other gradients are the same but for rounding, by which ranks must not drift apart: all take the mean.
+        same = [masters[name].grad for name in whole if name not in self._partial]
+        torch._foreach_div_([grad for grad in same if grad is not None], self._tensor.size)
+
+    def _cuts(self, name: str) -> dict[str, int]:
+        """Into how many parts a parameter is cut along which dimension of the mesh."""
+        if name not in self._parameters:
+            return {}
+        parameter = self._parameters[name]
+        mesh = parameter.device_mesh
+        sizes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
+        return {dimension: size for dimension, size, placement in sizes if not placement.is_replicate()}
+
+    def shard_like(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of something shaped like a parameter, as a tensor that knows where it belongs."""
+        if name not in self._parameters:
+            return tensor
+        spec = self._parameters[name]._spec
+        assert spec.tensor_meta is not None
+        # Not `from_local`, which would move what is kept on the host to the mesh's device.
+        meta = spec.tensor_meta._replace(dtype=tensor.dtype)
+        return DTensor(tensor, replace(spec, tensor_meta=meta), requires_grad=False)
+
+    def full_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """All ranks' parts of something shaped like a parameter; every rank must ask."""
+        if name not in self._parameters:
+            return tensor
+        tensor = tensor.to(self._device, self.dtype)  # rounded first: half the bytes to send
+        full = self.shard_like(name, tensor)
+        assert isinstance(full, DTensor)
+        for done in range(1, len(full.placements) + 1):  # what is cut twice comes together in two steps
+            full = full.redistribute(placements=(Replicate(),) * done + full.placements[done:])
+        return full.to_local()
+
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Memory for this rank's part of a tensor that a checkpoint holds under a parameter's name."""
+        if name not in self._parameters or self._parameters[name].shape != shape:
+            return torch.empty(shape, dtype=dtype)
+        return self.shard_like(name, torch.empty_like(local_shard(self._parameters[name].detach()), dtype=dtype))
+
+    def fingerprint(self, tensors: Mapping[str, Tensor]) -> str:
+        """Of the whole tensors, one at a time: fingerprints add up."""
+        parts = (fingerprint([(name, self.full_tensor(name, tensor))]) for name, tensor in tensors.items())
+        return f"{sum(int(part, 16) for part in parts) & MASK:016x}"
+
+    def state(self, model: nn.Module, keep: bool) -> dict[str, Tensor]:
+        """The model's state dict with whole tensors in the type it computes in, for a rank that keeps it. Every rank
+        must ask. One tensor at a time: all at once would not fit beside the model."""
+        if not self.is_sharded:
+            return dict(model.state_dict()) if keep else {}
+        known = {id(p): name for name, p in self._parameters.items()}
+        done: dict[int, Tensor] = {}  # tied tensors are one, also in the file
+        out: dict[str, Tensor] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if id(tensor) not in done:
+                full = self.full_tensor(known.get(id(tensor), ""), local_shard(tensor.detach()))
+                done[id(tensor)] = full.cpu() if keep else full.new_empty(0)
+            out[name] = done[id(tensor)]
+        return out if keep else {}
 
 
 class TorchTensors:
-    """The tensors of a model that train; of a sharded one, this rank's part. With `offload` copies of them are kept in
-    the host's memory."""
+    """The tensors of a model that train, for the KL reference to copy and replace; of a sharded one, this rank's part.
+    With `offload` copies of them are kept in the host's memory."""
 
     def __init__(self, model: PreTrainedModel, layout: RankLayout, offload: bool) -> None:
         self._layout = layout
@@ -32,10 +164,12 @@ class TorchTensors:
             self._parameters[name].copy_(tensor)
 
     def set_aside(self, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The policy's tensors of these names, safe from `put`."""
         return {name: (p := self._parameters[name]).to(self._place or p.device, copy=True) for name in names}
 
     def copy(self, tensor: Tensor, wide: bool) -> Tensor:
-        dtype = self._layout.compute_dtype(tensor)
+        """A tensor to keep, in float32 if `wide`."""
+        dtype = self._layout.dtype if self._layout.is_sharded else tensor.dtype  # sharded ones are kept wider
         kept = tensor.to(self._place or tensor.device, copy=True)
         return kept.to(torch.float32 if wide and dtype.itemsize < 4 else dtype)
 
@@ -49,6 +183,7 @@ class TorchTensors:
         kept[name].lerp_(master.to(kept[name].device), weight)
 
     def for_checkpoint(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy as a checkpoint writes it: this rank's part."""
         return self._layout.shard_like(name, tensor)
 
     def fingerprint(self, kept: Mapping[str, Tensor]) -> str:
@@ -98,12 +233,14 @@ class MasterAdamW:
         self.gather()
 
     def take_gradients(self) -> dict[str, Tensor]:
+        """The gradient so far; what is added from here on is another one."""
         held = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
         self.zero()
         return held
 
     @torch.no_grad()
     def add_gradients(self, held: Mapping[str, Tensor], factor: float = 1.0) -> None:
+        """Add a gradient that was set aside, times a factor. It is used up."""
         for name, gradient in held.items():
             master = self.masters[name]
             gradient = gradient if factor == 1 else gradient.mul_(factor)
@@ -124,6 +261,8 @@ class MasterAdamW:
             torch._foreach_add_(list(sums), list(grads))
 
     def clip(self) -> Tensor:
+        """Scale the gradient down to its allowed norm; answers with the norm before. Once per step, since a scaled
+        loss's gradient gets its true size here. All ranks must call it."""
         if self.schedule.scale != 1:
             torch._foreach_div_(_gradients(self.masters.values()), self.schedule.scale)
         norm = self._norm()

@@ -9,8 +9,8 @@ rank's own part; embeddings, norms and head are whole on every rank.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 
 import torch
 from torch import nn
@@ -26,7 +26,8 @@ from paceline.model import LMHead, trainable_parameters
 from paceline.model.attention import UnsupportedModel
 from paceline.model.head import make_canary
 from paceline.model.support import attention_shape
-from paceline.trainer.torch.world import RankLayout, Ranks, T
+from paceline.trainer.torch.optimizer import RankLayout, T
+from paceline.trainer.torch.world import Ranks
 
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 STYLES = {
@@ -43,7 +44,6 @@ class TensorParallelPlan:
     """Which module of a model is cut in which way, and which whole ones see only a rank's own part of the features."""
 
     def __init__(self, model: PreTrainedModel, ranks: int) -> None:
-        self._kind, self._ranks = type(model).__name__, ranks
         if hasattr(model, "peft_config"):
             raise TrainerError(
                 f"trainer.parallel.tensor = {ranks} cuts matrices whose adapters would have to be cut with them: leave "
@@ -54,61 +54,46 @@ class TensorParallelPlan:
         wanted = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
         planned = {name: wanted.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name, _ in decoder.named_modules()}
         styles = {f"{prefix}{name}": style for name, style in planned.items() if style and name not in WHOLE}
-        self._refuse_unknown(styles)
         self._styles = {name: style for name, style in styles.items() if style in STYLES}
         self.summed = frozenset(f"{name}.weight" for name, style in styles.items() if style == SUMMED)
         """Parameters that are whole on every rank and get gradients from its own part alone: they add up."""
-        self._refuse_uneven(model)
-        self._refuse_unplanned(model)
+        for problem in self._problems(model, ranks, styles):
+            raise TrainerError(f"trainer.parallel.tensor = {ranks}: {problem}")
 
     def block_styles(self, model: nn.Module, block: nn.Module) -> dict[str, ParallelStyle]:
-        """The styles of a block's modules, by their names in it."""
         path = next(name for name, module in model.named_modules() if module is block)
         inside = {name.removeprefix(f"{path}."): s for name, s in self._styles.items() if name.startswith(f"{path}.")}
         return {name: STYLES[style]() for name, style in inside.items()}
 
-    def _refuse(self, why: str) -> NoReturn:
-        raise TrainerError(f"trainer.parallel.tensor = {self._ranks}: {why}")
-
-    def _refuse_unknown(self, styles: Mapping[str, str]) -> None:
+    def _problems(self, model: PreTrainedModel, ranks: int, styles: Mapping[str, str]) -> Iterator[str]:
+        """Reasons against cutting a model by these styles, as the ends of sentences."""
+        kind, instead = type(model).__name__, 'set tensor = 1 and shard = "full"'
         if not styles:
-            self._refuse(
-                f"transformers has no tensor plan for {self._kind}; set tensor = 1 "
-                'and shard = "full", which divides the memory of weights and optimizer by the ranks'
+            yield (
+                f"transformers has no tensor plan for {kind}; {instead}, which divides the memory of weights and "
+                "optimizer by the ranks"
             )
         for name, style in styles.items():
             if style not in STYLES and style != SUMMED:
-                self._refuse(
-                    f"{self._kind} wants `{name}` laid out as `{style}`, which is not supported; set tensor = 1 and "
-                    'shard = "full"'
-                )
-
-    def _refuse_uneven(self, model: PreTrainedModel) -> None:
+                yield f"{kind} wants `{name}` laid out as `{style}`, which is not supported; {instead}"
         shape = attention_shape(model)
         for what, number in (("key and value heads", shape.kv_heads), ("attention heads", shape.heads)):
-            if number % self._ranks:
-                self._refuse(
-                    f"{self._kind} has {number} {what}, which cannot be dealt evenly; "
-                    f"set tensor to a divisor of {number}"
-                )
+            if number % ranks:
+                yield f"{kind} has {number} {what}, which cannot be dealt evenly; set tensor to a divisor of {number}"
         for name, style in self._styles.items():
             weight = model.get_submodule(name).weight
             assert isinstance(weight, torch.Tensor)
             size = weight.shape[0 if style.startswith(COLUMNS) else 1]
-            if size % self._ranks:
-                self._refuse(
-                    f"the {size} features of `{name}` cannot be dealt evenly; set tensor to a divisor of {size}"
-                )
-
-    def _refuse_unplanned(self, model: nn.Module) -> None:
-        """A whole parameter beside cut ones would see a part of the features, and its gradients would not be summed."""
+            if size % ranks:
+                yield f"the {size} features of `{name}` cannot be dealt evenly; set tensor to a divisor of {size}"
+        # A whole parameter beside cut ones would see a part of the features, and its gradients would not be summed.
         beside = {name.rpartition(".")[0] for name, style in self._styles.items() if style == COLUMNS}
         for name, _ in model.named_parameters():
             module = name.rpartition(".")[0]
             if module.rpartition(".")[0] in beside and module not in self._styles and name not in self.summed:
-                self._refuse(
-                    f"transformers' tensor plan for {self._kind} says nothing of `{name}`, which lies among cut "
-                    'matrices; set tensor = 1 and shard = "full"'
+                yield (
+                    f"transformers' tensor plan for {kind} says nothing of `{name}`, which lies among cut matrices; "
+                    f"{instead}"
                 )
 
 
@@ -147,22 +132,9 @@ def shard(model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig) -> Ran
     parallelism it may still lie on the host, and of each layer only this rank's part stays on the device."""
     if settings.shard == "none" and settings.tensor == 1:
         return RankLayout(model.dtype)
-    if settings.tensor == 1:
-        return _shard_model(model, ranks, settings, None)
-    head = LMHead(model)
-    plan = TensorParallelPlan(model, settings.tensor)
-    before = make_canary(model, head, quiet=torch.no_grad)
-    layout = _shard_model(model, ranks, settings, plan)
-    with torch.no_grad():
-        after = layout.run(lambda: make_canary(model, head, layout.dtype, torch.no_grad))
-    check_same(type(model).__name__, before.logprobs, after.logprobs, before.tolerance)
-    return layout
-
-
-def _shard_model(
-    model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig, plan: TensorParallelPlan | None
-) -> RankLayout:
-    dtype, mesh = model.dtype, make_mesh(ranks)
+    plan = TensorParallelPlan(model, settings.tensor) if settings.tensor > 1 else None
+    head, dtype, mesh = LMHead(model), model.dtype, make_mesh(ranks)
+    before = make_canary(model, head) if plan is not None else None
     if others := {p.dtype for p in model.parameters()} - {dtype}:
         raise TrainerError(
             f"parts of the model are {', '.join(map(str, others))} and the rest {dtype}, which cannot be sharded "
@@ -172,7 +144,8 @@ def _shard_model(
     for adapter in adapters:
         adapter.data = adapter.data.to(ranks.device)
     root = None if settings.shard == "none" else ShardedRoot(model)
-    for block in _blocks(model):
+    lists = [child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)]
+    for block in chain.from_iterable(lists):
         if root is not None:
             _widen(block, adapters)
         if plan is not None:
@@ -182,7 +155,12 @@ def _shard_model(
     if root is not None:
         _widen(root, adapters)
         _fully_shard(root, mesh, settings, dtype, adapters)
-    return RankLayout(dtype, model, ranks, root, frozenset() if plan is None else plan.summed)
+    layout = RankLayout(dtype, model, ranks, root, frozenset() if plan is None else plan.summed)
+    if before is not None:
+        with torch.no_grad():
+            after = layout.run(lambda: make_canary(model, head, dtype))
+        check_same(type(model).__name__, before.logprobs, after.logprobs, before.tolerance)
+    return layout
 
 
 def _fully_shard(
@@ -199,11 +177,6 @@ def _fully_shard(
     )
     cut.set_gradient_divide_factor(1.0)
     cut.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-
-
-def _blocks(model: PreTrainedModel) -> list[nn.Module]:
-    lists = [child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)]
-    return [block for blocks in lists for block in blocks]
 
 
 def _widen(module: nn.Module, adapters: set[nn.Parameter]) -> None:

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_world_size
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,20 +18,26 @@ from paceline.config.cluster import ParallelConfig
 from paceline.data import MicroBatch, Sample, pack, token_scales
 from paceline.data.packing import cut_steps
 from paceline.errors import TrainerError
-from paceline.model import Adapter, Canary, WeightUpdate, fingerprint, set_cpu_threads, trainable_parameters
+from paceline.model import (
+    Adapter,
+    Canary,
+    WeightUpdate,
+    clone_model,
+    fingerprint,
+    set_cpu_threads,
+    trainable_parameters,
+)
 from paceline.model.background_compile import BackgroundCompile
 from paceline.model.head import CanaryScorer, make_canary
 from paceline.model.loading import trained_adapter
-from paceline.trainer.backend import NamedLosses, PolicyBackend, schedule_lengths
-from paceline.trainer.batch import BUDGET, Batch, cost_of, streams_of, trained_positions
+from paceline.trainer.backend import BUDGET, Batch, PolicyBackend, cost_of, policy_steps, training
 from paceline.trainer.loss import LossStats
-from paceline.trainer.terms import TrainedTokens
+from paceline.trainer.terms import TrainedTokens, streams_of, trained_positions
 from paceline.trainer.torch import checkpoint
-from paceline.trainer.torch.critic import TorchValueModel
 from paceline.trainer.torch.forward import ForwardPass
-from paceline.trainer.torch.optimizer import MasterAdamW, TorchTensors
+from paceline.trainer.torch.optimizer import MasterAdamW, RankLayout, TorchTensors, local_shard
 from paceline.trainer.torch.sharding import shard
-from paceline.trainer.torch.world import Ranks, gather_samples, local_shard
+from paceline.trainer.torch.world import Ranks, gather_samples
 from paceline.trainer.trainer import LocalTrainer
 from paceline.util.gc_tuning import freeze_new_objects
 from paceline.weights.update import MASK, canary_ids, canary_of
@@ -75,10 +83,10 @@ class TorchPolicy(PolicyBackend):
         self.ranks = Ranks(group, self.device, c.parallel)
         self.forward = ForwardPass(model, fp32_head, compiled, c.stream, self.ranks.context, self.device)
         self.layout = shard(model, self.ranks, c.parallel if group is not None else ParallelConfig())
-        self.forward.layout = self.layout
-        self.optimizer = MasterAdamW(
-            trainable_parameters(model), c.optimizer, schedule_lengths(c, total_steps)[0], self.layout
-        )
+        self.forward.layout, self.dtype, self.rank = self.layout, self.layout.dtype, self.ranks.data.rank
+        steps = policy_steps(c, total_steps)
+        self.optimizer = MasterAdamW(trainable_parameters(model), c.optimizer, steps, self.layout)
+        self._is_first = self.ranks.all.rank == 0
         self.parameters = TorchTensors(model, self.layout, c.kl is not None and c.kl.offload)
         self._canary = CanaryScorer(model, self.forward.head)
         self._cost = cost_of(model.config)
@@ -103,35 +111,40 @@ class TorchPolicy(PolicyBackend):
         assert entropy is not None
         return TrainedTokens(logprobs=logprobs, entropy=entropy, names=micro_batch.names, **streams), anchor
 
-    def backward(self, micro_batch: MicroBatch, losses: NamedLosses) -> LossStats:
+    def backward(
+        self,
+        micro_batch: MicroBatch,
+        names: Sequence[str],
+        losses_of: Callable[[TrainedTokens], tuple[Mapping[str, Tensor], LossStats]],
+        accumulate_into: Callable[[str], AbstractContextManager] = nullcontext,
+        on_tokens: Callable[[TrainedTokens], None] | None = None,
+    ) -> LossStats:
         """One forward pass, and a backward pass for each loss."""
         tokens, anchor = self.tokens(micro_batch)
-        by_name, sums = losses.of(tokens)
-        if losses.on_tokens is not None:
+        by_name, sums = losses_of(tokens)
+        if on_tokens is not None:
             with torch.no_grad():
-                losses.on_tokens(tokens)
-        for name in losses.names:
-            with losses.accumulate_into(name):
-                self.optimizer.backward(by_name[name], anchor, retain_graph=name != losses.names[-1])
+                on_tokens(tokens)
+        for name in names:
+            with accumulate_into(name):
+                self.optimizer.backward(by_name[name], anchor, retain_graph=name != names[-1])
         return sums
 
     def clip(self) -> Tensor:
-        self.ranks.tokens.sum_gradients(self.optimizer.unsummed_masters)
-        self.layout.sync_replicated(self.optimizer.masters)
+        if self.ranks.all.size > 1:
+            self.ranks.tokens.sum_gradients(self.optimizer.unsummed_masters)
+            self.layout.sync_replicated(self.optimizer.masters)
         return self.optimizer.clip()
 
-    def value_model(self, c: config.OptimizerConfig, total_steps: int | None) -> TorchValueModel:
+    def value_model(self, c: config.OptimizerConfig, total_steps: int | None) -> "TorchValueModel":
         compiled = self._config.compile is True and self.net.device.type == "cuda"
         return TorchValueModel(self.net, c, total_steps, self.ranks, compiled)
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 
-    @property
-    def rank(self) -> int:
-        return self.ranks.data.rank
-
     def sum(self, values: Tensor | NDArray) -> NDArray:
-        return self.ranks.data.sum(torch.as_tensor(values)).cpu().numpy()
+        values, data = torch.as_tensor(values), self.ranks.data
+        return (values.double() if data.size == 1 else data.sum(values)).cpu().numpy()
 
     def sum_over_all_ranks(self, value: float) -> float:
         return float(self.ranks.all.sum(torch.tensor([value])))
@@ -146,6 +159,8 @@ class TorchPolicy(PolicyBackend):
 
     def gather(self, samples: Sequence[Sample]) -> Batch:
         world = self.ranks.data
+        if world.size == 1:
+            return super().gather(samples)
         everything, self._found = gather_samples(samples, world, self.budget)
         cut = cut_steps(everything, self._config.minibatches, world.size, self._found, self._cost)
         return Batch(everything, cut, world.rank)
@@ -156,10 +171,9 @@ class TorchPolicy(PolicyBackend):
         """Log probabilities of a few fixed tokens under the current weights."""
         if not self.layout.is_sharded:
             ids = canary_ids(self.forward.head.vocabulary)
-            return canary_of(ids, self._canary.logprobs(ids), self.layout.dtype or self.net.dtype)
-        # FSDP would keep a layer's memory for good as what inference mode made it, which no gradient may pass.
+            return canary_of(ids, self._canary.logprobs(ids), self.dtype)
         with torch.no_grad():
-            return self.layout.run(lambda: make_canary(self.net, self.forward.head, self.layout.dtype, torch.no_grad))
+            return self.layout.run(lambda: make_canary(self.net, self.forward.head, self.dtype))
 
     def weights(self, version: int) -> WeightUpdate:
         """Sharded ones are gathered one at a time, and beside a model that one GPU cannot hold they wait on the
@@ -169,10 +183,10 @@ class TorchPolicy(PolicyBackend):
         canary = self.canary()
         if (adapter := trained_adapter(self.net)) is not None:
             tensors, scale = adapter
-            return WeightUpdate(version, tensors if self._is_rank_zero else {}, Adapter("", scale), canary=canary)
+            return WeightUpdate(version, tensors if self._is_first else {}, Adapter("", scale), canary=canary)
         out: dict[str, Tensor] = {}
         for name, whole in self._whole_weights():
-            if self._is_rank_zero:
+            if self._is_first:
                 out[name] = whole.cpu() if self.layout.is_sharded else whole
         return WeightUpdate(version, out, canary=canary)
 
@@ -194,13 +208,9 @@ class TorchPolicy(PolicyBackend):
         for name, parameter in trainable_parameters(self.net).items():
             yield name, self.layout.full_tensor(name, local_shard(parameter.detach()))
 
-    @property
-    def _is_rank_zero(self) -> bool:
-        return self.ranks.all.rank == 0
-
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        state = self.layout.state(self.net, keep=self._is_rank_zero)
-        if self._is_rank_zero:
+        state = self.layout.state(self.net, keep=self._is_first)
+        if self._is_first:
             checkpoint.export(self.net, folder, tokenizer, state, self.layout.dtype)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -211,17 +221,13 @@ class TorchPolicy(PolicyBackend):
         checkpoint.write(folder, {**tensors, **random}, state, world.group)
 
     def read(self, folder: Path) -> tuple[dict[str, Tensor], dict]:
-        return checkpoint.read(folder, self._room, self.ranks.all.group)
+        def room(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            return self.layout.empty_shard(name.partition("/")[2], shape, dtype)
 
-    def _room(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Memory for what a checkpoint holds under a name: this rank's part of it."""
-        return self.layout.empty_shard(name.partition("/")[2], shape, dtype)
+        return checkpoint.read(folder, room, self.ranks.all.group)
 
     def restore_random(self, tensors: Mapping[str, Tensor], state: Mapping) -> None:
         checkpoint.restore_rng(tensors, self.device, self.ranks.all.rank)
-
-    def compute_dtype(self) -> torch.dtype:
-        return self.layout.dtype
 
     # -- the process ------------------------------------------------------------------------------------------------
 
@@ -266,6 +272,59 @@ class TorchPolicy(PolicyBackend):
     def close(self) -> None:
         if self._background is not None:
             self._background.close()
+
+
+class TorchValueModel(nn.Module):
+    """The critic's value model on one device, or on ranks that each value their own samples. Frozen tensors are shared
+    with the policy, trainable ones are its own."""
+
+    def __init__(
+        self, policy: PreTrainedModel, c: config.OptimizerConfig, total_steps: int | None, ranks: Ranks, compiled: bool
+    ) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self.body = clone_model(policy)
+        names = trainable_parameters(policy).keys()
+        unused = {id(p) for p in self.body.get_output_embeddings().parameters()}
+        unused -= {id(p) for p in self.body.get_input_embeddings().parameters()}
+        for name, parameter in self.body.named_parameters():
+            parameter.requires_grad_(name in names and id(parameter) not in unused)
+        self.value = nn.Linear(self.body.config.get_text_config().hidden_size, 1, device=policy.device)
+        nn.init.zeros_(self.value.weight)
+        nn.init.zeros_(self.value.bias)
+        self.forward_pass = ForwardPass(self.body, compiled=compiled, context=ranks.context)
+        self.eval()
+        self.optimizer = MasterAdamW(trainable_parameters(self), c, total_steps, RankLayout(policy.dtype))
+
+    def forward(self, micro_batch: MicroBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Values of choosing at `positions`, read off the token before; and a zero that reaches every parameter."""
+        dtype = self.value.weight.dtype
+        values, zero = self.forward_pass.read(micro_batch, positions, lambda before, _: self.value(before.to(dtype)))
+        return values[:, 0], zero + 0 * (self.value.weight.sum() + self.value.bias.sum())
+
+    @torch.no_grad()
+    def values(self, micro_batch: MicroBatch) -> NDArray:
+        values, _ = self(micro_batch, self.forward_pass.send(micro_batch.loss_mask.nonzero()[0]))
+        return values.cpu().numpy()
+
+    def backward(
+        self, micro_batch: MicroBatch, positions: NDArray, targets: Sequence[NDArray], loss_of: Callable[..., Tensor]
+    ) -> Tensor:
+        send = self.forward_pass.send
+        values, anchor = self(micro_batch, send(positions))
+        loss = loss_of(values, *map(send, targets))
+        self.optimizer.backward(loss, anchor)
+        return loss.detach()
+
+    def clip(self, losses: list[Tensor]) -> tuple[float, float]:
+        self._ranks.tokens.sum_gradients(self.optimizer.unsummed_masters)
+        return self._ranks.data.sum(torch.stack(losses).sum()[None]).item(), self.optimizer.clip().item()
+
+    def state(self) -> dict[str, int]:
+        return {}
+
+    def restore(self, state: Mapping) -> None:
+        """Its dropout draws from the generators that the policy restores."""
 
 
 class TorchTrainer(LocalTrainer):
@@ -332,14 +391,15 @@ def find_token_budget(forward: ForwardPass, model: PreTrainedModel, c: config.Tr
 
 def run_once(forward: ForwardPass, model: PreTrainedModel, c: config.TrainerConfig, tokens: int) -> None:
     """One forward and backward pass over blank samples; the gradients are thrown away."""
-    model.train()
+    length = min(SEQUENCE, tokens)
+    samples = [Sample.as_sampled(np.arange(length) % model.config.get_text_config().vocab_size)] * (tokens // length)
     try:
-        for micro_batch in _dummy_batch(tokens, model.config.get_text_config().vocab_size):
-            positions = forward.send(np.arange(1, len(micro_batch)))
-            values, _, anchor = forward.logprobs(micro_batch, positions, True, bool(c.entropy_coef))
-            ((values * 0).sum() + anchor).backward()
+        with training(model):
+            for micro_batch in pack(samples, token_scales(samples), tokens):
+                positions = forward.send(np.arange(1, len(micro_batch)))
+                values, _, anchor = forward.logprobs(micro_batch, positions, True, bool(c.entropy_coef))
+                ((values * 0).sum() + anchor).backward()
     finally:  # also where it did not fit
-        model.eval()
         for parameter in trainable_parameters(model).values():
             parameter.grad = None
 
@@ -350,28 +410,19 @@ def largest_fitting(peak: Callable[[int], int], room: int) -> int:
     >>> largest_fitting(lambda tokens: 1000 + 2 * tokens, room=100_000)
     49152
     """
-    first, second = (_peak_or_none(peak, tokens) for tokens in (SMALLEST // 2, SMALLEST))
-    if first is None or second is None or second > room:
+
+    def needed(tokens: int) -> float:
+        try:
+            return peak(tokens)
+        except torch.cuda.OutOfMemoryError:
+            return inf
+
+    first, second = needed(SMALLEST // 2), needed(SMALLEST)
+    if max(first, second) > room:
         return SMALLEST // 2
     each = max(1.0, (second - first) / (SMALLEST // 2))
     guess = int((room - first) / each) + SMALLEST // 2
     tokens = min(LARGEST, guess // SMALLEST * SMALLEST)
-    while tokens > SMALLEST:
-        needed = _peak_or_none(peak, tokens)
-        if needed is not None and needed <= room:
-            return tokens
+    while tokens > SMALLEST and needed(tokens) > room:
         tokens -= max(SMALLEST, tokens // 8 // SMALLEST * SMALLEST)
-    return SMALLEST
-
-
-def _peak_or_none(peak: Callable[[int], int], tokens: int) -> int | None:
-    try:
-        return peak(tokens)
-    except torch.cuda.OutOfMemoryError:
-        return None
-
-
-def _dummy_batch(tokens: int, vocabulary: int) -> list[MicroBatch]:
-    length = min(SEQUENCE, tokens)
-    samples = [Sample.as_sampled(np.arange(length) % vocabulary)] * (tokens // length)
-    return pack(samples, token_scales(samples), tokens)
+    return max(tokens, SMALLEST)
