@@ -46,8 +46,8 @@ from bars import Row, arguments, finish
 from paceline.config import inference
 from paceline.config.model import ModelConfig
 from paceline.engine import EmbeddedEngine, GenerateRequest
+from paceline.engine.cpu.native import has_half_products
 from paceline.model import avoid_onednn_on_arm, load_model, short_switch_interval
-from paceline.model.native import has_half_products
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2, VLLM = ROOT / ".cache" / "smollm2", ROOT / ".venv-vllm" / "bin" / "python"

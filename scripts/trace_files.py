@@ -89,6 +89,15 @@ def waiting_frames(task: "asyncio.Task[object]") -> Iterator[FrameType]:
         inner = getattr(inner, "cr_await", None) or getattr(inner, "ag_await", None)
 
 
+def callers() -> set[FrameType]:
+    """Frames that are running now: the run's own coroutines, which go on after the part has begun."""
+    found, frame = set(), sys._getframe(1)
+    while frame is not None:
+        found.add(frame)
+        frame = frame.f_back
+    return found
+
+
 def trace_run(tracer: Tracer, runs: Path) -> None:
     """A quickstart of a few steps, one of them traced."""
     measured, published = Stopwatch.phase, Gate.publish
@@ -98,7 +107,7 @@ def trace_run(tracer: Tracer, runs: Path) -> None:
     def phase(self: Stopwatch, name: str) -> Iterator[None]:
         steps[name] += 1
         with measured(self, name):
-            tracer.waiting = {frame for task in asyncio.all_tasks() for frame in waiting_frames(task)}
+            tracer.waiting = {frame for task in asyncio.all_tasks() for frame in waiting_frames(task)} | callers()
             tracer.open = tracer.entered[PHASES[name]] if steps[name] == TRACED_STEP and name in PHASES else None
             yield
             tracer.open = None

@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from paceline.config import inference
 from paceline.engine.base import Grammar
 from paceline.engine.cpu.kv_cache import SlotCache, TensorMemory
+from paceline.engine.cpu.native import NativeLinear
+from paceline.engine.cpu.native import install as install_native
 from paceline.engine.cpu.runner import EagerRunner
 from paceline.engine.engine import DecodingEngine
 from paceline.engine.pages import PAGE, PageCache, PageMemory
@@ -21,8 +23,6 @@ from paceline.model import LMHead, set_cpu_threads
 from paceline.model.adapters import Adapters, install
 from paceline.model.background_compile import BackgroundCompile
 from paceline.model.head import CanaryScorer, sequence_logprobs
-from paceline.model.native import NativeLinear
-from paceline.model.native import install as install_native
 from paceline.model.support import attention_shape
 from paceline.weights.delta import WeightDelta
 from paceline.weights.update import WeightUpdate, canary_ids, fingerprint

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.engine.cpu import native
 from paceline.engine.cpu.kv_cache import SlotCache
 from paceline.engine.pages import PageCache
 from paceline.engine.sequence import Chunk
-from paceline.model import native
 from paceline.model.attention import PackedPlan, sdpa, window_mask
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.engine.cpu import native
 from paceline.engine.kv_cache import BaseSlotCache
-from paceline.model import native
 from paceline.model.support import AttentionShape
 
 
