@@ -299,6 +299,8 @@ class ExternalEngine(HttpConnection, Engine):
             return [adapter.version] * count
         versions: list[int] = []
         for span in spans:
+            if span["start"] >= span["end"]:
+                continue
             version = self._version_of(label := span["version"])
             if version is None:
                 raise Unreachable(f"{self.name} answered from weights `{label}`, which this run did not give it")

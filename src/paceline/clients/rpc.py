@@ -304,27 +304,29 @@ class EngineHost:
 
     async def serve(self, sock: socket.socket) -> None:
         """Answer until the other side is gone; what it asked for last is then cancelled."""
-        outbox = self._outbox = ThreadToLoopQueue(self._write)
+        self._outbox = ThreadToLoopQueue(self._write)
         reader, self._writer = await open_streams(sock)
-        outbox.send(EngineHello(0, self._end_tokens))
+        self._outbox.send(EngineHello(0, self._end_tokens))
         try:
             while (body := await read_frame(reader)) is not None:
                 for message in decode_to_engine(body).messages:
-                    self._dispatch(message, outbox)
+                    self._dispatch(message)
         finally:
             for task in self._running.values():
                 task.cancel()
             self._writer.close()
 
-    def _dispatch(self, message: EngineMessage, outbox: ThreadToLoopQueue) -> None:
+    def _dispatch(self, message: EngineMessage) -> None:
         if isinstance(message, Cancel):
             if task := self._running.get(message.id):
                 task.cancel()
             return
-        task = self._running[message.id] = asyncio.ensure_future(self._answer(message, outbox))
+        task = self._running[message.id] = asyncio.ensure_future(self._answer(message))
         task.add_done_callback(lambda _: self._running.pop(message.id, None))
 
-    async def _answer(self, message: EngineMessage, outbox: ThreadToLoopQueue) -> None:
+    async def _answer(self, message: EngineMessage) -> None:
+        outbox = self._outbox
+        assert outbox is not None
         listens = isinstance(message, Generate) and message.listen
         listener = (lambda piece: outbox.send((message.id, piece))) if listens else None
         outbox.send(await handle_message(self._engine, message, listener))

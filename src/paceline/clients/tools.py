@@ -56,7 +56,7 @@ class ToolParser:
             before, mark, rest = self._buffer.partition(CALL_START)
             body, closed, after = rest.partition(CALL_END)
             # White space that only separates calls is no answer, so it waits like a mark that has only begun.
-            sure = before[: len(before) - (0 if mark else overlap(before, CALL_START))].rstrip()
+            sure = before[: len(before) - (0 if mark else begun_mark_length(before, CALL_START))].rstrip()
             plain_text, self._buffer = plain_text + sure, self._buffer[len(sure) :]
             self._has_text = self._has_text or bool(sure)
             if not closed:
@@ -131,7 +131,7 @@ def _parse_json(text: str) -> Any:
         return None
 
 
-def overlap(text: str, *marks: str) -> int:
+def begun_mark_length(text: str, *marks: str) -> int:
     """Length of the longest end of the text with which one of the marks begins."""
     longest = min(max(map(len, marks)) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)

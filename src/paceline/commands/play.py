@@ -220,9 +220,8 @@ async def play_games(
     player: EpisodePlayer, options: PlayOptions, person: Person, on_game: Callable[[PlayedEpisode], None]
 ) -> None:
     """One game after another, on the rows a run would draw."""
-    player = replace(
-        player, section=player.section.model_copy(update={"timeout": math.inf})
-    )  # a person takes their time
+    # A person takes their time.
+    player = replace(player, section=player.section.model_copy(update={"timeout": math.inf}))
     silent = 0
     try:
         for ticket, member in islice(player.draw(options.row), options.count):

@@ -310,7 +310,9 @@ def dump(config: RunConfig, *, unset: bool = False) -> str:
     if not unset:
         return tomli_w.dumps(config.model_dump(exclude_none=True))
     text = tomli_w.dumps(_mark_unset(config.model_dump()))
-    return re.sub(rf'(?m)^(.+) = "{UNSET}"$', r"# \1 = (unset)", text)
+    text = re.sub(rf'(?m)^(.+) = "{UNSET}"$', r"# \1 = (unset)", text)
+    assert UNSET not in text, "a table is written in one line"
+    return text
 
 
 UNSET = "paceline:unset"

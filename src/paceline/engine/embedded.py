@@ -174,6 +174,7 @@ class TorchWeights(WeightApplier):
             return super().apply(staged)
         staged.ready_event.wait()  # bounded: orders two CUDA streams, the host goes on
         sent = super().apply(staged)
+        # The sender may write into its tensors again once this returns.
         torch.cuda.current_stream(self._model.device).synchronize()
         return sent
 

@@ -138,7 +138,7 @@ def import_extra(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         name, missing = package.replace("_", "-"), (error.name or "").partition(".")[0]
-        if missing in ("", package):
+        if missing in ("", package) or not isinstance(error, ModuleNotFoundError):
             raise EnvError(f'{name} is not installed: pip install "paceline[tasks]"') from error
         raise EnvError(f"{name} needs `{missing}`, which is not installed: pip install {missing} ({error})") from error
 

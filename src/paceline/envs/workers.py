@@ -178,9 +178,10 @@ class _Worker:
         """The next answer, once this request is sent."""
         try:
             async with asyncio.timeout(seconds):
-                with contextlib.suppress(ConnectionError):  # it died: the answer, or its absence, says how
-                    self._stdin.write(request)
-                    await self._stdin.drain()  # bounded: by the time-out around
+                if request and not self._stdin.is_closing():  # to write nothing, or to the dead, is an error on uvloop
+                    with contextlib.suppress(ConnectionError):  # it died: the answer, or its absence, says how
+                        self._stdin.write(request)
+                        await self._stdin.drain()  # bounded: by the time-out around
                 return await self._read_answer()
         except TimeoutError:
             raise WorkerFailed("timed_out", f"{doing}timed out after {seconds:g} s") from None

@@ -150,8 +150,8 @@ class PackedPlan:
 
 
 class VarlenPlan:
-    """The same on CUDA: FlashAttention over concatenated sequences, without padding or masks. The call is opaque to the
-    compiler, so that one compiled layer serves every cut into sequences."""
+    """Attention within each sequence of a packed row on CUDA: FlashAttention, without padding or masks. The call is
+    opaque to the compiler, so that one compiled layer serves every cut into sequences."""
 
     def __init__(self, lengths: list[int], device: torch.device | str) -> None:
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)

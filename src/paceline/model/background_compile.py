@@ -91,8 +91,8 @@ class BackgroundCompile:
             self._state = "ready"
             return
         self._state = "compiling"
+        errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - the worker's, until it has ended
         try:
-            errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - the worker's, until it has ended
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
@@ -103,6 +103,7 @@ class BackgroundCompile:
                 start_new_session=True,  # Ctrl-C is for the run, which then ends the worker
             )
         except OSError as error:
+            errors.close()
             self._fail(str(error))
             return
         followed = (self._process, errors)
@@ -137,14 +138,15 @@ class BackgroundCompile:
         for line in process.stdout:
             log.warning("compiling the %s, %s; %s goes on uncompiled", self.part, line.strip(), goes_on)
         code = process.wait()  # bounded: its output has ended
+        with errors:
+            errors.seek(0)
+            lines = [line.strip() for line in errors if line.strip()]
         if self._state != "compiling":
             return  # closed meanwhile
         if code == 0:
             self.write_marker()
             self._state = "ready"
         else:
-            errors.seek(0)
-            lines = [line.strip() for line in errors if line.strip()]
             self._fail(lines[-1] if lines else f"exit code {code}")
 
     def _fail(self, why: str) -> None:

@@ -142,13 +142,14 @@ class Checkpoints:
             path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
 
     def _swap_in(self, draft: Path, final: Path) -> None:
-        replaced = self._folder / f".{final.name}.replaced.tmp"
-        shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
+            replaced = self._folder / f".{final.name}.replaced.tmp"
+            shutil.rmtree(replaced, ignore_errors=True)
             final.replace(replaced)
-        draft.replace(final)
-        if replaced.exists():
+            draft.replace(final)
             shutil.rmtree(replaced)
+        else:
+            draft.replace(final)
         _sync(self._folder)
         self._point_at(final)
 

@@ -56,10 +56,10 @@ async def _play_rows(
     done = 0
 
     async def tries(index: int) -> list[Rollout]:
-        ticket = Ticket(index, env.name, 0, index, index)
+        ticket, source = Ticket(index, env.name, 0, index, index), rows[index]
         try:
             async with semaphore:  # bounded: each episode before it has a timeout
-                row = await runner.prepare(env, lambda: env.environment.prepare(copy_value(rows[index])))
+                row = await runner.prepare(env, lambda: env.environment.prepare(copy_value(source)))
         except EpisodeLost as lost:
             lost_rollout = partial(Rollout, ticket=ticket, actor=mine, error=str(lost), cause=lost.__cause__)
             return [lost_rollout(member=member) for member in range(config.samples)]

@@ -103,7 +103,7 @@ def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]:
     """The modules that get an adapter, by the last part of their names."""
     if isinstance(targets, str):
         targets = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-        targets = [name for name in targets if not name.endswith("lm_head")]
+        targets = [name for name in targets if name.rsplit(".", 1)[-1] != "lm_head"]
     return sorted({name.rsplit(".", 1)[-1] for name in targets})
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from fastapi import Request, Response
 
 from paceline.clients.rpc import as_piece, join_pieces
-from paceline.clients.tools import overlap
+from paceline.clients.tools import begun_mark_length
 from paceline.engine.base import Completion, GenerateRequest, Piece, TopLogprobs
 from paceline.errors import EngineError
 from paceline.server.answers import response_head, usage
@@ -52,7 +52,7 @@ class StopMatcher:
         if hits:
             self.found, self._buffer = True, ""
             return text[: min(hits)[1]]
-        sure = len(text) - overlap(text, *self.stops)
+        sure = len(text) - begun_mark_length(text, *self.stops)
         self._buffer = text[sure:]
         return text[:sure]
 

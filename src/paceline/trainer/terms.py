@@ -32,8 +32,8 @@ from paceline.util.user_code import user_code
 from paceline.weights.update import Array
 
 OPERATIONS = {
-    "torch": "paceline.trainer.torch.forward",
-    "mlx": "paceline.trainer.mlx.forward",
+    "torch": "paceline.trainer.torch.ops",
+    "mlx": "paceline.trainer.mlx.ops",
     "numpy": "paceline.trainer.numpy_ops",
 }
 """The module with a library's operations, by the package that an array's type comes from."""

@@ -11,12 +11,13 @@ import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from paceline.config import trainer as config
-from paceline.data import Sample, encode
+from paceline.data import MicroBatch, Sample, encode
 from paceline.errors import TrainerError
 from paceline.model.dtypes import dtype_name
 from paceline.trainer.backend import PolicyBackend, StepReport
 from paceline.trainer.checkpoint import mismatch_message, strip_prefix
 from paceline.trainer.learner import Learner
+from paceline.trainer.loss import LossStats
 from paceline.weights.tensors import raise_os_errors
 from paceline.weights.update import WeightUpdate
 
@@ -115,6 +116,10 @@ class LocalTrainer:
         report = StepReport(metrics, bool(trouble), trouble, roll_back, self.policy.peak_bytes())
         self.policy.after_step(time.perf_counter() - begun, self.version)
         return report
+
+    def backward(self, micro_batch: MicroBatch) -> LossStats:
+        """Add one micro-batch's gradient."""
+        return self.learner.backward(micro_batch, self.version)
 
     def _bad_step(self, trouble: str, batch: Sequence[Sample]) -> str:
         """Keep the batch, and stop the run if the run file says so; answers with the sentence to tell."""

@@ -29,6 +29,13 @@ RENAMED_MODULES = {
     "paceline.top": "paceline.observe.terminal",
     "paceline.ui": "paceline.observe.web",
     "paceline.report": "paceline.observe.report",
+    "paceline.data.balance": "paceline.data.packing",
+    "paceline.data.mixture": "paceline.data.sampler",
+    "paceline.orchestrator.failures": "paceline.orchestrator.episodes",
+    "paceline.orchestrator.train_env": "paceline.orchestrator.episodes",
+    "paceline.rollout.history": "paceline.rollout.assemble",
+    "paceline.selfplay.state": "paceline.selfplay.episode",
+    "paceline.trainer.batch": "paceline.trainer.backend",
 }
 
 

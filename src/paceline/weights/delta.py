@@ -137,6 +137,10 @@ class WeightDelta:
             self._changes[device] = {entry.name: _decode_change(entry, part) for entry, part in pairs if entry.count}
         return self._changes[device]
 
+    def free_unpacked(self) -> None:
+        """Free the decoded changes; they are decoded again when needed."""
+        self._changes.clear()
+
     def check_fit(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse tensors of other names or forms than the delta's."""
         if unknown := self.entries.keys() - tensors.keys():
@@ -187,7 +191,7 @@ class DeltaEncoder:
         self.policy = None  # a write that breaks off leaves nothing to build on
         delta.write(self._copy)
         self.policy = delta.result
-        delta._changes.clear()  # decoded again where needed
+        delta.free_unpacked()
         return delta
 
     def _encode(self, version: int, tensors: Mapping[str, Tensor]) -> bytes | None:

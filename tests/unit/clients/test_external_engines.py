@@ -54,7 +54,8 @@ def test_what_another_engine_cannot_do_is_said_before_anything_starts(run, sente
 @pytest.mark.parametrize(
     "engine", [ATTACHED, {"backend": "vllm", "launch": {"args": ["--enforce-eager"], "env": {"A": "1"}}}]
 )
-def test_an_engine_attached_or_launched_is_read_as_it_was_written(engine, tmp_path):
+def test_an_engine_attached_or_launched_is_read_as_it_was_written(engine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a path that exists in the working directory is read as a whole one
     config = RunConfig.model_validate({"engine": engine})
     assert config.engine.model_dump(exclude_unset=True) == engine
     (tmp_path / "run.toml").write_text(dump(config))

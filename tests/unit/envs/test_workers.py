@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from child_processes import Launched
 from paceline.envs.workers import WorkerFailed, Workers
@@ -170,6 +171,18 @@ def test_a_failing_call_says_why_and_harms_only_itself(tricks):
             assert why in str(failure)
 
     asyncio.run(run())
+
+
+def test_a_worker_that_exits_is_told_on_uvloop_too(tricks):
+    """Its pipes raise another error than asyncio's where the other end is gone; actors of Ray run on it."""
+
+    async def run():
+        workers = Workers(1)
+        for _ in range(4):
+            assert await reason(workers.call(tricks("leave"), [], 30)) == "exited with code 3"
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
 
 
 def test_an_answer_may_only_be_so_large(tricks):

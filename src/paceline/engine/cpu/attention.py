@@ -28,6 +28,7 @@ class CachedPlan:
         self._cache = cache
         spans = [(chunk.sequence.slot, chunk.start, chunk.length) for chunk in (*singles, *fresh, *resumed)]
         self.padding = cache.slots - len(singles) if deterministic and singles else 0
+        assert not (self.padding and (fresh or resumed))
         padded = spans + [(cache.slots, 0, 1)] * self.padding
         slots, starts, lengths = map(torch.tensor, zip(*padded, strict=True))
         first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)

@@ -1,7 +1,8 @@
 """Runs a solution in a process of its own, in a jail, and answers the grader's calls with plain data.
 
-Run as a file by `grader.py`, without site-packages and with an empty environment; two pipes are all it shares with
-others. It forks once: the child runs the solution, and the parent, which the solution cannot reach, waits to kill it.
+Run as a file by `grader.py`, without site-packages and with an empty environment: it imports nothing of Paceline. Two
+pipes are all it shares with others. It forks once: the child runs the solution, and the parent, which the solution
+cannot reach, waits to kill it.
 """
 
 # pathlib takes a while to import, and this is on the way to every check.

@@ -72,13 +72,17 @@ def _is_locked(path: Path) -> bool:
 
 
 def _is_lock_refused(path: Path) -> bool:
-    """For a system without such a list."""
+    """Where there is no such list: ask for the lock; closing the file gives it back."""
     try:
-        with path.open("rb") as file:  # whose end gives the lock back
+        file = path.open("rb")
+    except OSError:
+        return False
+    with file:
+        try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
+        except OSError:
+            return True
 
 
 def _is_alive_elsewhere(snapshot: Path) -> bool:

@@ -41,7 +41,9 @@ class RecordView:
         """With a view from `before`, only what came since is looked at."""
         self._at = at
         self.identity = identity(at.index)
-        self._data, self._text = (_open_or_empty(path) for path in (at.data, at.text))
+        self._data = self._text = -1
+        self._data = _open_or_empty(at.data)
+        self._text = _open_or_empty(at.text)
         rows = map_rows(at.index, ROW)
         lines = names.read()
         self.names = ["", *(str(line.get("name", "")) for line in lines)]
@@ -60,8 +62,9 @@ class RecordView:
         return identity(self._at.index)[:2] == self.identity[:2]
 
     def __del__(self) -> None:
-        os.close(self._data)
-        os.close(self._text)
+        for descriptor in (self._data, self._text):
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def read(self, index: int) -> StoredRollout:
         cells = self.rows[index]

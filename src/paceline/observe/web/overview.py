@@ -166,7 +166,7 @@ def config(run: OneRun) -> Response:
     changed = {entry.key: entry.default for entry in run.changed_keys()}
     rows = [
         {
-            "key": (key := key_text(path)),
+            "key": key,
             "section": _section_title(path, table),
             "name": str(path[-1]),
             "value": value,
@@ -176,7 +176,7 @@ def config(run: OneRun) -> Response:
             "known": spot is not None,
         }
         for path, value in _leaf_keys(table)
-        for spot in [_spot_or_none(path, table)]
+        for key, spot in [(key_text(path), _spot_or_none(path, table))]
     ]
     file = run.path / "config.toml"
     text = file.read_text(errors="replace") if file.is_file() else ""

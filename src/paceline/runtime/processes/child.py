@@ -166,7 +166,7 @@ class RemoteTrainer(rpc.RpcTrainer):
                 raise
 
         try:
-            self._hello = hello = await _retry_until_up(greet, "trainer")
+            self._hello = hello = await _retry_until_up(greet, "trainer", OSError, asyncio.IncompleteReadError)
         except (OSError, asyncio.IncompleteReadError) as error:
             cause = str(error) or type(error).__name__
             raise TrainerLost(f"the trainer did not come up within {RETURN_SECONDS:g} s: {cause}") from error
@@ -184,13 +184,13 @@ class RemoteTrainer(rpc.RpcTrainer):
             self._streams = None
 
 
-async def _retry_until_up(attempt: Callable[[], Awaitable[T]], role: str) -> T:
-    """The result of the first attempt that succeeds; the error of the last one after `RETURN_SECONDS`."""
+async def _retry_until_up(attempt: Callable[[], Awaitable[T]], role: str, *down: type[Exception]) -> T:
+    """The result of the first attempt that raises none of `down`; the error of the last one after `RETURN_SECONDS`."""
     began, warned_at, delay = time.monotonic(), 0.0, FIRST_DELAY
     while True:
         try:
             return await attempt()  # bounded: by the attempt itself
-        except (OSError, asyncio.IncompleteReadError, EngineError) as error:
+        except down as error:
             waited = time.monotonic() - began
             if waited > RETURN_SECONDS:
                 raise
@@ -334,7 +334,7 @@ async def connect_parts(
     async with contextlib.aclosing(engine):
         with contextlib.closing(RemoteTrainer(Path(spec.trainer))) as trainer:
             hello = await trainer.meet()
-            await _retry_until_up(lambda: asyncio.to_thread(engine.start), "server")
+            await _retry_until_up(lambda: asyncio.to_thread(engine.start), "server", EngineError)
             driver = replace(driver, config=share_cores(config, hello.parameters))
             with contextlib.closing(driver.pool([engine])) as pool:
                 yield driver.placed(pool, trainer, hello.ends, hello.device, hello.parameters)

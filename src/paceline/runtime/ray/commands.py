@@ -42,7 +42,7 @@ def down() -> list[str]:
 
 def status(address: str) -> list[str]:
     """Machines, what is free on them, and the parts of every run."""
-    with connect_ray(address):
+    with connect_ray(address, "start one with `paceline up`"):
         return [*_machines(), *asyncio.run(_parts())]
 
 

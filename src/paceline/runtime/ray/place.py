@@ -90,7 +90,7 @@ def join_cluster(config: RunConfig) -> AbstractContextManager[None]:
     if ray.is_initialized():
         return nullcontext()
     if (address := config.cluster.address) is not None:
-        return connect_ray(address, ", or leave cluster.address out")
+        return connect_ray(address, "start one with `paceline up`, or leave cluster.address out")
     # Alone on a machine, cores are only counted: what must fit is memory, and that the planner looks at.
     cores = max(os.cpu_count() or 1, math.ceil(ResourceNeeds.of(config, 0).total("CPU")))
     shorten_ray_sockets()
@@ -99,15 +99,14 @@ def join_cluster(config: RunConfig) -> AbstractContextManager[None]:
 
 @contextmanager
 def connect_ray(address: str, advice: str = "", **more: Any) -> Generator[None]:
-    """Be connected to a cluster while the block runs."""
+    """Be connected to a cluster while the block runs. `advice` is for the user where none answers."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False, **more)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        if address == "local":
+        if not advice:
             raise
-        text = f"no cluster answers at {address} ({error}): start one with `paceline up`{advice}"
-        raise PacelineError(text) from error
+        raise PacelineError(f"no cluster answers at {address} ({error}): {advice}") from error
     try:
         yield
     finally:

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util import get_node_ip_address
+from transformers import PreTrainedTokenizerBase
 
 from paceline.config import RunConfig
 from paceline.data.packing import Cost
@@ -55,10 +56,11 @@ class RankActor(RayActor):
     async def join(self, host: str, port: int, rank: int, world: int) -> tuple[bytes, tuple[float, float]]:
         """Meet the others and load the model; returns a greeting, and what a token and a pair of tokens cost."""
 
-        def load() -> LoadedTrainer:
-            return build_trainer(self.config, join_ranks(self.config, rank, world, f"{host}:{port}"))
+        def load() -> tuple[LoadedTrainer, PreTrainedTokenizerBase]:
+            built = build_trainer(self.config, join_ranks(self.config, rank, world, f"{host}:{port}"))
+            return built, load_tokenizer(self.config.model)
 
-        built, tokenizer = await asyncio.to_thread(load), load_tokenizer(self.config.model)
+        built, tokenizer = await asyncio.to_thread(load)
         self._handler = rpc.TrainerRpcHandler(built.trainer, tokenizer)
         cost = cost_of(built.model.config)
         hello = rpc.RpcHello(built.parameters, built.device, end_tokens(tokenizer, built.model))

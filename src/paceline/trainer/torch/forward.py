@@ -17,7 +17,6 @@ makes the same loss of them, of which only its own tokens' part flows back into 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -394,29 +393,3 @@ class ForwardPass:
         """Log probabilities of the sampled tokens, on the host and without a gradient."""
         values, _, _ = self.logprobs(micro_batch, self.send(micro_batch.loss_mask.nonzero()[0]))
         return values.float().cpu().numpy()
-
-
-# -- array operations of the loss, where `terms.py` wants another than the function of that name -----------------------
-
-LIBRARY, CALLED = torch, "a torch tensor"
-stop = torch.detach
-
-
-def total(x: Tensor) -> Tensor:
-    return x.sum(dtype=torch.float64)
-
-
-def put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    return x.index_copy(0, index, values.to(x.dtype))
-
-
-def flatnonzero(mask: Tensor) -> Tensor:
-    return mask.nonzero()[:, 0]
-
-
-def segment_sums(values: Tensor, segments: Tensor, count: int) -> Tensor:
-    return values.new_zeros(count).index_add(0, segments, values)
-
-
-def no_grad(_: Tensor) -> AbstractContextManager:
-    return torch.no_grad()

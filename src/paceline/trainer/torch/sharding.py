@@ -57,7 +57,7 @@ class TensorParallelPlan:
         self._styles = {name: style for name, style in styles.items() if style in STYLES}
         self.summed = frozenset(f"{name}.weight" for name, style in styles.items() if style == SUMMED)
         """Parameters that are whole on every rank and get gradients from its own part alone: they add up."""
-        for problem in self._problems(model, ranks, styles):
+        if problem := next(self._problems(model, ranks, styles), None):
             raise TrainerError(f"trainer.parallel.tensor = {ranks}: {problem}")
 
     def block_styles(self, model: nn.Module, block: nn.Module) -> dict[str, ParallelStyle]:

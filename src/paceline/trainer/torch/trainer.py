@@ -143,8 +143,7 @@ class TorchPolicy(PolicyBackend):
     # -- ranks ------------------------------------------------------------------------------------------------------
 
     def sum(self, values: Tensor | NDArray) -> NDArray:
-        values, data = torch.as_tensor(values), self.ranks.data
-        return (values.double() if data.size == 1 else data.sum(values)).cpu().numpy()
+        return self.ranks.data.sum(torch.as_tensor(values)).cpu().numpy()
 
     def sum_over_all_ranks(self, value: float) -> float:
         return float(self.ranks.all.sum(torch.tensor([value])))
@@ -418,7 +417,7 @@ def largest_fitting(peak: Callable[[int], int], room: int) -> int:
             return inf
 
     first, second = needed(SMALLEST // 2), needed(SMALLEST)
-    if max(first, second) > room:
+    if first == inf or second > room:
         return SMALLEST // 2
     each = max(1.0, (second - first) / (SMALLEST // 2))
     guess = int((room - first) / each) + SMALLEST // 2

@@ -139,6 +139,7 @@ class World:
 
 def gather_samples(samples: Sequence[Sample], world: World, budget: int) -> tuple[list[Sample], int]:
     """All ranks' samples, the first rank's first; and the smallest of their budgets, which all can run."""
+    assert world.size > 1
     data = encode(samples)
     sizes, budgets = zip(*(row.tolist() for row in world.all_gather(torch.tensor([len(data), budget]))), strict=True)
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
