@@ -9,7 +9,7 @@ from backends import paged
 from paceline.engine.pages import PAGE, PageCache
 from paceline.engine.runner import Runner, StepInFlight
 from paceline.engine.sequence import DecodeSequence, SampledToken
-from paceline.engine.weight_applier import Catalog
+from paceline.engine.weight_applier import ServedModels
 from paceline.model import clone_model
 from paceline.weights.update import mix_int
 
@@ -71,8 +71,8 @@ def content(weights: tuple, tokens: list[int]) -> list[int]:
 class SymbolicRunner(Runner):
     """Writes `chain` numbers where a model would write keys, reading what came before from the same cache."""
 
-    def __init__(self, cache, depth: int, catalog: Catalog) -> None:
-        self.depth, self.cache, self.catalog = depth, cache, catalog
+    def __init__(self, cache, depth: int, served: ServedModels) -> None:
+        self.depth, self.cache, self.served = depth, cache, served
         self.sampled: dict[DecodeSequence, list[int]] = {}
         self.table: dict[tuple[int, int], int] = {}
         self.writes: dict[StepInFlight, set[int]] = {}
@@ -109,8 +109,8 @@ class SymbolicRunner(Runner):
         sequence, number = chunk.sequence, chunk.sequence.slot
         slot = torch.tensor([number])
         known = [*sequence.request.prompt_ids, *self.sampled.get(sequence, [])]
-        weights = self.catalog.weights_key(sequence.request.model)
-        assert chunk.version == self.catalog.versions[sequence.request.model]
+        weights = self.served.weights_key(sequence.request.model)
+        assert chunk.version == self.served.versions[sequence.request.model]
         last = int(self.cache.read(0, slice(number, number + 1), chunk.start)[0][0, -1]) if chunk.start else 0
         made = []
         for token in known[chunk.start : chunk.start + chunk.length]:

@@ -130,10 +130,10 @@ def one_request_at_a_time(_: Path) -> dict[str, Any]:
 def stale_prefix(patch: pytest.MonkeyPatch, _: Path) -> None:
     """Keys and values of prompts outlive the weights they were computed with."""
     from paceline.engine.pages import PageCache
-    from paceline.engine.weight_applier import Catalog
+    from paceline.engine.weight_applier import ServedModels
 
     patch.setattr(PageCache, "reset_prefixes", lambda self: None)
-    patch.setattr(Catalog, "weights_key", lambda self, model: (model, 0))
+    patch.setattr(ServedModels, "weights_key", lambda self, model: (model, 0))
 
 
 def wrong_normaliser(patch: pytest.MonkeyPatch, _: Path) -> None:

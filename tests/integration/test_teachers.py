@@ -98,11 +98,11 @@ def test_four_algorithms_share_every_batch_and_the_teacher_plays_and_scores(run,
     kinds = {name: [s for s in batch if s.env == name] for name in ("by-reward", "by-teacher", "by-example", "by-tool")}
     assert all(kinds.values())
     for sample in kinds["by-teacher"]:
-        assert (sample.advantages, sample.rl.any(), sample.ce_weights) == (None, False, None)
+        assert (sample.advantages, sample.rl_token_weights.any(), sample.ce_weights) == (None, False, None)
         assert (sample.ref_kl_weights == sample.loss_mask).all()
         np.testing.assert_allclose(sample.teacher_logprobs, sample.logprobs, atol=1e-4)
     for sample in kinds["by-example"]:
-        assert (sample.logprobs, sample.rl.any()) == (None, False)
+        assert (sample.logprobs, sample.rl_token_weights.any()) == (None, False)
         assert (sample.versions == -1).all()
         assert (sample.ce_weights == sample.loss_mask).all()
     for sample in kinds["by-tool"]:

@@ -1,4 +1,4 @@
-"""Defines the algorithm contract: which credit each rollout gets, and which loss each token trains.
+"""Defines the algorithm contract: the credit of each rollout, and the loss components that train each token.
 
 Hooks, called in this order in the life of a rollout, and two for the checkpoint:
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.clients.frozen import FrozenPool
-from paceline.config.filters import DEFAULT_POLICY, FailurePolicy
+from paceline.config.filters import DEFAULT_HANDLING, FailureHandling
 from paceline.config.model import ModelRef
 from paceline.data import BadRows, Row
 from paceline.envs import Environment
@@ -42,7 +42,7 @@ class AlgorithmContext:
     """How the policy speaks: its pool, its renderer, its sampling settings."""
     attach: Callable[[ModelRef], Awaitable[FrozenPool]]
     """Connects to a frozen endpoint, once for all who name it; the run closes it."""
-    teacher: FailurePolicy = DEFAULT_POLICY
+    teacher_failures: FailureHandling = DEFAULT_HANDLING
     """What to do with a sample that a teacher could not score."""
 
 
@@ -69,9 +69,10 @@ class Algorithm(ABC):
         """Put credit on the samples of a complete group."""
 
     async def finish_batch(self, groups: Sequence[Group]) -> Mapping[str, int]:
-        """Finish the samples of this environment's groups, which are about to ship as one batch. A sample that cannot
-        be finished is taken out of its rollout; answers with how many were, by reason. Groups that are replayed were
-        finished the first time and do not come again. Nothing by default."""
+        """Finish the samples of this environment's groups, which are about to train: all of a batch's, or with
+        `trainer.stream` the part that is there. A sample that cannot be finished is taken out of its rollout; answers
+        with how many were, by reason. Groups that are replayed were finished the first time and do not come again.
+        Nothing by default."""
         return Counter()
 
     def state(self) -> dict:

@@ -14,7 +14,7 @@ from paceline.algorithms.base import Algorithm, AlgorithmContext, AlgorithmError
 from paceline.clients import Pool
 from paceline.clients.frozen import FrozenPool
 from paceline.config.algorithm import OPDConfig, OPSDConfig
-from paceline.config.filters import DEFAULT_POLICY, FailurePolicy
+from paceline.config.filters import DEFAULT_HANDLING, FailureHandling
 from paceline.config.model import Reference as Ref
 from paceline.data import Row, Sample, find_bad_rows
 from paceline.data.rollout import message_text
@@ -45,7 +45,7 @@ Context = Callable[[Rollout, Sample], ReferencePrompt]
 class ReferenceScorer:
     """Asks a reference model how likely the sampled tokens are."""
 
-    def __init__(self, pool: Pool, name: str, policy: FailurePolicy = DEFAULT_POLICY) -> None:
+    def __init__(self, pool: Pool, name: str, policy: FailureHandling = DEFAULT_HANDLING) -> None:
         self._pool, self._name, self._policy, self._empty = pool, name, policy, 0
         concurrency = pool.ref.concurrency if isinstance(pool, FrozenPool) else MAX_CONCURRENT_SCORES
         self._semaphore = asyncio.Semaphore(concurrency)
@@ -54,7 +54,7 @@ class ReferenceScorer:
     async def connect(cls, ref: Ref, context: AlgorithmContext) -> "ReferenceScorer":
         """The policy, or a frozen model that can score at the run's temperature."""
         if ref == "policy":
-            return cls(context.client.pool, "the policy", context.teacher)
+            return cls(context.client.pool, "the policy", context.teacher_failures)
         pool = await context.attach(ref)
         temperature = context.client.sampling.temperature
         if temperature != 1.0 and not pool.scores_any_temperature:
@@ -66,7 +66,7 @@ class ReferenceScorer:
             await pool.score([context.client.renderer.prompt([{"role": "user", "content": "?"}])], temperature)
         except EngineError as error:
             raise AlgorithmError(f"environment `{context.env}`: `{ref.name}` cannot score: {error}") from error
-        return cls(pool, f"`{ref.name}` at {ref.where}", context.teacher)
+        return cls(pool, f"`{ref.name}` at {ref.where}", context.teacher_failures)
 
     async def add_teacher_logprobs(
         self, groups: Sequence[Group], context: Context = lambda *_: ReferencePrompt()

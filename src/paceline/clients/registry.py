@@ -25,7 +25,7 @@ class PoolMember:
 
     def __init__(self, engine: Engine, number: int) -> None:
         self.engine = engine
-        self.rejoins = isinstance(engine, RejoiningEngine)
+        self.can_rejoin = isinstance(engine, RejoiningEngine)
         self.name = engine.name if isinstance(engine, RejoiningEngine) else f"engine {number}"
         self.unanswered = 0
         self.capacity = 1
@@ -118,7 +118,7 @@ class EngineRegistry:
 
     def __init__(self, engines: Sequence[Engine], jitter: Callable[[], float] = random.random) -> None:
         self.members = [PoolMember(engine, number) for number, engine in enumerate(engines)]
-        self._copier = next((engine for engine in engines if isinstance(engine, RejoiningEngine)), None)
+        self._update_keeper = next((engine for engine in engines if isinstance(engine, RejoiningEngine)), None)
         self._updates: dict[str | None, WeightUpdate] = {}
         """The last update of the base (None) and of each adapter. Replaced, never changed: its identity is its age."""
         self.published: dict[str, int] = {}
@@ -136,7 +136,7 @@ class EngineRegistry:
     @property
     def is_hopeless(self) -> bool:
         """No engine serves and none will: an engine of this process comes back only by an update."""
-        return not self.serving and not self._publishing and not any(member.rejoins for member in self.members)
+        return not self.serving and not self._publishing and not any(member.can_rejoin for member in self.members)
 
     @property
     def trouble(self) -> EngineError:
@@ -151,7 +151,7 @@ class EngineRegistry:
         """A further engine, which serves once it answers and holds the current weights."""
         member = PoolMember(engine, len(self.members))
         member.trouble = EngineError("it has not answered yet")
-        self._copier = self._copier or (engine if isinstance(engine, RejoiningEngine) else None)
+        self._update_keeper = self._update_keeper or (engine if isinstance(engine, RejoiningEngine) else None)
         self.members.append(member)
         self._recoveries[member] = asyncio.ensure_future(self._recover(member))
 
@@ -180,7 +180,7 @@ class EngineRegistry:
 
     def set_aside_if_restarted(self, member: PoolMember, model: str, error: EngineError) -> bool:
         """Whether an engine that does not know a model has been given it: then it was restarted, and is set aside."""
-        restarted = model in self._updates and member.rejoins
+        restarted = model in self._updates and member.can_rejoin
         if restarted:
             self._set_aside(member, error)
         return restarted
@@ -191,15 +191,15 @@ class EngineRegistry:
         One that does not is set aside. If all refuse, the update is at fault: the weights before it stay the current
         ones and the first refusal is raised. If all are gone, this waits for one to come back with the new weights.
         """
-        if self._copier is not None:
-            update = copy = await self._copier.keep(update)
+        if self._update_keeper is not None:
+            update = kept = await self._update_keeper.keep(update)
         else:  # nothing is ever sent again, and what is not kept takes no memory
-            copy = dataclasses.replace(update, tensors={})
+            kept = dataclasses.replace(update, tensors={})
         before = self._updates
         name = None if update.adapter is None else update.adapter.name
-        self._updates = dict(sorted((before | {name: copy}).items(), key=lambda item: item[0] is not None))
+        self._updates = dict(sorted((before | {name: kept}).items(), key=lambda item: item[0] is not None))
         # Only the next update can bring back an engine of this process.
-        targets = [m for m in self.members if m.trouble is None or not m.rejoins]
+        targets = [m for m in self.members if m.trouble is None or not m.can_rejoin]
         self._publishing += 1
         try:
             answers = await asyncio.gather(*(self._send(member, update) for member in targets))
@@ -226,7 +226,7 @@ class EngineRegistry:
             log.warning("%s is set aside: %s", member.name, error)
         member.trouble = error
         recovery = self._recoveries.get(member)
-        if member.rejoins and (recovery is None or recovery.done()):
+        if member.can_rejoin and (recovery is None or recovery.done()):
             self._recoveries[member] = asyncio.ensure_future(self._recover(member))
 
     async def _recover(self, member: PoolMember) -> None:
@@ -272,7 +272,7 @@ class EngineRegistry:
                 pause = await _call_engine(member, PUBLISH_SECONDS, member.engine.load_weights(whole))
         except EngineError as error:
             return error
-        if not member.rejoins:
+        if not member.can_rejoin:
             member.trouble = None
         return float(pause)
 
@@ -305,6 +305,6 @@ async def _call_engine(member: PoolMember, seconds: float, work: Awaitable[T]) -
     except OSError as error:  # a file that was to be sent is gone, say
         raise Unreachable(f"it cannot be reached ({error})") from error
     except MALFORMED_ANSWER as error:
-        if not member.rejoins:
+        if not member.can_rejoin:
             raise
         raise Unreachable(f"it answered what cannot be read ({type(error).__name__}: {error})") from error

@@ -1,4 +1,4 @@
-"""Algorithm settings: credit assignment, and which loss each token trains."""
+"""Algorithm settings: credit assignment, and which loss components train each token."""
 
 from typing import Annotated, ClassVar, Literal
 

@@ -80,12 +80,12 @@ class FailuresConfig(Section):
     tries: int = Field(default=3, ge=1)
     """How often `retry` tries in all, the first time included."""
 
-    def policy(self, kind: str) -> "FailurePolicy":
-        return FailurePolicy(getattr(self, kind), self.tries)
+    def handling(self, kind: str) -> "FailureHandling":
+        return FailureHandling(getattr(self, kind), self.tries)
 
 
 @dataclass(frozen=True, slots=True)
-class FailurePolicy:
+class FailureHandling:
     """What follows a failure: another try, `tries` in all; the loss of what failed; the end of the run."""
 
     choice: Choice = "retry"
@@ -98,7 +98,7 @@ class FailurePolicy:
     def pause(failed: int) -> float:
         """Seconds before the next try: twice as long each time, up to a limit.
 
-        >>> [FailurePolicy.pause(failed) for failed in (1, 2, 3, 9)]
+        >>> [FailureHandling.pause(failed) for failed in (1, 2, 3, 9)]
         [1.0, 2.0, 4.0, 30.0]
         """
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failed - 1, 10))
@@ -107,8 +107,8 @@ class FailurePolicy:
         return f'"retry", {self.tries} tries' if self.choice == "retry" else f'"{self.choice}"'
 
 
-DEFAULT_POLICY = FailurePolicy()
-"""The policy of most kinds of failure."""
+DEFAULT_HANDLING = FailureHandling()
+"""What follows most kinds of failure."""
 
 
 AdvisoryName = Literal[

@@ -62,7 +62,8 @@ class ReinforceConfig(Section):
 
     type: Literal["reinforce"] = "reinforce"
     max_ratio: float | None = Field(default=None, gt=0)
-    """Weigh tokens by pi / behaviour, up to this much. When left out all weigh 1, as if just sampled by the policy."""
+    """Weigh tokens by the ratio to the sampler (with `proximal`: to the batch's start), up to this much. When left out
+    all weigh 1, as if just sampled by the policy."""
 
 
 class CustomLossConfig(Hook):
@@ -161,7 +162,8 @@ class TrainerConfig(Section):
     loss: LossConfig = DPPOConfig()
     """The policy loss, by `type`."""
     normalise: Literal["token", "sample", "fixed"] = "token"
-    """Divide a component's sum by its tokens, its samples' own lengths, or samples times `fixed_length`."""
+    """Divide a component's sum by its tokens, by each rollout's own length and the number of rollouts, or by rollouts
+    times `fixed_length`."""
     fixed_length: int = Field(default=1024, ge=1)
     """The constant length of `normalise = "fixed"`."""
     minibatches: int = Field(default=1, ge=1)

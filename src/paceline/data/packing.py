@@ -35,7 +35,7 @@ class Scales:
     rl: NDArray
     ce: NDArray
     ref_kl: NDArray
-    unweighted: NDArray
+    regulariser: NDArray
     """For what holds an rl token whatever it is worth, such as a KL penalty: as `rl`, but with weight 1."""
 
 
@@ -58,7 +58,7 @@ def token_scales(
     own = range(len(samples)) if own is None else own
     columns = []
     for name, weights in _weights([samples[i] for i in own]).items():
-        part = COMPONENTS.index("rl" if name == "unweighted" else name)
+        part = COMPONENTS.index("rl" if name == "regulariser" else name)
         tokens, rollouts = totals[part]
         if normalise == "sample":
             divisors = [rollouts * per_owner[part][names[i]] for i in own]
@@ -95,13 +95,13 @@ def _totals(per_owner: Sequence[Counter]) -> NDArray:
 
 
 def _weights(samples: Sequence[Sample]) -> dict[str, list[NDArray]]:
-    rl = [s.rl for s in samples]
+    rl = [s.rl_token_weights for s in samples]
     ce, ref_kl = (
         [np.zeros(len(s), np.float32) if (w := getattr(s, name)) is None else w for s in samples]
         for name in ("ce_weights", "ref_kl_weights")
     )
     ref_kl = [np.where(s.loss_mask, w, np.float32(0)) for s, w in zip(samples, ref_kl, strict=True)]
-    return {"rl": rl, "ce": ce, "ref_kl": ref_kl, "unweighted": [(w != 0).astype(np.float32) for w in rl]}
+    return {"rl": rl, "ce": ce, "ref_kl": ref_kl, "regulariser": [(w != 0).astype(np.float32) for w in rl]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class MicroBatch:
     rl_scale: NDArray
     ce_scale: NDArray
     ref_kl_scale: NDArray
-    unweighted_scale: NDArray
+    regulariser_scale: NDArray
     kv_kept: NDArray
     """True where keys and values of older weights were sampled on."""
 

@@ -35,7 +35,7 @@ STREAM_DTYPES: Mapping[str, type] = {
 }
 RENAMED_STREAMS = {"ref_logprobs": "teacher_logprobs", "base_logprobs": "kl_ref_logprobs"}
 """Streams by their names in files of earlier versions."""
-_no_attribute = renamed_attributes(RENAMED_STREAMS)
+_no_attribute = renamed_attributes(RENAMED_STREAMS | {"rl": "rl_token_weights"})
 WEIGHT_STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
 FIRST_IS_ZERO = {"loss_mask", *WEIGHT_STREAMS}
 SAMPLING_STREAMS = {"loss_mask", "logprobs", "versions", "temperatures"}
@@ -158,8 +158,8 @@ class Sample:
         return replace(self, **cut, spans=spans, ended="truncated")
 
     @property
-    def rl(self) -> NDArray:
-        """Weight of each token in the rl component."""
+    def rl_token_weights(self) -> NDArray:
+        """Weight of each token in the rl component: `rl_weights`, or 1 where there are none; 0 off the loss mask."""
         if self.rl_weights is None:
             return self.loss_mask.astype(np.float32)
         return np.where(self.loss_mask, self.rl_weights, np.float32(0))
@@ -173,7 +173,7 @@ class Sample:
             # Off the mask stands -1, which unsigned is larger than any version.
             oldest = int(np.minimum.reduce(self.versions.view(np.uint32)))
             return oldest if oldest < 1 << 31 else None
-        trained = self.rl != 0
+        trained = self.rl_token_weights != 0
         if self.ref_kl_weights is not None:
             trained |= self.loss_mask & (self.ref_kl_weights != 0)
         return int(self.versions[trained].min()) if trained.any() else None

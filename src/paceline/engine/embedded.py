@@ -133,23 +133,23 @@ class TorchWeights(WeightApplier):
             fingerprint(self._adapters.tensors(1).items())
             self._adapters.clear(1)
 
-    def sender_event(self) -> "torch.cuda.Event | None":
+    def source_ready(self) -> "torch.cuda.Event | None":
         """How far the sender's work on the GPU has come."""
         if self._model.device.type != "cuda":
             return None
         return torch.cuda.current_stream(self._model.device).record_event()
 
     def stage(
-        self, update: WeightUpdate, check: bool = True, sender_event: "torch.cuda.Event | None" = None
+        self, update: WeightUpdate, check: bool = True, source_ready: "torch.cuda.Event | None" = None
     ) -> StagedUpdate:
-        with torch.no_grad(), nullcontext() if sender_event is None else torch.cuda.device(self._model.device):
-            if sender_event is None:
+        with torch.no_grad(), nullcontext() if source_ready is None else torch.cuda.device(self._model.device):
+            if source_ready is None:
                 return super().stage(update, check)
-            sender_event.wait()  # bounded: orders two CUDA streams, the host goes on
+            source_ready.wait()  # bounded: orders two CUDA streams, the host goes on
             staged = super().stage(update, check)
             # What was left to the GPU comes before use.
-            sender_event.record(torch.cuda.current_stream(self._model.device))
-            return replace(staged, ready_event=sender_event)
+            source_ready.record(torch.cuda.current_stream(self._model.device))
+            return replace(staged, ready_event=source_ready)
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Nothing is left to be read from a file. A second copy of the weights is never made on the device; on the host
@@ -206,10 +206,10 @@ class TorchWeights(WeightApplier):
         return sent if check else None
 
     def _check_base(self, delta: WeightDelta) -> None:
-        version, base, held = self.catalog.versions[BASE], delta.base, None
+        version, base, held = self.served.versions[BASE], delta.base, None
         if version == base.version:
             whole = delta.entries.keys() == self._parameters.keys()
-            held = self.catalog.fingerprints[BASE].get(version) if whole else None
+            held = self.served.fingerprints[BASE].get(version) if whole else None
             held = held or fingerprint((name, self._parameters[name]) for name in delta.entries)
         if held != base.fingerprint:
             raise DeltaBaseMismatch(
@@ -219,7 +219,7 @@ class TorchWeights(WeightApplier):
 
     def logprobs(self, token_ids: tuple[int, ...], model: str) -> list[float]:
         if self._adapters is not None:
-            slots = torch.full((len(token_ids),), self.catalog.adapter_slots[model], device=self._model.device)
+            slots = torch.full((len(token_ids),), self.served.adapter_slots[model], device=self._model.device)
             self._adapters.route(slots)
             with torch.compiler.set_stance("force_eager"):
                 return sequence_logprobs(self._model, self._head, token_ids)

@@ -50,8 +50,8 @@ class DecodingEngine:
     ) -> None:  # fmt: skip
         self.max_context = max_context
         self._config, self._cache, self._runner, self._weights = config, cache, runner, weights
-        self._vocabulary, self._grammars, self._catalog = vocabulary, grammars, weights.catalog
-        self._scheduler = Scheduler(cache, config.prefill_tokens, deterministic, weights.catalog)
+        self._vocabulary, self._grammars, self._served = vocabulary, grammars, weights.served
+        self._scheduler = Scheduler(cache, config.prefill_tokens, deterministic, weights.served)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._inbox_lock = threading.Lock()
         self._steps_in_flight: deque[StepInFlight] = deque()
@@ -121,7 +121,7 @@ class DecodingEngine:
         return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))  # bounded: by the pool's deadline
 
     async def load_weights(self, update: WeightUpdate) -> float:
-        event = self._weights.sender_event()
+        event = self._weights.source_ready()
         try:
             async with self._update_lock:  # bounded: by those before it, and applied in the order in which they came
                 # Read before decoding has to pause, and beside it: the pause is then the copy alone.
@@ -136,7 +136,7 @@ class DecodingEngine:
         return await self._run_between_steps(self._weights.policy)
 
     async def limits(self) -> EngineLimits:
-        adapters, weight_bytes = self._catalog.adapters, self._weights.weight_bytes
+        adapters, weight_bytes = self._served.adapters, self._weights.weight_bytes
         return EngineLimits(self.max_context, self._vocabulary, adapters=adapters, weight_bytes=weight_bytes)
 
     async def stats(self) -> EngineStats:
@@ -179,7 +179,7 @@ class DecodingEngine:
     # -- admission, on the caller's thread ----------------------------------------------------------------------------
 
     def _check_request(self, request: GenerateRequest, room: int = 1) -> None:
-        check_request(request, self._catalog, self.max_context - room, self._vocabulary)
+        check_request(request, self._served, self.max_context - room, self._vocabulary)
         self._weights.check_trusted(request.model)
 
     def _make_matcher(self, grammar: Grammar) -> GrammarMatcher:
@@ -335,7 +335,7 @@ class DecodingEngine:
         if finish:
             self._scheduler.release(sequence)
             self._streamer.finish(sequence)
-            _set_result(sequence, sequence.completion(finish, self._catalog.fingerprints[sequence.request.model]))
+            _set_result(sequence, sequence.completion(finish, self._served.fingerprints[sequence.request.model]))
 
     def _fail(self, sequence: DecodeSequence, why: str, kind: type[EngineError] = EngineError) -> None:
         sequence.done_flag.is_set = True
@@ -351,7 +351,7 @@ class DecodingEngine:
         goes on with the new."""
         self._land(0)
         start = time.perf_counter()
-        update, before = staged.update, dict(self._catalog.fingerprints)
+        update, before = staged.update, dict(self._served.fingerprints)
         model = None if update.adapter is None else update.adapter.name
         try:
             staged_fingerprint = self._weights.apply(staged)
@@ -389,7 +389,7 @@ class DecodingEngine:
         carried: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
         for sequence in self._scheduler.sampled_sequences(model):
             old, last = before[sequence.request.model], sequence.versions[-1]
-            if self._catalog.fingerprints[sequence.request.model] is old:
+            if self._served.fingerprints[sequence.request.model] is old:
                 continue  # an adapter beside a new base
             sampled_from = (sequence.fingerprints or {}) | ({last: old[last]} if last in old else {})
             if version not in sequence.versions or sampled_from.get(version) == staged_fingerprint:

@@ -15,18 +15,22 @@ from collections.abc import Iterable
 
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.sequence import Chunk, DecodeSequence
-from paceline.engine.weight_applier import Catalog, WeightsKey
+from paceline.engine.weight_applier import ServedModels, WeightsKey
 
 
 class Scheduler:
     """Decides what runs. Plain bookkeeping, no tensors."""
 
     def __init__(
-        self, cache: KVCache, prefill_tokens: int, deterministic: bool = False, catalog: Catalog | None = None
+        self,
+        cache: KVCache,
+        prefill_tokens: int,
+        deterministic: bool = False,
+        served: ServedModels | None = None,
     ) -> None:
         self.running: dict[int, DecodeSequence] = {}
         """By slot, in order of admission."""
-        self._catalog = catalog or Catalog()
+        self._served = served or ServedModels()
         self.num_preempted = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -81,7 +85,7 @@ class Scheduler:
             if sequence.future.cancelled():
                 heapq.heappop(self._waiting)
                 continue
-            sequence.weights_key = self._catalog.weights_key(sequence.request.model)
+            sequence.weights_key = self._served.weights_key(sequence.request.model)
             if self._is_prompt_computing(sequence):
                 deferred.append(heapq.heappop(self._waiting)[-1])
                 continue
@@ -145,11 +149,19 @@ class Scheduler:
             self.preempt([victim])  # gives its pages to others; it waits again and recomputes what it had
             if victim is sequence:
                 return 0
-        request, catalog = sequence.request, self._catalog
+        request, served = sequence.request, self._served
         start, model, prompt = sequence.num_computed, request.model, len(request.prompt_ids)
         index = len(sequence.tokens) + sequence.pending_tokens - prompt
         chunks.append(
-            Chunk(sequence, start, length, samples, catalog.versions[model], catalog.adapter_slots[model], index)
+            Chunk(
+                sequence,
+                start,
+                length,
+                samples,
+                served.versions[model],
+                served.adapter_slots[model],
+                index,
+            )
         )
         sequence.num_computed += length
         sequence.pending_steps += 1

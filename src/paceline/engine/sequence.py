@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.engine.base import MAX_TOP_LOGPROBS, Completion, Finish, GenerateRequest, Listener, Piece, TopLogprobs
-from paceline.engine.weight_applier import Catalog, WeightsKey
+from paceline.engine.weight_applier import ServedModels, WeightsKey
 from paceline.errors import RequestError, UnknownModel
 from paceline.weights.update import Array
 
@@ -32,7 +32,7 @@ MIN_TEMPERATURE = 1e-20
 INT64_MAX = (1 << 63) - 1
 
 
-def check_request(request: GenerateRequest, catalog: Catalog, longest_prompt: int, vocabulary: int) -> None:
+def check_request(request: GenerateRequest, served: ServedModels, longest_prompt: int, vocabulary: int) -> None:
     """Refuse a request before it enters the engine, for the first thing that is wrong."""
     prompt = len(request.prompt_ids)
     if prompt == 0:
@@ -53,9 +53,9 @@ def check_request(request: GenerateRequest, catalog: Catalog, longest_prompt: in
         raise RequestError("the noise key must fit 64 bits: make it with noise_key")
     if not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
         raise RequestError(f"top_logprobs is {request.top_logprobs}: at most {MAX_TOP_LOGPROBS} are given")
-    if request.model not in catalog.versions:
-        served = ", ".join(sorted(catalog.adapters)) or "none"
-        raise UnknownModel(f"no adapter `{request.model}` is loaded; loaded are: {served}")
+    if request.model not in served.versions:
+        names = ", ".join(sorted(served.adapters)) or "none"
+        raise UnknownModel(f"no adapter `{request.model}` is loaded; loaded are: {names}")
 
 
 class DoneFlag:

@@ -23,7 +23,7 @@ BROKEN_VERSION = -1
 
 
 @dataclass(slots=True)
-class Catalog:
+class ServedModels:
     """The policy, the base, and adapters by name."""
 
     adapter_slots: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
@@ -75,14 +75,14 @@ class StagedUpdate:
 
 
 class WeightApplier(ABC):
-    """The weights an engine serves, the base and the adapters beside it; keeps the catalog true."""
+    """The weights an engine serves, the base and the adapters beside it; keeps the served true."""
 
     weight_bytes: int
     """Of all parameters of the base."""
 
     def __init__(self, adapters: AdapterSlots | None, vocabulary: int, dtype: Any, version: int) -> None:
-        self.catalog = Catalog()
-        self.catalog.versions[POLICY] = version
+        self.served = ServedModels()
+        self.served.versions[POLICY] = version
         self._slots = adapters
         self._vocabulary = vocabulary
         self._tolerance = dtype_tolerance(dtype)
@@ -122,7 +122,7 @@ class WeightApplier(ABC):
     def warm_up(self) -> None:  # noqa: B027 - only where the first time takes long
         """Do once what an update does."""
 
-    def sender_event(self) -> Any:
+    def source_ready(self) -> Any:
         """How far the sender's work on the device has come, taken on the sender's thread: reading comes after it."""
         return None
 
@@ -130,11 +130,11 @@ class WeightApplier(ABC):
 
     def policy(self) -> ServedPolicy:
         """The served version, and its fingerprint as verified; else taken now from the tensors really used."""
-        version = self.catalog.versions[POLICY]
-        verified = self.catalog.fingerprints[POLICY].get(version)
+        version = self.served.versions[POLICY]
+        verified = self.served.fingerprints[POLICY].get(version)
         return ServedPolicy(version, verified or fingerprint(self._served_tensors(POLICY).items()))
 
-    def stage(self, update: WeightUpdate, check: bool = True, sender_event: Any = None) -> StagedUpdate:
+    def stage(self, update: WeightUpdate, check: bool = True, source_ready: Any = None) -> StagedUpdate:
         """All that can be done while decoding goes on, on any thread: read it, and check that it fits and is whole."""
         if check and (canary := update.canary) is not None:
             ids, most = canary.token_ids, self._vocabulary
@@ -197,7 +197,7 @@ class WeightApplier(ABC):
         else:
             with self._guard_write(update):
                 self._copy_weights(staged.tensors)
-        self.catalog.set_version(_updated_models(update), update.version)
+        self.served.set_version(_updated_models(update), update.version)
         return staged_fingerprint
 
     @contextmanager
@@ -206,8 +206,8 @@ class WeightApplier(ABC):
         try:
             yield
         except Exception as error:
-            models = [model for model in _updated_models(update) if model in self.catalog.versions]
-            self.catalog.set_version(models, BROKEN_VERSION)
+            models = [model for model in _updated_models(update) if model in self.served.versions]
+            self.served.set_version(models, BROKEN_VERSION)
             if update.adapter is None:
                 self._partial |= set(update.names)
             raise PartialUpdateError(
@@ -219,12 +219,12 @@ class WeightApplier(ABC):
 
     def _apply_adapter(self, staged: StagedUpdate, adapter: Adapter) -> None:
         assert self._slots is not None
-        name, slots = adapter.name, self.catalog.adapter_slots
+        name, slots = adapter.name, self.served.adapter_slots
         if name == BASE:
             raise EngineError(f"`{BASE}` is the name of the plain base: give the adapter another")
         slot = slots.get(name, 0) or (self._free[-1] if self._free else 0)
         if not slot:
-            raise EngineError(f"all adapter slots are taken by {sorted(self.catalog.adapters)}: raise engine.adapters")
+            raise EngineError(f"all adapter slots are taken by {sorted(self.served.adapters)}: raise engine.adapters")
         with self._guard_write(staged.update):
             self._slots.load(slot, staged.tensors, adapter.scale)
         if not slots.get(name):
@@ -236,7 +236,7 @@ class WeightApplier(ABC):
     def verify(self, update: WeightUpdate, staged_fingerprint: str) -> None:
         """Check that the weights held are those sent, and that they give the trainer's log probabilities of the canary.
         Whatever is sampled from now on carries their fingerprint."""
-        name, known = POLICY if update.adapter is None else update.adapter.name, self.catalog.fingerprints
+        name, known = POLICY if update.adapter is None else update.adapter.name, self.served.fingerprints
         mine, canary = self.parameters, update.canary
         held = self._served_tensors(name) if update.adapter is not None else {key: mine[key] for key in update.names}
         if fingerprint(held.items()) != staged_fingerprint:
@@ -253,11 +253,11 @@ class WeightApplier(ABC):
             staged_fingerprint = fingerprint(mine.items())
         verified = {update.version: staged_fingerprint}
         known |= dict.fromkeys(_updated_models(update), verified)
-        if update.adapter is None and self.catalog.adapter_slots[POLICY]:
+        if update.adapter is None and self.served.adapter_slots[POLICY]:
             known[POLICY] = {update.version: fingerprint(self._served_tensors(POLICY).items())}
 
     def _served_tensors(self, model: str) -> dict[str, Array]:
-        slot = self.catalog.adapter_slots[model]
+        slot = self.served.adapter_slots[model]
         if slot and self._slots is not None:
             return self._slots.tensors(slot)
         return dict(self.parameters)

@@ -369,6 +369,6 @@ def has_no_signal(group: Group) -> bool:
             return False
         # Credit that is not there yet comes from a critic, or when the batch ships.
         pending = sample.advantages is None or sample.rewards is not None
-        if (sample.rl if pending else sample.rl * sample.advantages).any():
+        if (sample.rl_token_weights if pending else sample.rl_token_weights * sample.advantages).any():
             return False
     return True

@@ -128,7 +128,7 @@ async def open_algorithms(
 
     try:
         for env in envs.values():
-            teacher = env.failures.policy("teacher")
+            teacher = env.failures.handling("teacher")
             await env.algorithm.begin(AlgorithmContext(env.name, env.rows, client, connect, teacher))
             env.skip(env.algorithm.bad_rows)
             env.bad_rows = frozenset(env.algorithm.bad_rows.indices)
@@ -300,14 +300,14 @@ class RolloutRunner:
         if is_cancelled():
             raise asyncio.CancelledError  # the environment made a failure of it, and the caller waits for no other try
         first, last, failed = losses[0], losses[-1], len(losses)
-        policy = env.failures.policy(last.kind)
+        policy = env.failures.handling(last.kind)
         if policy.choice == "fail":
             text = f"{first} (failures.{last.kind} = {policy}): mend that, or let the run drop or retry"
             raise stop_error(text, first.__cause__)
         if not policy.retries(failed) or isinstance(last.__cause__, AbandonedError):
             self.failure_counts[first.kind] += 1
             more = f"; at last: {last}" if str(last) != str(first) else ""
-            text = f"{first} (failures.{first.kind} = {env.failures.policy(first.kind)}){more}"
+            text = f"{first} (failures.{first.kind} = {env.failures.handling(first.kind)}){more}"
             raise EpisodeLost(text, first.kind) from first.__cause__
         pause = policy.pause(failed)
         self.retry_counts[last.kind] += 1

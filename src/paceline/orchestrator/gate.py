@@ -26,7 +26,7 @@ def limit_staleness(sample: Sample, version: int, limit: int, on_stale: OnStale)
     keep = sample.versions >= version - limit
     if not (keep & sample.loss_mask).any():
         return None
-    changed = {"rl_weights": np.where(keep, sample.rl, np.float32(0))}
+    changed = {"rl_weights": np.where(keep, sample.rl_token_weights, np.float32(0))}
     if sample.ref_kl_weights is not None:
         changed["ref_kl_weights"] = np.where(keep, sample.ref_kl_weights, np.float32(0))
     return sample.with_streams(**changed)

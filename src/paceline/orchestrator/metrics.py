@@ -21,7 +21,8 @@ DOING = {
     "publish": ("publishing the weights", ()),
     "eval": ("evaluating", ()),
 }
-"""How a phase is called among the waits, and the waits that must end before it can."""
+"""How a phase is called among the waits, and the waits that must end before it can. In "score" the algorithms finish
+the batch: baselines over all of it, a teacher's log probabilities."""
 
 
 class Stopwatch:

@@ -60,7 +60,11 @@ class Critic:
 
     def lacking_advantages(self, samples: Sequence[Sample]) -> list[int]:
         """Samples that bring rewards instead of advantages."""
-        return [i for i, s in enumerate(samples) if s.advantages is None and s.rewards is not None and s.rl.any()]
+        return [
+            i
+            for i, s in enumerate(samples)
+            if s.advantages is None and s.rewards is not None and s.rl_token_weights.any()
+        ]
 
     def credit(
         self, samples: Sequence[Sample], own: Sequence[int]
@@ -149,10 +153,10 @@ class Critic:
 
     def _targets(self, micro_batch: MicroBatch, targets: Sequence[ValueTargets]) -> tuple[NDArray, list[NDArray]]:
         """Places of a micro-batch that train, and of each its value at the batch's start, its return and its scale."""
-        positions = micro_batch.unweighted_scale.nonzero()[0]
+        positions = micro_batch.regulariser_scale.nonzero()[0]
         own = [targets[i] for i in micro_batch.members]
         old, returns = _concatenate(x.values for x in own), _concatenate(x.returns for x in own)
-        scales = micro_batch.unweighted_scale
+        scales = micro_batch.regulariser_scale
         return positions, [stream[positions].astype(np.float32) for stream in (old, returns, scales)]
 
     def _explained_variance(self, targets: Sequence[ValueTargets]) -> dict[str, float]:
@@ -167,7 +171,7 @@ class Critic:
 
     def _whiten(self, samples: Sequence[Sample], advantages: Sequence[NDArray]) -> list[NDArray]:
         """Mean 0 and variance 1 over the rl tokens of all ranks: the step's size no longer hangs on the rewards'."""
-        members = [s.rl != 0 for s in samples]
+        members = [s.rl_token_weights != 0 for s in samples]
         mean, variance = self._moments(_concatenate(a[m] for a, m in zip(advantages, members, strict=True)))
         return [
             np.where(s.loss_mask, (a - mean) / np.sqrt(variance + 1e-8), 0.0)

@@ -46,8 +46,8 @@ from paceline.weights.update import Array
 if TYPE_CHECKING:
     from paceline.trainer.backend import Optimizer
 
-SCALE_OF = {"rl": "unweighted_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
-"""The scale that marks a component's tokens."""
+SCALE_OF = {"rl": "regulariser_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
+"""The scale that is not 0 on a component's tokens."""
 ONE = np.ones((len(COMPONENTS), 2))
 
 
@@ -280,7 +280,7 @@ class Learner:
         pulled = sample.ref_kl_weights is not None and sample.ref_kl_weights[sample.loss_mask].any()
         if pulled and sample.teacher_logprobs is None:
             raise TrainerError(f"{sample.where}: tokens train with ref_kl but carry no `teacher_logprobs`")
-        if sample.advantages is not None or not sample.rl.any():
+        if sample.advantages is not None or not sample.rl_token_weights.any():
             return
         if sample.rewards is None:
             raise TrainerError(f"{sample.where}: tokens train with rl but carry neither advantages nor rewards")
@@ -305,9 +305,9 @@ class Learner:
         if self._config.proximal is not None:
             # The first step needs none: it is taken from the batch's start itself.
             later = batch.cuts[0 if shaping else 1 :]
-            started = {i for cut in later for i in all_members(cut) if samples[i].rl.any()}
+            started = {i for cut in later for i in all_members(cut) if samples[i].rl_token_weights.any()}
         prox = scores(started)
-        lacking = {i for i, s in enumerate(samples) if s.kl_ref_logprobs is None and s.rl.any()}
+        lacking = {i for i, s in enumerate(samples) if s.kl_ref_logprobs is None and s.rl_token_weights.any()}
         if self._reference is not None and lacking:
             with self._reference.in_place():
                 ref = scores(lacking)

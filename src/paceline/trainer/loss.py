@@ -6,7 +6,7 @@
     rl      the policy loss (`trainer.loss`)        ref_kl  reverse KL to a teacher: on-policy distillation
     ce      cross entropy on given tokens           kl      KL penalty towards a reference (`trainer.kl`)
 
-`unweighted_scale` is the rl normaliser on rl tokens, without the weights that an algorithm gave them. The second line
+`regulariser_scale` is the rl normaliser on rl tokens, without the weights that an algorithm gave them. The second line
 is off by default. Which token carries which scale is the algorithm's choice, made long before; nothing here knows its
 name.
 """
@@ -83,7 +83,7 @@ class Loss:
             terms["entropy"] = -self._config.entropy_coef * tokens.entropy
         skipped = self._skip_mask(sampler_ratio, tokens)
         unskipped = ~skipped[tokens.segments]
-        scales |= {name: tokens.unweighted_scale for name in terms if name not in scales}
+        scales |= {name: tokens.regulariser_scale for name in terms if name not in scales}
         return TokenLosses(terms, scales, {"rl": rl_clipped, "ref_kl": ref_clipped}, ratio, skipped, unskipped)
 
     def _skip_mask(self, ratio: Ratio, tokens: TrainedTokens) -> Array:

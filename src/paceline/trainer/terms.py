@@ -116,7 +116,7 @@ class TrainedTokens:
     not in the loss."""
     ce_scale: Array
     ref_kl_scale: Array
-    unweighted_scale: Array
+    regulariser_scale: Array
     """The same for what belongs to no component, KL and entropy: of the rl tokens, without their weights."""
     entropy: Array
     versions: Array
@@ -145,7 +145,7 @@ class TrainedTokens:
 
 
 STREAMS = ("versions", "advantages", "teacher_logprobs", "kl_ref_logprobs", "prox_logprobs", "kv_kept")
-SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "unweighted_scale")
+SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "regulariser_scale")
 
 
 def trained_positions(micro_batch: MicroBatch) -> NDArray:

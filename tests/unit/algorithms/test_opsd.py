@@ -64,7 +64,7 @@ def test_no_rollout_pulls_harder_for_being_longer(renderer, replies, cap):  # no
     taught(group, renderer, OPSDConfig(block=SHORT, max_pull=cap))
     mean = np.mean([int(s.loss_mask.sum()) for s in group.samples()])
     for sample, (_, cut) in zip(group.samples(), replies, strict=True):
-        assert not sample.rl.any()
+        assert not sample.rl_token_weights.any()
         if cut:
             assert (sample.ref_kl_weights, sample.teacher_logprobs) == (None, None)
             continue

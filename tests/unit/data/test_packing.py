@@ -185,7 +185,7 @@ def test_ranks_fold_the_scales_that_one_alone_would(batch, ranks, budget, normal
         own = flatten_bins(bins)
         for i, scales in zip(own, token_scales(batch, normalise, 7, own=own), strict=True):
             np.testing.assert_array_equal(scales.rl, whole[i].rl)
-            np.testing.assert_array_equal(scales.unweighted, whole[i].unweighted)
+            np.testing.assert_array_equal(scales.regulariser, whole[i].regulariser)
 
 
 @laws

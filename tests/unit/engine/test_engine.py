@@ -106,7 +106,7 @@ def swap_midway(model, other, on_swap: str, when: int = 6) -> tuple[GenerateRequ
 
         def stepping():
             step()
-            if engine.tokens == when and engine._catalog.versions[POLICY] == 0:
+            if engine.tokens == when and engine._served.versions[POLICY] == 0:
                 engine._apply_update(engine._weights.stage(WeightUpdate(1, dict(other.named_parameters()))))
 
         engine._step = stepping

@@ -56,11 +56,15 @@ class EngineByHand(RuleBasedStateMachine):
             cache = PageCache(NUMBER, slots, pages, CONTEXT, torch.int64, memory, **given)
         else:
             cache = SlotCache(NUMBER, slots, 8, CONTEXT, torch.int64, "cpu", **given)
-        self.catalog = engine._catalog
-        self.catalog.adapter_slots["a"], self.catalog.versions["a"], self.catalog.fingerprints["a"] = 1, 0, {}
+        self.served = engine._served
+        (
+            self.served.adapter_slots["a"],
+            self.served.versions["a"],
+            self.served.fingerprints["a"],
+        ) = 1, 0, {}
         self.cache = engine._cache = cache
-        self.scheduler = engine._scheduler = Scheduler(cache, prefill, deterministic, self.catalog)
-        self.runner = engine._runner = SymbolicRunner(cache, depth, self.catalog)
+        self.scheduler = engine._scheduler = Scheduler(cache, prefill, deterministic, self.served)
+        self.runner = engine._runner = SymbolicRunner(cache, depth, self.served)
         self.on_swap = on_swap
         self.alive: dict[Future, DecodeSequence] = {}
         self.heard: dict[Future, list[int]] = {}
@@ -114,7 +118,7 @@ class EngineByHand(RuleBasedStateMachine):
         """What the engine does around new weights, without the weights."""
         self.engine._land(0)
         self.answers_are_what_was_sampled()
-        versions = self.catalog.versions
+        versions = self.served.versions
         if model is None:
             versions["base"] = versions[""] = versions[""] + 1
         else:
@@ -165,7 +169,7 @@ class EngineByHand(RuleBasedStateMachine):
         for future in [f for f in self.alive if f.done()]:
             sequence = self.alive.pop(future)
             if not future.cancelled() and sequence.scores is not None:
-                expected = content(self.catalog.weights_key(sequence.request.model), sequence.tokens)
+                expected = content(self.served.weights_key(sequence.request.model), sequence.tokens)
                 assert future.result() == [0.0, *expected[: len(sequence.tokens) - 1]]
             elif not future.cancelled():
                 self.check(sequence, future)

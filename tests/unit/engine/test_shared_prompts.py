@@ -11,7 +11,7 @@ from backends import SlotCache
 from paceline.engine import GenerateRequest
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import DecodeSequence
-from paceline.engine.weight_applier import Catalog
+from paceline.engine.weight_applier import ServedModels
 from paceline.model.support import AttentionShape
 
 PROMPTS = [(5, 6, 7), (5, 6, 8, 9), (5, 6, 7, 1, 1)]
@@ -35,8 +35,8 @@ class Shadow(SlotCache):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_chunk_stands_on_its_own_tokens(seed):
-    dice, cache, catalog = random.Random(seed), Shadow(slots=5), Catalog()
-    scheduler, alive = Scheduler(cache, prefill_tokens=dice.choice([4, 100]), catalog=catalog), []
+    dice, cache, served = random.Random(seed), Shadow(slots=5), ServedModels()
+    scheduler, alive = Scheduler(cache, prefill_tokens=dice.choice([4, 100]), served=served), []
     for _ in range(300):
         if dice.random() < 0.4:
             request = GenerateRequest(prompt_ids=dice.choice(PROMPTS), max_tokens=6)
@@ -46,8 +46,8 @@ def test_a_chunk_stands_on_its_own_tokens(seed):
         if alive and dice.random() < 0.2:
             dice.choice(alive).future.cancel()
         if dice.random() < 0.15:
-            catalog.versions[""] += 1
-            catalog.versions["base"] += 1
+            served.versions[""] += 1
+            served.versions["base"] += 1
             scheduler.on_weight_update(None, recompute=True)
         for chunk in scheduler.schedule():
             sequence, slot = chunk.sequence, chunk.sequence.slot
@@ -66,8 +66,8 @@ def test_a_chunk_stands_on_its_own_tokens(seed):
 
 def test_equal_prompts_are_admitted_together():
     """The first computes the prompt, and all others share it one step later, not one a step."""
-    cache, catalog = Shadow(slots=64), Catalog()
-    scheduler = Scheduler(cache, prefill_tokens=100, catalog=catalog)
+    cache, served = Shadow(slots=64), ServedModels()
+    scheduler = Scheduler(cache, prefill_tokens=100, served=served)
     request = GenerateRequest(prompt_ids=PROMPTS[1], max_tokens=6)
     for _ in range(64):
         scheduler.add(DecodeSequence(request, Future(), list(request.prompt_ids), 10))
@@ -77,8 +77,8 @@ def test_equal_prompts_are_admitted_together():
 
 def test_calls_that_queue_take_turns():
     """A call of many requests does not hold up a later call of few, and a stream of short calls does not starve it."""
-    cache, catalog = Shadow(slots=4), Catalog()
-    scheduler = Scheduler(cache, prefill_tokens=100, catalog=catalog)
+    cache, served = Shadow(slots=4), ServedModels()
+    scheduler = Scheduler(cache, prefill_tokens=100, served=served)
     admitted = []
 
     def call(name: str, count: int) -> None:

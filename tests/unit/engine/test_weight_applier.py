@@ -79,7 +79,7 @@ def under_swaps(config: dict, seed: int) -> list[tuple[GenerateRequest, Completi
 
         def stepping():
             step()
-            version = engine._catalog.versions[""]
+            version = engine._served.versions[""]
             if version < 3 and engine.steps >= moments[version]:
                 engine._apply_update(engine._weights.stage(WeightUpdate(version + 1, weights(version + 1))))
 

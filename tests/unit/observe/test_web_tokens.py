@@ -196,7 +196,7 @@ def _tokens(pi, mu, advantages, ref, scale=None, sequences=1) -> TrainedTokens:
         rl_scale=ones if scale is None else scale,
         ce_scale=ones * 0,
         ref_kl_scale=ones,
-        unweighted_scale=ones,
+        regulariser_scale=ones,
         entropy=ones,
         versions=torch.zeros(count, dtype=torch.int32),
         segments=torch.zeros(count, dtype=torch.long),
@@ -242,7 +242,7 @@ def test_loss_shares_of_a_policy_that_has_not_moved_are_the_trainers(tmp_path, n
         mu = torch.tensor(sample.logprobs)
         tokens = _tokens(mu.tolist(), mu.tolist(), sample.advantages.tolist(), mu.tolist(), rl)
         real = Loss(trainer).per_token(tokens).scaled()["rl"]
-        for at in np.flatnonzero(sample.rl)[::3]:
+        for at in np.flatnonzero(sample.rl_token_weights)[::3]:
             line = _lines(client, row.index, int(at), "shares")["loss share at r = 1"]
             assert line["value"] == pytest.approx(float(real[at]), rel=1e-5)
 

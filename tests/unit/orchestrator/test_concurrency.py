@@ -104,7 +104,9 @@ class Trainer:
         self._seconds, self._staleness, self._engine = seconds, staleness, engine
 
     async def step(self, batch) -> StepReport:
-        ages = [self.version - int(v) for s in batch for v, rl in zip(s.versions, s.rl, strict=True) if rl]
+        ages = [
+            self.version - int(v) for s in batch for v, rl in zip(s.versions, s.rl_token_weights, strict=True) if rl
+        ]
         assert max(ages) <= self._staleness
         await asyncio.sleep(self._seconds)
         self.idle_engine.append(self._engine.running == 0)

@@ -27,7 +27,7 @@ from paceline.algorithms.distillation import ReferenceScorer
 from paceline.clients import HttpEngine, NoEngineLeft, Pool
 from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
-from paceline.config.filters import FailurePolicy, FailuresConfig
+from paceline.config.filters import FailureHandling, FailuresConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import Sample, State, Ticket
 from paceline.engine import Completion, EngineLimits, EngineStats, GenerateRequest
@@ -322,7 +322,7 @@ def test_what_becomes_of_a_failure_is_what_the_run_file_says_of_its_kind(kind, c
     plays = min(failures + 1, allowed)
     assert environment.played == {0: 2 * plays}
     assert player.retry_counts == Counter({kind: 2 * (plays - 1)} if plays > 1 else {})
-    assert seconds == pytest.approx(plays + sum(FailurePolicy.pause(n) for n in range(1, plays)))
+    assert seconds == pytest.approx(plays + sum(FailureHandling.pause(n) for n in range(1, plays)))
     if failures < allowed:
         assert done.failed == []
         assert player.failure_counts == Counter()
@@ -334,11 +334,11 @@ def test_what_becomes_of_a_failure_is_what_the_run_file_says_of_its_kind(kind, c
 
 
 def test_the_words_of_a_run_file_stand_for_small_values():
-    policies = [FailurePolicy(word, 4) for word in ("retry", "drop", "fail")]
+    policies = [FailureHandling(word, 4) for word in ("retry", "drop", "fail")]
     assert [str(policy) for policy in policies] == ['"retry", 4 tries', '"drop"', '"fail"']
     assert [policy.retries(3) for policy in policies] == [True, False, False]
     assert not policies[0].retries(4)
-    assert max(FailurePolicy.pause(failed) for failed in range(1, 2000)) <= 30
+    assert max(FailureHandling.pause(failed) for failed in range(1, 2000)) <= 30
 
 
 def test_what_went_wrong_first_is_told_whatever_came_after_it():
@@ -853,7 +853,7 @@ class Teacher(Near):
         return [[-0.5] * len(ids) for ids in sequences]
 
 
-def taught(teacher, policy=FailurePolicy(), samples: int = 4):  # noqa: B008
+def taught(teacher, policy=FailureHandling(), samples: int = 4):  # noqa: B008
     """The samples that are left of a batch, and what was lost."""
     ones = np.ones(3, np.float32)
     sample = Sample(
@@ -879,11 +879,11 @@ def taught(teacher, policy=FailurePolicy(), samples: int = 4):  # noqa: B008
 @pytest.mark.parametrize("how", [EngineError("http://far:2/v1/score answered 500"), "not numbers"])
 def test_a_teacher_that_fails_for_a_moment_is_asked_again(how):
     assert taught(Teacher(2, how))[:2] == (4, {})
-    assert taught(Teacher(2, how), FailurePolicy("drop"))[:2] == (2, {"teacher_failed": 2})
+    assert taught(Teacher(2, how), FailureHandling("drop"))[:2] == (2, {"teacher_failed": 2})
     with pytest.raises(
         AlgorithmError, match=r"`teacher` at http://far:2/v1 could not score .*failures.teacher = \"fail"
     ):
-        taught(Teacher(2, how), FailurePolicy("fail"))
+        taught(Teacher(2, how), FailureHandling("fail"))
 
 
 def test_what_a_teacher_will_never_score_is_not_asked_again(words):

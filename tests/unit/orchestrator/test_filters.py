@@ -133,7 +133,7 @@ def test_a_cut_off_rollout_says_nothing_and_still_counts_in_the_baseline(members
     mean = np.mean([reward for reward, _, _ in members])
     for member, (reward, _, cut) in zip(group.rollouts, members, strict=True):
         for sample in member.samples:
-            assert sample.rl.any() == (not cut)
+            assert sample.rl_token_weights.any() == (not cut)
             np.testing.assert_allclose(sample.advantages[sample.loss_mask], reward - mean, atol=1e-5)
     telling = [reward != members[0][0] for reward, _, _ in members]
     assert has_no_signal(group) == (not any(telling) or all(cut or reward == mean for reward, _, cut in members))
@@ -152,7 +152,7 @@ def test_whatever_trains_a_cut_off_rollout_falls_silent(config):
     group = judged(config, [(1.0, (2, 3), True)], LengthConfig(mask_truncated=True))
     assert has_no_signal(group)
     for sample in group.samples():
-        assert (sample.rl.any(), sample.ce_weights, sample.ref_kl_weights) == (False, None, None)
+        assert (sample.rl_token_weights.any(), sample.ce_weights, sample.ref_kl_weights) == (False, None, None)
 
 
 def test_what_a_cut_off_rollout_was_told_may_still_train():

@@ -88,7 +88,7 @@ class Slow:
         """Tickets of each batch, up to the weights there are now."""
 
     async def step(self, batch) -> StepReport:
-        ages = [self.version - v for s in batch for v, rl in zip(s.versions, s.rl, strict=True) if rl]
+        ages = [self.version - v for s in batch for v, rl in zip(s.versions, s.rl_token_weights, strict=True) if rl]
         assert max(ages, default=0) <= self._staleness
         tickets = {sample.ticket for sample in batch}
         assert not any(tickets & earlier for earlier in self._lineage)
@@ -454,7 +454,10 @@ def test_a_run_file_may_change_between_two_lives(tmp_path, changed):
     trainer, log, conductor = conduct(tmp_path, CoinFlips(), steps=books["step"] + 6, resume=str(kept), **after)
     assert len(trainer.trained) == 6
     for version, batch in trainer.trained:
-        assert max(version - s.versions[t] for s in batch for t in range(len(s)) if s.rl[t]) <= after["staleness"]
+        assert (
+            max(version - s.versions[t] for s in batch for t in range(len(s)) if s.rl_token_weights[t])
+            <= after["staleness"]
+        )
     ends = states(log, "trained") + states(log, "dropped")
     ledger = conductor._ledger
     left = [ticket.number for ticket in ledger._open]

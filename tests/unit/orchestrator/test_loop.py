@@ -42,7 +42,7 @@ def test_no_trained_token_is_older_than_allowed(tmp_path_factory, allowed, seed,
     )
     assert len(trainer.trained) == 6
     for version, batch in trainer.trained:
-        ages = [version - s.versions[t] for s in batch for t in range(len(s)) if s.rl[t]]
+        ages = [version - s.versions[t] for s in batch for t in range(len(s)) if s.rl_token_weights[t]]
         assert max(ages) <= allowed
     trained, dropped = states(log, "trained"), states(log, "dropped")
     assert len(trained) == 6 * 4
@@ -209,7 +209,7 @@ def test_staleness_counts_from_the_oldest_trained_token():
     assert limit_staleness(sample, 6, 2, "drop") is None
     assert limit_staleness(sample, 6, 2, "keep") is sample
     masked = limit_staleness(sample, 6, 2, "mask")
-    assert masked.rl.tolist() == [0, 0, 1, 0, 1]
+    assert masked.rl_token_weights.tolist() == [0, 0, 1, 0, 1]
     assert staleness(masked, 6) == 2
     assert limit_staleness(sample, 9, 2, "mask") is None
     assert staleness(sample.with_streams(logprobs=None), 100) == 0
@@ -298,7 +298,7 @@ def test_batches_that_groups_cannot_fill_do_not_open_the_gate(tmp_path):
     config = {"batch_size": 12, "steps": 12, "staleness": 1, "env": envs}
     trainer, _, conductor = conduct(tmp_path, CoinFlips(), also={"six": CoinFlips()}, **config)
     for version, batch in trainer.trained:
-        assert max(version - s.versions[t] for s in batch for t in range(len(s)) if s.rl[t]) <= 1
+        assert max(version - s.versions[t] for s in batch for t in range(len(s)) if s.rl_token_weights[t]) <= 1
     left = sum(group.size for group in conductor._dispatcher._buffered_groups())
     assert conductor._gate.accepted - left == 12 * 12  # each batch counted whole, and what no batch had room for
 

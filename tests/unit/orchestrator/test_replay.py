@@ -35,7 +35,9 @@ def replays(log) -> dict[int, int]:
 def keep_the_laws(trainer, log, conductor, staleness: int, share: float, batch: int, group: int) -> None:
     """What holds for every run, however long tokens and batches take."""
     for version, samples in trainer.trained:
-        assert max(version - s.versions[t] for s in samples for t in range(len(s)) if s.rl[t]) <= staleness
+        assert (
+            max(version - s.versions[t] for s in samples for t in range(len(s)) if s.rl_token_weights[t]) <= staleness
+        )
     trained, dropped, again = states(log, "trained"), states(log, "dropped"), replays(log)
     assert max(Counter(trained + dropped).values()) == 1
     assert again.keys() <= set(trained)
@@ -226,7 +228,7 @@ def test_groups_of_several_sizes_leave_room_for_one_another(tmp_path):
         )
         assert len(trainer.trained) == 12
         for version, samples in trainer.trained:
-            assert max(version - s.versions[t] for s in samples for t in range(len(s)) if s.rl[t]) <= 2
+            assert max(version - s.versions[t] for s in samples for t in range(len(s)) if s.rl_token_weights[t]) <= 2
             places = sum({s.ticket: {"coins": 4, "six": 6}[s.env] for s in samples}.values())
             assert places <= 12
             assert places > 12 - 4 or version >= 10  # in the end, what may still be drawn need not fill a batch
@@ -270,7 +272,7 @@ def died_and_resumed(tmp_path, after: int) -> int:
     assert books["drawn"] == books["trained"] + sum(books["dropped"].values()) + len(waiting)
     trainer, log, conductor = conduct(tmp_path, CoinFlips(), steps=20, resume="latest", **plain)
     for version, samples in trainer.trained:
-        assert max(version - s.versions[t] for s in samples for t in range(len(s)) if s.rl[t]) <= 2
+        assert max(version - s.versions[t] for s in samples for t in range(len(s)) if s.rl_token_weights[t]) <= 2
     trained, dropped, again = states(log, "trained"), states(log, "dropped"), replays(log)
     assert max(Counter(trained + dropped).values()) == 1
     assert set(trained + dropped) == waiting | set(range(books["drawn"], conductor._ledger.drawn))

@@ -38,7 +38,7 @@ class Case:
         self.advantages = rng.normal(size=n)
         self.rl = rng.random(n) < 0.8
         self.rl_scale = self.rl * rng.uniform(0.1, 2.0, n)
-        self.unweighted_scale = self.rl * 0.5
+        self.regulariser_scale = self.rl * 0.5
         self.ce_scale = (rng.random(n) < 0.3) * rng.uniform(0.1, 2.0, n)
         self.ref_kl_scale = (rng.random(n) < 0.3) * rng.uniform(0.1, 2.0, n)
         self.entropy = rng.uniform(0.0, 3.0, n)
@@ -58,7 +58,7 @@ class Case:
             "rl_scale": self.rl_scale,
             "ce_scale": self.ce_scale,
             "ref_kl_scale": self.ref_kl_scale,
-            "unweighted_scale": self.unweighted_scale,
+            "regulariser_scale": self.regulariser_scale,
             "entropy": self.entropy,
         }
         whole = {"versions": np.zeros(len(self.pi), np.int64), "segments": self.segments}
@@ -158,8 +158,8 @@ def whole(case, pi, c, term):
             if c.kl is not None and c.kl.how == "loss":
                 d, d0 = pi[t] - case.base[t], case.pi[t] - case.base[t]
                 kl = {"k1": d0 * (1 + pi[t] - case.pi[t]), "k2": d**2 / 2, "k3": math.exp(-d) + d - 1}[c.kl.kind]
-                loss += case.unweighted_scale[t] * c.kl.coef * kl
-            loss -= case.unweighted_scale[t] * c.entropy_coef * case.entropy[t]
+                loss += case.regulariser_scale[t] * c.kl.coef * kl
+            loss -= case.regulariser_scale[t] * c.entropy_coef * case.entropy[t]
         loss += case.ce_scale[t] * -pi[t]
         if case.ref_kl_scale[t]:
             pull = case.ref[t] - case.pi[t]
@@ -212,7 +212,7 @@ def test_k1_and_k2_push_the_same_way_and_k1_is_the_log_ratio(seed):
         got = case.slope(config.TrainerConfig(loss=config.PPOConfig(), kl=config.KLConfig(kind=kind, coef=1.0)))
         grads.append(got.logprobs)
         if kind == "k1":
-            assert got.loss == pytest.approx((case.unweighted_scale * (case.pi - case.base)).sum())
+            assert got.loss == pytest.approx((case.regulariser_scale * (case.pi - case.base)).sum())
     np.testing.assert_allclose(*grads, rtol=1e-6, atol=max(1e-7, EXACT))
 
 
@@ -221,7 +221,7 @@ def test_the_entropy_bonus_pays_for_entropy(seed, coef):
     case = Case(seed)
     check(case, config.TrainerConfig(loss=config.PPOConfig(), entropy_coef=coef), ppo)
     np.testing.assert_allclose(
-        case.slope(config.TrainerConfig(entropy_coef=coef)).entropy, -coef * case.unweighted_scale
+        case.slope(config.TrainerConfig(entropy_coef=coef)).entropy, -coef * case.regulariser_scale
     )
 
 
@@ -285,7 +285,7 @@ def number(streams):
 def test_a_custom_loss_must_align_with_its_sequence(name, sentence):
     case = Case(0)
     case.lengths, case.segments = [2], np.zeros(2, int)
-    for stream in ("pi", "mu", "prox", "base", "ref", "advantages", "rl_scale", "unweighted_scale"):
+    for stream in ("pi", "mu", "prox", "base", "ref", "advantages", "rl_scale", "regulariser_scale"):
         setattr(case, stream, np.full(2, -0.5))
     case.rl = np.ones(2, bool)
     case.ce_scale = case.ref_kl_scale = np.zeros(2)

@@ -179,7 +179,7 @@ def test_what_is_fed_is_what_the_batch_holds(tmp_path_factory, allowed, seed, fa
         _, log, _ = conduct(tmp_path_factory.mktemp("run"), CoinFlips(failing=failing), seed, **settings)
     assert len(made[0].trained) == 6
     for version, batch in made[0].trained:
-        assert max(version - s.versions[t] for s in batch for t in range(len(s)) if s.rl[t]) <= allowed
+        assert max(version - s.versions[t] for s in batch for t in range(len(s)) if s.rl_token_weights[t]) <= allowed
     trained_tickets = states(log, "trained")
     assert len(trained_tickets) == 6 * 4
     assert max(Counter(trained_tickets + states(log, "dropped")).values()) == 1

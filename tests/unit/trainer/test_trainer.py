@@ -81,7 +81,7 @@ def test_a_mixed_pack_is_the_sum_of_its_components():
         parts = []
         for s in batch:
             off = {n: np.zeros(len(s)) for n in ("rl_weights", "ce_weights", "ref_kl_weights")}
-            kept = s.rl if keep == "rl_weights" else getattr(s, keep)
+            kept = s.rl_token_weights if keep == "rl_weights" else getattr(s, keep)
             parts.append(s.with_streams(**(off | {keep: kept})))
         alone.append(gradient(parts, 10_000, list(range(9))))
     whole = gradient(batch, 10_000, list(range(9)))
@@ -96,7 +96,7 @@ def test_observation_tokens_do_not_change_what_rl_tokens_weigh(seed, normalise):
     alone = [s.with_streams(ce_weights=None, ref_kl_weights=None) for s in batch]
     for one, other in zip(token_scales(batch, normalise, 7), token_scales(alone, normalise, 7), strict=True):
         np.testing.assert_array_equal(one.rl, other.rl)
-        np.testing.assert_array_equal(one.unweighted, other.unweighted)
+        np.testing.assert_array_equal(one.regulariser, other.regulariser)
 
 
 def test_length_normalised_sums_over_a_count_of_samples_are_the_sample_normaliser():

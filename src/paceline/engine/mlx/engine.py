@@ -46,7 +46,7 @@ class MlxWeights(WeightApplier):
 
     def logprobs(self, token_ids: tuple[int, ...], model: str) -> list[float]:
         if self._adapters is not None:
-            self._adapters.route([self.catalog.adapter_slots[model]])
+            self._adapters.route([self.served.adapter_slots[model]])
         hidden = self._model.hidden(mx.array(token_ids)[None])[0, :-1]
         return [0.0, *token_logprobs(self._model.logits(hidden), token_ids[1:], 1.0).tolist()]
 

@@ -140,7 +140,7 @@ def _on_policy_batch(token: TokenValues) -> tuple[Ratio, TrainedTokens]:
     old, advantage, ref, base = (np.array([x or 0.0]) for x in (token.old, token.advantage, token.ref, token.base))
     streams = dict.fromkeys(("logprobs", "rollout_logprobs", "prox_logprobs"), old)
     streams |= {"advantages": advantage, "teacher_logprobs": ref, "kl_ref_logprobs": base}
-    streams |= dict.fromkeys(("rl_scale", "ce_scale", "ref_kl_scale", "unweighted_scale"), np.ones(1))
+    streams |= dict.fromkeys(("rl_scale", "ce_scale", "ref_kl_scale", "regulariser_scale"), np.ones(1))
     streams |= dict.fromkeys(("entropy", "versions", "segments"), np.zeros(1, np.int64))
     return Ratio.from_logprobs(old, old), TrainedTokens(**streams, names=("",))
 
