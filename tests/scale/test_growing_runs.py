@@ -69,7 +69,7 @@ def test_a_node_that_joins_gets_an_engine_once_one_machine_has_room_for_it(clust
         pool.close()
         trainer.close()
         first.close()
-        room.give_back()
+        room.release()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(Reservation.when_free([{"CPU": 64}]), 1)
         while held():  # noqa: ASYNC110 - Ray removes them in its own time

@@ -31,7 +31,15 @@ from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed,
 from paceline.errors import first_line
 from paceline.model import end_tokens, load_tokenizer
 from paceline.runtime import rpc
-from paceline.runtime.ray.engines import ROW, ObjectTensors, RayActor, RayEngine, last_line, pack_tensors, row_of
+from paceline.runtime.ray.engines import (
+    FLAT_BUFFER,
+    ObjectTensors,
+    RayActor,
+    RayEngine,
+    as_flat_buffer,
+    last_line,
+    pack_tensors,
+)
 from paceline.runtime.torch_backend import LoadedTrainer, build_trainer, join_ranks
 from paceline.trainer import TrainerError, TrainerLost
 from paceline.trainer.backend import cost_of
@@ -49,7 +57,7 @@ class RankActor(RayActor):
 
     _sender: Sender | None = None
 
-    async def meeting_place(self) -> tuple[str, int]:
+    async def rendezvous_address(self) -> tuple[str, int]:
         """Host and port at which the ranks meet, if this is the first of them."""
         return get_node_ip_address(), free_port("")
 
@@ -66,7 +74,7 @@ class RankActor(RayActor):
         hello = rpc.RpcHello(built.parameters, built.device, end_tokens(tokenizer, built.model))
         return rpc.encode_message(hello), (cost.linear, cost.attention)
 
-    async def do(self, call: bytes) -> bytes:
+    async def execute(self, call: bytes) -> bytes:
         """Step, save, load or export, with all the others."""
         return rpc.encode_message(await self._handler.answer(rpc.decode_call(call)))
 
@@ -84,19 +92,19 @@ class RankActor(RayActor):
         self._sender = Sender(members, device, seconds, host=get_node_ip_address())
         return [self._sender.invitation(rank) for rank in range(1, members + 1)]
 
-    async def meet_group(self) -> None:
+    async def form_group(self) -> None:
         assert self._sender is not None
         await asyncio.to_thread(self._sender.form)
 
-    async def hold(self, weights: NDArray) -> int:
+    async def stage_weights(self, weights: NDArray) -> int:
         """Look at weights in the object store of this machine; answers with their length in bytes."""
-        self._row = row_of(weights)
-        return len(self._row)
+        self._flat_buffer = as_flat_buffer(weights)
+        return len(self._flat_buffer)
 
-    async def send_row(self) -> None:
+    async def broadcast_weights(self) -> None:
         assert self._sender is not None
-        row, self._row = self._row, torch.empty(0, dtype=torch.uint8)
-        await asyncio.to_thread(self._sender.send, {ROW: row})
+        flat_buffer, self._flat_buffer = self._flat_buffer, torch.empty(0, dtype=torch.uint8)
+        await asyncio.to_thread(self._sender.send, {FLAT_BUFFER: flat_buffer})
 
 
 class RayTrainer(rpc.RankGroup):
@@ -106,12 +114,12 @@ class RayTrainer(rpc.RankGroup):
         super().__init__(config)
         self._start = start
 
-    async def meet(self) -> rpc.RpcHello:
+    async def start_ranks(self) -> rpc.RpcHello:
         """Start the ranks and wait until they have met."""
         self._ranks = self._start()
         try:
             async with asyncio.timeout(START_SECONDS):
-                host, port = (await self._together([self._ranks[0].meeting_place.remote()]))[0]
+                host, port = (await self._together([self._ranks[0].rendezvous_address.remote()]))[0]
                 world = len(self._ranks)
                 joined = [rank.join.remote(host, port, i, world) for i, rank in enumerate(self._ranks)]
                 (greeting, cost), *_ = await self._together(joined)
@@ -125,7 +133,7 @@ class RayTrainer(rpc.RankGroup):
         self.version = 0
         return hello
 
-    def first(self) -> Any:
+    def first_rank(self) -> Any:
         """The rank that has the whole weights."""
         self._there()
         return self._ranks[0]
@@ -140,7 +148,7 @@ class RayTrainer(rpc.RankGroup):
 
     async def load(self, folder: Path) -> None:
         if not self._ranks:
-            await self.meet()
+            await self.start_ranks()
         await super().load(folder)
 
     def close(self) -> None:
@@ -150,7 +158,7 @@ class RayTrainer(rpc.RankGroup):
                 ray.kill(rank)
 
     async def _ask(self, rank: Any, call: rpc.RpcCall) -> rpc.RpcAnswer:
-        return rpc.decode_answer(await rank.do.remote(rpc.encode_message(call)))
+        return rpc.decode_answer(await rank.execute.remote(rpc.encode_message(call)))
 
     def _there(self) -> None:
         if not self._ranks:
@@ -231,20 +239,20 @@ class WeightsGroup:
     ) -> list[RayEngine]:
         """Reach all of them; answers with those for whom it is worth another try."""
 
-        async def row(engine: RayEngine, size: int) -> bytes:
-            answer = await engine.actor.receive_row.remote(head, size)
+        async def send_to(engine: RayEngine, size: int) -> bytes:
+            answer = await engine.actor.receive_weights.remote(head, size)
             if not this.wanted[engine].done():
                 this.wanted[engine].set_result(answer)
             return answer
 
         try:
             rank = self._first_rank()
-            outcomes = await self._meet(rank, members)
+            outcomes = await self._form_group(rank, members)
             if not _failed(outcomes):
                 async with asyncio.timeout(self._seconds):
-                    size = await rank.hold.remote(reference)
-                calls = {engine: row(engine, size) for engine in members}
-                outcomes = await self._all({rank: rank.send_row.remote(), **calls})
+                    size = await rank.stage_weights.remote(reference)
+                calls = {engine: send_to(engine, size) for engine in members}
+                outcomes = await self._gather({rank: rank.broadcast_weights.remote(), **calls})
         except (RayError, TrainerLost, TimeoutError) as error:  # the next call that needs the rank reports it
             log.warning("the first rank takes no part in a broadcast: %s", last_line(error))
             self._met = None
@@ -258,7 +266,7 @@ class WeightsGroup:
             left = [e for e in left if e in outcomes and not isinstance(failed.get(e), RayActorError)]
         return left
 
-    async def _meet(self, rank: Any, members: list[RayEngine]) -> dict[Any, Any]:
+    async def _form_group(self, rank: Any, members: list[RayEngine]) -> dict[Any, Any]:
         if self._met == (rank, members):
             return {}
         async with asyncio.timeout(self._seconds):
@@ -267,12 +275,12 @@ class WeightsGroup:
             engine: engine.actor.join_group.remote(invitation, self._device)
             for engine, invitation in zip(members, invitations, strict=True)
         }
-        outcomes = await self._all({rank: rank.meet_group.remote(), **calls})
+        outcomes = await self._gather({rank: rank.form_group.remote(), **calls})
         if not _failed(outcomes):
             self._met = (rank, members)
         return outcomes
 
-    async def _all(self, calls: Mapping[Any, Awaitable[Any]]) -> dict[Any, Any]:
+    async def _gather(self, calls: Mapping[Any, Awaitable[Any]]) -> dict[Any, Any]:
         """Each call's answer or error. After the first failure the others have as long as a bucket may take to fail
         too, and a call that is still open then is missing from the answer."""
         tasks = {asyncio.ensure_future(call): who for who, call in calls.items()}
