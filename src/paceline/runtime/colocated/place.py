@@ -104,7 +104,7 @@ class ColocatedWorker(rpc.TrainerRpcHandler):
             raise
 
     async def _do(self, call: rpc.RpcCall) -> rpc.RpcResult:
-        if call.what == "step":  # requests wait where they are; only the weights that come of this wake the engine
+        if call.method == "step":  # requests wait where they are; only the weights that come of this wake the engine
             await self.engine.sleep()
         return await super()._do(call)
 
@@ -246,11 +246,11 @@ class ColocatedTrainer(rpc.RankGroup):
     def _ask(self, rank: ColocatedWorker | RankLink, call: rpc.RpcCall) -> Awaitable[rpc.RpcAnswer]:
         return rank.answer(call)
 
-    def _there(self) -> None:
+    def _require_ranks(self) -> None:
         if self.broken:
             raise TrainerError("the other ranks have ended: add --resume latest")
 
-    def _gone(self, rank: int, error: BaseException) -> BaseException | None:
+    def _rank_lost_error(self, rank: int, error: BaseException) -> BaseException | None:
         if not isinstance(error, ConnectionError):
             return None
         return TrainerError(f"rank {rank} of {len(self._ranks)} is lost: {self._why(rank)}; go on with --resume latest")

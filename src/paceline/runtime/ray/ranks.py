@@ -119,29 +119,29 @@ class RayTrainer(rpc.RankGroup):
         self._ranks = self._start()
         try:
             async with asyncio.timeout(START_SECONDS):
-                host, port = (await self._together([self._ranks[0].rendezvous_address.remote()]))[0]
+                host, port = (await self._gather_ranks([self._ranks[0].rendezvous_address.remote()]))[0]
                 world = len(self._ranks)
                 joined = [rank.join.remote(host, port, i, world) for i, rank in enumerate(self._ranks)]
-                (greeting, cost), *_ = await self._together(joined)
+                (greeting, cost), *_ = await self._gather_ranks(joined)
         except TimeoutError:
             raise TrainerError(
                 f"the trainer's ranks were not up within {START_SECONDS:g} s: is there still room for them? See "
                 "`paceline status`, then add --resume latest"
             ) from None
-        hello, self._cost = rpc.decode_message(greeting), Cost(*cost)
+        hello, self._cost = rpc.decode_from_trainer(greeting), Cost(*cost)
         assert isinstance(hello, rpc.RpcHello)
         self.version = 0
         return hello
 
     def first_rank(self) -> Any:
         """The rank that has the whole weights."""
-        self._there()
+        self._require_ranks()
         return self._ranks[0]
 
     async def weights(self) -> WeightUpdate:
-        self._there()
+        self._require_ranks()
         answers = [rank.weights.options(num_returns=2).remote() for rank in self._ranks]
-        heads = await self._together([head for head, _ in answers])
+        heads = await self._gather_ranks([head for head, _ in answers])
         sent = msgspec.msgpack.decode(heads[0], type=rpc.SentWeights)
         tensors = ObjectTensors(answers[0][1])
         return WeightUpdate(sent.version, tensors, sent.adapter, sent.expected, sent.canary)
@@ -160,11 +160,11 @@ class RayTrainer(rpc.RankGroup):
     async def _ask(self, rank: Any, call: rpc.RpcCall) -> rpc.RpcAnswer:
         return rpc.decode_answer(await rank.execute.remote(rpc.encode_message(call)))
 
-    def _there(self) -> None:
+    def _require_ranks(self) -> None:
         if not self._ranks:
             raise TrainerLost("the trainer's ranks are gone")
 
-    def _gone(self, rank: int, error: BaseException) -> BaseException | None:
+    def _rank_lost_error(self, rank: int, error: BaseException) -> BaseException | None:
         if isinstance(error, RayError) and not isinstance(error, RayTaskError):
             return TrainerLost(f"rank {rank} of {len(self._ranks)} is lost: {first_line(error)}")
         return None
