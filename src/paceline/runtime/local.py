@@ -280,10 +280,12 @@ def with_adapter_slots(config: RunConfig, past: int) -> RunConfig:
     return with_sections(config, engine=room)
 
 
-def share_cores(config: RunConfig, parameters: int, neighbours: int = 1, at_once: bool | None = None) -> RunConfig:
+def share_cores(
+    config: RunConfig, parameters: int, local_world_size: int = 1, at_once: bool | None = None
+) -> RunConfig:
     """Set the threads of engine and trainer that the run file leaves open. At staleness 0 they take turns, beyond they
-    run at once. `neighbours` processes, this one included, share the machine."""
-    cores = max(1, usable_cores() // neighbours)
+    run at once. `local_world_size` processes, this one included, share the machine."""
+    cores = max(1, usable_cores() // local_world_size)
     engine, trainer = split_threads(cores, parameters, config.staleness > 0 if at_once is None else at_once)
     return with_sections(
         config,

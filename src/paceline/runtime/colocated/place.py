@@ -45,7 +45,7 @@ from paceline.runtime.local import RunParts, prepare, share_cores
 from paceline.runtime.torch_backend import engine_for, join_ranks, load_rank_model, torch_trainer
 from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.backend import cost_of
-from paceline.trainer.torch.world import call_off, leave
+from paceline.trainer.torch.world import abort_group, destroy_group
 from paceline.util.process_exit import ORPHANED
 from paceline.weights.update import WeightUpdate
 
@@ -94,7 +94,7 @@ class ColocatedWorker(rpc.TrainerRpcHandler):
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self._held = dict(served.named_parameters())
         """The engine's own weights."""
-        config = share_cores(config, self.parameters, info.neighbours, at_once=False)
+        config = share_cores(config, self.parameters, info.local_world_size, at_once=False)
         self.engine = engine_for(served, config, ColocatedEngine)
         try:
             super().__init__(torch_trainer(config, self.model, dumps, group, place), tokenizer, log)
@@ -138,7 +138,7 @@ END = b"end"
 def run_follower(config: RunConfig, info: ranks.RankInfo) -> None:
     """Be a rank until rank 0 ends the run, however it does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would not hear it while it waits for the others
-    group = join_ranks(config, info.rank, info.world, info.address)
+    group = join_ranks(config, info.rank, info.world, info.rendezvous_address)
     assert group is not None
     sockets = ranks.connect_to_rank_0(info, *share_address(group))
     # From here on rank 0 is the one to hear signals: it ends the run in good order, and all others with itself.
@@ -159,7 +159,7 @@ def run_follower(config: RunConfig, info: ranks.RankInfo) -> None:
     if not ended.wait(timeout=10.0):  # rank 0 has hung up: go on only if it said that this is the end
         os._exit(ORPHANED)
     worker.close()
-    leave()
+    destroy_group()
     sockets.close()
 
 
@@ -281,7 +281,7 @@ async def in_place(
         pool = driver.pool([worker.engine, *links])
         stack.callback(pool.close)
         ends = end_tokens(driver.tokenizer, worker.model)
-        if info.given and threading.current_thread() is threading.main_thread():
+        if info.by_torchrun and threading.current_thread() is threading.main_thread():
             # A torchrun that has lost a rank ends all others: this one is about to, and has a sentence to say first.
             stack.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
         with avoid_onednn_on_arm(worker.model.dtype), short_switch_interval(worker.device):
@@ -293,10 +293,10 @@ def _connect_ranks(
 ) -> tuple[ColocatedWorker, list[ranks.RankSockets]]:
     """All of it on one thread, for a thread is what a GPU is chosen for."""
     sockets: list[ranks.RankSockets] = []
-    group = join_ranks(config, info.rank, info.world, info.address)
+    group = join_ranks(config, info.rank, info.world, info.rendezvous_address)
     try:
         if group is not None:
-            with ranks.open_listener(info.host if info.neighbours == info.world else "") as sock:
+            with ranks.open_listener(info.host if info.local_world_size == info.world else "") as sock:
                 _, token = share_address(group, sock.getsockname()[1], secrets.token_bytes(ranks.TOKEN_BYTES))
                 sockets = ranks.accept_ranks(sock, info.world, token)
         text = config.model_dump_json().encode()
@@ -343,14 +343,14 @@ def _disconnect_ranks(trainer: ColocatedTrainer, worker: ColocatedWorker, socket
     for other in sockets:
         other.close()
     if broken:
-        call_off()
+        abort_group()
     worker.close()
-    leave()
+    destroy_group()
 
 
 def main() -> int:
     config = RunConfig.model_validate_json(sys.stdin.buffer.readline())
-    info = ranks.RankInfo.found()
+    info = ranks.RankInfo.from_torchrun_env()
     assert info is not None
     try:
         run_follower(config, info)
