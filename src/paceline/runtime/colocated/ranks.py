@@ -51,11 +51,9 @@ class RankInfo:
                 raise PacelineError(f"{name} is `{value}`, not a number: start the ranks with torchrun")
             return int(value)
 
-        world = number("WORLD_SIZE")
+        host, port, world = os.environ["MASTER_ADDR"], number("MASTER_PORT"), number("WORLD_SIZE")
         local_world_size = number("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else world
-        return cls(
-            number("RANK"), world, os.environ["MASTER_ADDR"], number("MASTER_PORT"), local_world_size, by_torchrun=True
-        )
+        return cls(number("RANK"), world, host, port, local_world_size, by_torchrun=True)
 
     @classmethod
     def self_launched(cls, world: int) -> "RankInfo":
