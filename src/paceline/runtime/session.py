@@ -143,18 +143,18 @@ def run_sessions(
 
     def end(status: Status, message: str) -> None:
         for run in runs:
-            run.cut_short(status, message)
+            run.record_forced_end(status, message)
 
     def note(text: str) -> None:
         for run in runs:
             run.monitor.note(text)
 
-    async def lead_all() -> list[tuple[RunOutcome, Exception | None]]:
+    async def run_all() -> list[tuple[RunOutcome, Exception | None]]:
         stops.attach()
         if len(runs) == 1:
-            return [await runs[0].lead(environments, stops)]
+            return [await runs[0].run(environments, stops)]
         async with asyncio.TaskGroup() as group:  # bounded: by what the runs do
-            tasks = [group.create_task(run.lead(environments, stops)) for run in runs]
+            tasks = [group.create_task(session.run(environments, stops)) for session in runs]
         return [task.result() for task in tasks]  # bounded: all are done
 
     with ExitStack() as stack:
@@ -163,7 +163,7 @@ def run_sessions(
         stops.forced = ForcedExit(end, note, min(run.config.breaker.blocked_seconds for run in runs))
         with stops.forced.watching(), tuned_gc():
             try:
-                ends = run_until_complete(lead_all())
+                ends = run_until_complete(run_all())
             except (KeyboardInterrupt, asyncio.CancelledError):
                 end("interrupted", f"{STOPPED_BY_USER}, at once")
                 raise
@@ -190,7 +190,7 @@ class RunSession:
         self.monitor = stack.enter_context(Monitors(recorder, *recorders, *self.shown, *exporters))
         stack.enter_context(watch_run(self.monitor, path, config.record.watchdog_seconds))
 
-    async def lead(self, environments: Given, signals: Signals) -> tuple[RunOutcome, Exception | None]:
+    async def run(self, environments: Given, signals: Signals) -> tuple[RunOutcome, Exception | None]:
         """To the end, or to an error: of the user's code, of the machine, or a bug. Each is the outcome of its run."""
         config, root = self.config, self.directory.root
         try:
@@ -211,7 +211,7 @@ class RunSession:
         signals.stop(f"{config.name} failed", f"{config.name} failed: {error}; stopping after this step")
         return _failed(self.directory, config, error), error
 
-    def cut_short(self, status: Status, message: str) -> None:
+    def record_forced_end(self, status: Status, message: str) -> None:
         """The run ends where it stands: what it kept so far is what there is."""
         ended = _failed(self.directory, self.config, PacelineError(message))
         with contextlib.suppress(OSError):
@@ -244,10 +244,10 @@ class RunSession:
             clock=Clock(),
             advisor=AdviceMemory,
         )
-        returns = RollBackCount()
+        rollbacks = RollBackCount()
         with signals.run(monitor):
             while True:
-                orchestrator = Orchestrator(config, given, skipped_draws=returns.skipped_draws)
+                orchestrator = Orchestrator(config, given, skipped_draws=rollbacks.skipped_draws)
                 try:
                     await orchestrator.restore()  # a checkpoint that is refused leaves the run directory as it is
                     if not directory.begun:
@@ -279,7 +279,7 @@ class RunSession:
                     newest = orchestrator.checkpoint if directory.begun else None
                     if directory.begun and newest is None:
                         raise
-                    config = returns.back(config, newest, cause, monitor)
+                    config = rollbacks.config_after_rollback(config, newest, cause, monitor)
 
 
 def result_of(directory: RunDirectory, outcome: RunOutcome) -> RunResult:
@@ -312,7 +312,9 @@ class RollBackCount:
     _times: int = 0
     _first: str = ""
 
-    def back(self, config: RunConfig, newest: Path | None, cause: PacelineError, monitor: Monitor) -> RunConfig:
+    def config_after_rollback(
+        self, config: RunConfig, newest: Path | None, cause: PacelineError, monitor: Monitor
+    ) -> RunConfig:
         """The config that restarts the run from the newest checkpoint; raises after `MAX_ROLL_BACKS` times in a row."""
         if newest != self._at:
             self._at, self._times, self._first = newest, 0, str(cause)
