@@ -31,8 +31,8 @@ from paceline.model.tokenizer import find_tokenizer
 from paceline.planner.hardware import split_threads, usable_cores
 from paceline.runtime.local import device_of, load_backend, with_sections
 from paceline.server import build_app, event_loop_factory, listen, serve
+from paceline.util.child_process import end_child
 from paceline.util.gc_tuning import tuned_gc
-from paceline.util.process_exit import end_child
 
 if TYPE_CHECKING:
     from paceline.runtime.scorer import Scorer

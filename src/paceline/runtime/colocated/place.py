@@ -46,7 +46,7 @@ from paceline.runtime.torch_backend import engine_for, join_ranks, load_rank_mod
 from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.backend import cost_of
 from paceline.trainer.torch.world import abort_group, destroy_group
-from paceline.util.process_exit import ORPHANED
+from paceline.util.child_process import ORPHANED
 from paceline.weights.update import WeightUpdate
 
 

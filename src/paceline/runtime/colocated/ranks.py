@@ -21,7 +21,7 @@ from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints
-from paceline.util.process_exit import end_child, free_port, start_child
+from paceline.util.child_process import end_child, free_port, start_child
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"

@@ -34,8 +34,8 @@ from paceline.observe.monitor.watchdog import waits_file
 from paceline.orchestrator import Checkpoints
 from paceline.runtime.session import RunResult, read_metrics, result_of
 from paceline.runtime.signals import STOPPED_BY_USER, Status
+from paceline.util.child_process import end_child, free_port, start_child
 from paceline.util.private_folder import PREFIX, PrivateFolder, socket_parent
-from paceline.util.process_exit import end_child, free_port, start_child
 
 MAX_DEATHS = 10
 """Deaths of one process in a row, without a trained step between them, before the run stops."""

@@ -43,7 +43,7 @@ from paceline.runtime.ray.engines import (
 from paceline.runtime.torch_backend import LoadedTrainer, build_trainer, join_ranks
 from paceline.trainer import TrainerError, TrainerLost
 from paceline.trainer.backend import cost_of
-from paceline.util.process_exit import free_port
+from paceline.util.child_process import free_port
 from paceline.weights.broadcast import Sender
 from paceline.weights.update import WeightUpdate
 
