@@ -20,7 +20,7 @@ from paceline.errors import PacelineError
 from paceline.model import fingerprint
 from paceline.observe.monitor import read_jsonl
 from paceline.runtime import train
-from paceline.runtime.colocated.place import in_place
+from paceline.runtime.colocated.place import colocated_placement
 from paceline.runtime.colocated.ranks import (
     GREETING,
     RankInfo,
@@ -139,7 +139,7 @@ def test_engines_sleep_while_ranks_train_and_wake_with_the_same_weights(run_file
 
     @asynccontextmanager
     async def watched(*given):
-        async with in_place(RankInfo.self_launched(2), *given) as parts:
+        async with colocated_placement(RankInfo.self_launched(2), *given) as parts:
             trainer = Watched(parts.trainer, parts.pool)
             object.__setattr__(parts, "trainer", trainer)
             yield parts

@@ -58,7 +58,7 @@ def test_an_engine_that_joins_late_gets_the_weights_before_it_serves(config, tmp
         return RayEngine(actor(EngineActor, f"grow/{name}", arguments, {"CPU": 1}, again=True, at_once=64), name)
 
     async def story() -> None:
-        from paceline.runtime.torch_backend import build_trainer
+        from paceline.runtime.torch_parts import build_trainer
 
         first, second = engine(0), engine(1)
         trainer = build_trainer(run).trainer
@@ -133,7 +133,7 @@ def test_an_engine_that_fails_inside_a_living_actor_is_started_again(engine, liv
         actor._engine._scheduler.schedule = schedule
 
     async def story() -> None:
-        from paceline.runtime.torch_backend import build_trainer
+        from paceline.runtime.torch_parts import build_trainer
 
         trainer, pool = build_trainer(config("--name=failed")).trainer, Pool([engine])
         trainer.version = 7

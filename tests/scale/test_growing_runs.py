@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util import placement_group_table  # noqa: E402
 
 from paceline.runtime.ray.place import NAMESPACE, RayParts, Reservation, ResourceNeeds, grow_pool  # noqa: E402
-from paceline.runtime.torch_backend import build_trainer  # noqa: E402
+from paceline.runtime.torch_parts import build_trainer  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"

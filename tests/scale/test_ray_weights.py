@@ -46,7 +46,7 @@ def test_a_broadcast_reaches_all_engines_at_once_and_the_dead_by_the_object_stor
     run = config("--name=broadcast")
 
     async def story() -> None:
-        from paceline.runtime.torch_backend import build_trainer
+        from paceline.runtime.torch_parts import build_trainer
 
         trainer = build_trainer(run).trainer
         update = await trainer.weights()

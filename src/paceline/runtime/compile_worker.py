@@ -23,7 +23,7 @@ from paceline.data import Sample
 from paceline.model import ATTENTION, attach_lora
 from paceline.model.support import without_dropout
 from paceline.runtime.local import with_sections
-from paceline.runtime.torch_backend import engine_for, torch_trainer
+from paceline.runtime.torch_parts import engine_for, torch_trainer
 from paceline.util.child_process import end_with_parent
 
 LAYERS = 2

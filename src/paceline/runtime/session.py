@@ -48,7 +48,7 @@ from paceline.planner.plan import write_plan
 from paceline.rollout import SamplingClient
 from paceline.runtime.colocated.ranks import find_rank, refuse_torchrun, without_first_resume
 from paceline.runtime.league import standings
-from paceline.runtime.local import RunParts, local, resumed_checkpoint, with_settled_dtype
+from paceline.runtime.local import RunParts, local_placement, resumed_checkpoint, with_settled_dtype
 from paceline.runtime.policy import RunResult
 from paceline.runtime.preflight import refuse_unready
 from paceline.runtime.signals import STOPPED_BY_USER, ForcedExit, Signals, Status, run_until_complete
@@ -61,7 +61,8 @@ MAX_ROLL_BACKS = 8
 
 Given = dict[str, Environment] | None
 Placement = Callable[[RunConfig, Path, Callable[[str], None], Given], AbstractAsyncContextManager[RunParts]]
-"""Builds the parts of a run, and takes them down again."""
+"""Builds the parts of a run, and takes them down again. Its arguments are the config, the run's folder, the
+callback for phases and the environments that were given as objects."""
 
 
 def train(
@@ -95,17 +96,17 @@ def train(
         if signals is not None:
             signals.on_interrupt(supervisor.interrupt)
         return supervisor.run()
-    place: Placement = local
+    place: Placement = local_placement
     if config.placement == "ray":
-        from paceline.runtime.ray.place import on_ray as place
+        from paceline.runtime.ray.place import ray_placement as place
     elif config.placement == "colocated":
-        from paceline.runtime.colocated.place import in_place, run_follower
+        from paceline.runtime.colocated.place import colocated_placement, run_follower
 
         config, info = find_rank(config)
         if info.rank != 0:  # rank 0 leads the run and answers with all of it
             run_follower(config, info)
             return RunResult(RunOutcome("finished", 0, ""), Path(config.runs) / config.name, [], [])
-        config, place = without_first_resume(config), partial(in_place, info)
+        config, place = without_first_resume(config), partial(colocated_placement, info)
     return run_session(config, place, environments, overwrite, screen, signals)
 
 
@@ -195,7 +196,7 @@ class RunSession:
         config, root = self.config, self.directory.root
         try:
             with _warnings_as_notes(self.monitor):
-                async with self.placement(config, root / "dumps", self.monitor.phase, environments) as parts:
+                async with self.placement(config, root, self.monitor.phase, environments) as parts:
                     client = parts.make_client(config.sampling)
                     async with open_algorithms(parts.envs, client, parts.attach):
                         return await self._orchestrate(parts, client, signals), None

@@ -19,7 +19,7 @@ from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.model import attach_lora, fingerprint, trainable_parameters
-from paceline.runtime.torch_backend import LoadedTrainer, build_trainer
+from paceline.runtime.torch_parts import LoadedTrainer, build_trainer
 from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.torch import checkpoint
 from paceline.trainer.torch.optimizer import local_shard

@@ -42,7 +42,7 @@ from paceline.observe.monitor import RunDirectory
 from paceline.runtime import rpc
 from paceline.runtime.colocated import ranks
 from paceline.runtime.local import RunParts, prepare, share_cores
-from paceline.runtime.torch_backend import engine_for, join_ranks, load_rank_model, torch_trainer
+from paceline.runtime.torch_parts import engine_for, join_ranks, load_rank_model, torch_trainer
 from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.backend import cost_of
 from paceline.trainer.torch.world import abort_group, destroy_group
@@ -82,7 +82,7 @@ class ColocatedWorker(rpc.TrainerRpcHandler):
         info: ranks.RankInfo,
         group: ProcessGroup | None,
         tokenizer: PreTrainedTokenizerBase,
-        dumps: Path,
+        bad_batches: Path,
         log: Path | None = None,
     ) -> None:
         """Load the model for both, which never compute at once. Under LoRA they share the frozen base unless it is
@@ -97,7 +97,7 @@ class ColocatedWorker(rpc.TrainerRpcHandler):
         config = share_cores(config, self.parameters, info.local_world_size, at_once=False)
         self.engine = engine_for(served, config, ColocatedEngine)
         try:
-            super().__init__(torch_trainer(config, self.model, dumps, group, place), tokenizer, log)
+            super().__init__(torch_trainer(config, self.model, bad_batches, group, place), tokenizer, log)
             self.engine.start()
         except BaseException:
             self.engine.close()
@@ -257,20 +257,22 @@ class ColocatedTrainer(rpc.RankGroup):
 
 
 @asynccontextmanager
-async def in_place(
-    info: ranks.RankInfo, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any
+async def colocated_placement(
+    info: ranks.RankInfo, config: RunConfig, run_folder: Path, phase: Callable[[str], None], given: Any
 ) -> AsyncGenerator[RunParts]:
     """Meet the other ranks, load the model on all of them, and end them with the run."""
     async with AsyncExitStack() as stack:
         driver = prepare(config, phase, given)
         config = driver.config.model_copy(update={"runs": str(Path(config.runs).resolve())})
-        live = RunDirectory(dumps.parent).live
+        live = RunDirectory(run_folder).live
         live.mkdir(parents=True, exist_ok=True)
         processes = ranks.RankProcesses.start(config, info, live)
         stack.callback(processes.end)
 
         phase(f"loading {config.model.name} on {info.world} ranks")
-        build = partial(ColocatedWorker, tokenizer=driver.tokenizer, dumps=dumps, log=live / "rank-0.log")
+        build = partial(
+            ColocatedWorker, tokenizer=driver.tokenizer, bad_batches=run_folder / "dumps", log=live / "rank-0.log"
+        )
         worker, sockets = await _run_unless_rank_dies(processes, lambda: _connect_ranks(info, config, build))
         trainer = ColocatedTrainer(config, worker, [RankLink(other.trainer) for other in sockets], processes.cause)
         stack.callback(_disconnect_ranks, trainer, worker, sockets)
@@ -285,7 +287,7 @@ async def in_place(
             # A torchrun that has lost a rank ends all others: this one is about to, and has a sentence to say first.
             stack.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
         with avoid_onednn_on_arm(worker.model.dtype), short_switch_interval(worker.device):
-            yield driver.placed(pool, trainer, ends, worker.device, worker.parameters)
+            yield driver.build_run_parts(pool, trainer, ends, worker.device, worker.parameters)
 
 
 def _connect_ranks(

@@ -33,7 +33,7 @@ from paceline.runtime.local import RunParts, prepare, share_cores, with_adapter_
 from paceline.runtime.processes.supervisor import FATAL, OUTCOME, LaunchSpec
 from paceline.runtime.serving import serve_model
 from paceline.runtime.session import Given, run_session
-from paceline.runtime.torch_backend import build_trainer
+from paceline.runtime.torch_parts import build_trainer
 from paceline.trainer import StepReport, Trainer, TrainerLost
 from paceline.util.deadlines import named_wait, record_progress
 from paceline.util.process_exit import exit_process
@@ -325,7 +325,7 @@ def main(role: str) -> int:
 
 @contextlib.asynccontextmanager
 async def connect_parts(
-    spec: LaunchSpec, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
+    spec: LaunchSpec, config: RunConfig, run_folder: Path, phase: Callable[[str], None], given: Given
 ) -> AsyncGenerator[RunParts]:
     """Wait for server and trainer, and let go of them at the end."""
     driver = prepare(config, phase)
@@ -337,7 +337,7 @@ async def connect_parts(
             await _retry_until_up(lambda: asyncio.to_thread(engine.start), "server", EngineError)
             driver = replace(driver, config=share_cores(config, hello.parameters))
             with contextlib.closing(driver.pool([engine])) as pool:
-                yield driver.placed(pool, trainer, hello.ends, hello.device, hello.parameters)
+                yield driver.build_run_parts(pool, trainer, hello.ends, hello.device, hello.parameters)
 
 
 if __name__ == "__main__":

@@ -202,7 +202,9 @@ log = logging.getLogger("paceline.ray")
 
 
 @asynccontextmanager
-async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any) -> AsyncGenerator[RunParts]:
+async def ray_placement(
+    config: RunConfig, run_folder: Path, phase: Callable[[str], None], given: Any
+) -> AsyncGenerator[RunParts]:
     """Reserve room, start engines, ranks and workers, and end them all with the run."""
     async with AsyncExitStack() as stack:
         driver = prepare(config, phase, given)
@@ -212,7 +214,7 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
         needs = ResourceNeeds.of(config, ray.cluster_resources().get("GPU", 0.0))
         room = await Reservation.reserve(needs)
         stack.callback(room.release)
-        parts = RayParts(config, room, needs, RunDirectory(dumps.parent).live)
+        parts = RayParts(config, room, needs, RunDirectory(run_folder).live)
         trainer = RayTrainer(config, parts.ranks)
         # Weights are broadcast over NCCL where every member has a GPU of its own.
         own = min(needs.each[part]["GPU"] for part in ("engine", "rank")) >= 1
@@ -235,10 +237,10 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
         await parts.wait_ready(served)
         pool = driver.pool(engines)
         stack.callback(pool.close)
-        placed = driver.placed(pool, trainer, hello.ends, hello.device, hello.parameters)
+        run_parts = driver.build_run_parts(pool, trainer, hello.ends, hello.device, hello.parameters)
         if config.cluster.most_engines is not None:
             await stack.enter_async_context(grow_pool(parts, pool, config.cluster.most_engines))
-        yield replace(placed, attach=partial(attach_scorers, config, driver.tokenizer, teachers))
+        yield replace(run_parts, attach=partial(attach_scorers, config, driver.tokenizer, teachers))
 
 
 class RayParts:

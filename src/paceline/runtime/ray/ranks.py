@@ -40,7 +40,7 @@ from paceline.runtime.ray.engines import (
     last_line,
     pack_tensors,
 )
-from paceline.runtime.torch_backend import LoadedTrainer, build_trainer, join_ranks
+from paceline.runtime.torch_parts import LoadedTrainer, build_trainer, join_ranks
 from paceline.trainer import TrainerError, TrainerLost
 from paceline.trainer.backend import cost_of
 from paceline.util.child_process import free_port
