@@ -63,11 +63,11 @@ async def wait_for_failure(engine: "DecodingEngine | Scorer") -> EngineError:
     loop = asyncio.get_running_loop()
     end: asyncio.Future[BaseException] = loop.create_future()
 
-    def tell(cause: BaseException) -> None:
+    def on_failure(cause: BaseException) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(lambda: end.done() or end.set_result(cause))
 
-    watch_engine(engine, tell)
+    watch_engine(engine, on_failure)
     cause = await end  # unbounded: as long as the engine serves
     return EngineError(f"the engine stopped: {cause}")
 
