@@ -40,7 +40,7 @@ class CheckpointError(RunStopped):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint whose files are not as they were written. `newest_intact` is the newest one whose files are, if any."""
+    """A checkpoint whose files are not as they were written. `newest_intact` is the newest one whose are, if any."""
 
     def __init__(self, message: str, newest_intact: Path | None) -> None:
         super().__init__(message)

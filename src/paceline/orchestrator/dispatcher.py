@@ -180,8 +180,8 @@ class Dispatcher:
                 self.stop()
 
     async def next_batch(self, on_ready: TrainEarly | None = None) -> list[Group] | None:
-        """The oldest groups that fill a batch; a short one at the end of the data; None when nothing is left. `on_ready`
-        is given groups that will be part of it, as soon as they are there."""
+        """The oldest groups that fill a batch; a short one at the end of the data; None when nothing is left.
+        `on_ready` is given groups that will be part of it, as soon as they are there."""
         with named_wait("a batch that fills up", waits_for=("an episode of", "the preparation of")):
             while True:
                 if self._failure is not None:
