@@ -260,7 +260,7 @@ class ColocatedTrainer(rpc.RankGroup):
 async def colocated_placement(
     info: ranks.RankInfo, config: RunConfig, run_folder: Path, phase: Callable[[str], None], given: Any
 ) -> AsyncGenerator[RunParts]:
-    """Meet the other ranks, load the model on all of them, and end them with the run."""
+    """Connect the other ranks, load the model on all of them, and end them with the run."""
     async with AsyncExitStack() as stack:
         driver = prepare(config, phase, given)
         config = driver.config.model_copy(update={"runs": str(Path(config.runs).resolve())})

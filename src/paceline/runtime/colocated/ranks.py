@@ -29,7 +29,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """A place among the ranks, and where they meet."""
+    """This process's rank, and where the process group is formed."""
 
     rank: int
     world: int
@@ -62,7 +62,7 @@ class RankInfo:
 
     @property
     def rendezvous_address(self) -> str | None:
-        """Where the ranks meet, unless the launcher has said so."""
+        """`host:port` of the process group's store; None where torchrun's variables name it."""
         return None if self.by_torchrun else f"{self.host}:{self.port}"
 
     def variables(self, rank: int) -> dict[str, str]:

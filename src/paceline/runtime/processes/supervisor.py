@@ -266,7 +266,7 @@ class Supervisor:
     # -- surroundings -------------------------------------------------------------------------------------------------
 
     def _launch_spec(self, stack: ExitStack) -> LaunchSpec:
-        """Places to meet: a free port, a socket in a private folder, a folder for weights, a key."""
+        """Addresses of the processes: a free port, a socket in a private folder, a folder for weights, a key."""
         live = self.directory.live
         weights = live / "weights"
         live.mkdir(parents=True, exist_ok=True)

@@ -190,7 +190,7 @@ class EngineActor(RayActor):
 
     @ray.method(concurrency_group=CONTROL)
     async def join_group(self, invitation: dict[str, Any], device: str) -> None:
-        """Meet the first rank and the other engines for broadcasts, and leave the group before."""
+        """Join the first rank and the other engines for broadcasts, and leave the previous group."""
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None

@@ -2,7 +2,7 @@
 
 The first rank broadcasts full weights to all engines at once, by a collective:
 
-    every engine is asked to load -> the first rank and those engines meet, unless they have met before
+    every engine is asked to load -> the first rank and those engines form a group, or keep theirs
                                   -> bucket by bucket to all of them at the same time -> each applies what it staged
 
 The update lies in the object store of the first rank's machine as well: an engine that is left out, because it was
@@ -48,7 +48,7 @@ from paceline.weights.broadcast import Sender
 from paceline.weights.update import WeightUpdate
 
 START_SECONDS = 1800.0
-"""For all ranks to be placed, to load the model and to meet."""
+"""For all ranks to be placed, to load the model and to form their process group."""
 log = logging.getLogger("paceline.ray")
 
 
@@ -58,11 +58,11 @@ class RankActor(RayActor):
     _sender: Sender | None = None
 
     async def rendezvous_address(self) -> tuple[str, int]:
-        """Host and port at which the ranks meet, if this is the first of them."""
+        """Host and port of the process group's store, if this is the first rank."""
         return get_node_ip_address(), free_port("")
 
     async def join(self, host: str, port: int, rank: int, world: int) -> tuple[bytes, tuple[float, float]]:
-        """Meet the others and load the model; returns a greeting, and what a token and a pair of tokens cost."""
+        """Join the process group and load the model; returns a greeting, and what a token and a pair of tokens cost."""
 
         def load() -> tuple[LoadedTrainer, PreTrainedTokenizerBase]:
             built = build_trainer(self.config, join_ranks(self.config, rank, world, f"{host}:{port}"))
@@ -115,7 +115,7 @@ class RayTrainer(rpc.RankGroup):
         self._start = start
 
     async def start_ranks(self) -> rpc.RpcHello:
-        """Start the ranks and wait until they have met."""
+        """Start the ranks and wait until they have formed their process group and loaded the model."""
         self._ranks = self._start()
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -175,7 +175,7 @@ class RayTrainer(rpc.RankGroup):
 
 
 SECONDS = 60.0
-"""For a group to meet, and for one bucket to arrive: how long a member that hangs can hold up the others."""
+"""For a group to form, and for one bucket to arrive: how long a member that hangs can hold up the others."""
 ECHO_SECONDS = 5.0
 """How much longer than a bucket the others are waited for once one has failed."""
 LONGEST_SECONDS = 900.0
