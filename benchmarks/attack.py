@@ -658,7 +658,7 @@ def wired() -> int:
 
     with tempfile.TemporaryDirectory(prefix="wires-") as private:
         wires = FaultProxies(FaultRates(), int(sys.argv[2]), private)
-        supervisor.Supervisor = functools.partial(supervisor.Supervisor, reach=wires.proxy_for)  # ty: ignore
+        supervisor.Supervisor = functools.partial(supervisor.Supervisor, proxied_address=wires.proxy_for)  # ty: ignore
         code = paceline(sys.argv[3:])
         wires.close()
     return code

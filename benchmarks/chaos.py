@@ -123,7 +123,7 @@ class Chaos:
         fills = sorted(self._rng.sample(range(2, self._given.steps - 2), self._given.fills))
         resume = False
         while True:
-            run = Supervisor(self._config(resume), screen=self.screen, reach=self.wires.proxy_for)
+            run = Supervisor(self._config(resume), screen=self.screen, proxied_address=self.wires.proxy_for)
             self._now = run
             over = threading.Event()
             helpers = [

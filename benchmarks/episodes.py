@@ -27,7 +27,7 @@ from paceline.envs.offloop import run_user_code
 from paceline.orchestrator import Clock
 from paceline.orchestrator.episodes import RolloutRunner
 from paceline.rollout import SamplingClient
-from paceline.runtime.local import RunParts, local
+from paceline.runtime.local import RunParts, local_placement
 
 TURNS = 4
 
@@ -122,7 +122,7 @@ def main() -> int:
     slow = {"slow": SlowTools()}
 
     async def measure(folder: Path) -> dict[str, float]:
-        async with local(config, folder, lambda text: None, slow) as here:
+        async with local_placement(config, folder, lambda text: None, slow) as here:
             client = here.make_client(config.sampling.model_copy(update={"max_tokens": 12}))
             return await crowd(here, client, options)
 

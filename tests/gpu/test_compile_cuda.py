@@ -17,7 +17,7 @@ from paceline import RunConfig
 from paceline.data import Sample
 from paceline.engine import GenerateRequest, noise_key
 from paceline.model import clone_model
-from paceline.runtime.torch_backend import background_compile, engine_for
+from paceline.runtime.torch_parts import background_compile, engine_for
 from paceline.trainer import TorchTrainer
 
 pytestmark = pytest.mark.gpu

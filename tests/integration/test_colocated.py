@@ -20,7 +20,7 @@ from paceline.errors import PacelineError
 from paceline.model import fingerprint
 from paceline.observe.monitor import read_jsonl
 from paceline.runtime import train
-from paceline.runtime.colocated.place import in_place
+from paceline.runtime.colocated.place import colocated_placement
 from paceline.runtime.colocated.ranks import (
     GREETING,
     RankInfo,
@@ -139,7 +139,7 @@ def test_engines_sleep_while_ranks_train_and_wake_with_the_same_weights(run_file
 
     @asynccontextmanager
     async def watched(*given):
-        async with in_place(RankInfo.first(2), *given) as parts:
+        async with colocated_placement(RankInfo.self_launched(2), *given) as parts:
             trainer = Watched(parts.trainer, parts.pool)
             object.__setattr__(parts, "trainer", trainer)
             yield parts
@@ -225,11 +225,11 @@ def test_torchrun_starts_the_same_run(run_file, tmp_path):
 
 def test_torchrun_and_the_run_file_may_not_contradict_each_other(run_file, monkeypatch):
     config = load(run_file).config
-    assert find_rank(config)[1].given is False
+    assert find_rank(config)[1].by_torchrun is False
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     counted, seat = find_rank(config)
-    assert (counted.trainer.parallel.ranks, seat.rank, seat.world, seat.neighbours) == (3, 0, 3, 3)
+    assert (counted.trainer.parallel.ranks, seat.rank, seat.world, seat.local_world_size) == (3, 0, 3, 3)
     with pytest.raises(PacelineError, match=r"started 3 processes, but trainer.parallel.ranks = 2: start 2, or leave"):
         find_rank(load(run_file, TWO).config)
     with pytest.raises(PacelineError, match=r"torchrun started 3 processes: trainer.stream begins a batch before"):
@@ -248,7 +248,7 @@ def test_only_ranks_that_know_the_token_are_let_in(host):
     token, wrong = os.urandom(32), os.urandom(32)
     with open_listener(host) as door:
         port = door.getsockname()[1]
-        seat = RankInfo(1, 2, "127.0.0.1", 0, 2, given=False)
+        seat = RankInfo(1, 2, "127.0.0.1", 0, 2, by_torchrun=False)
         admitted = []
         clerk = threading.Thread(target=lambda: admitted.extend(accept_ranks(door, 2, token)), daemon=True)
         clerk.start()

@@ -18,7 +18,7 @@ from paceline.orchestrator.evaluation import confidence_intervals, summarise
 from paceline.rollout import Rollout
 from paceline.runtime import train
 from paceline.trainer.torch import checkpoint as checkpoints
-from paceline.trainer.torch.world import join, leave
+from paceline.trainer.torch.world import destroy_group, join
 from paceline.weights.manifest import write_manifest
 from run_once import once
 
@@ -212,7 +212,7 @@ def test_a_killed_runs_shards_are_exported_like_one_file(copy: Path, capsys):
     try:
         checkpoints.write(newest, tensors, state, group)
     finally:
-        leave()
+        destroy_group()
     (newest / "trainer.safetensors").unlink()
     write_manifest(newest)
     assert list((newest / "trainer").glob("*.safetensors"))

@@ -168,11 +168,11 @@ def test_a_full_disk_is_named_where_a_child_died_silently(run_file):
     log.touch()
     with subprocess.Popen(["true"]) as ended:
         child = ManagedProcess("server", ended, log)
-    assert "cannot be written" not in run._last_word(child)
+    assert "cannot be written" not in run._last_output(child)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file may grow, as on a full disk
     try:
-        said = run._last_word(child)
+        said = run._last_output(child)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "cannot be written (File too large)" in said

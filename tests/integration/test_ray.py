@@ -58,7 +58,7 @@ def test_an_engine_that_joins_late_gets_the_weights_before_it_serves(config, tmp
         return RayEngine(actor(EngineActor, f"grow/{name}", arguments, {"CPU": 1}, again=True, at_once=64), name)
 
     async def story() -> None:
-        from paceline.runtime.torch_backend import build_trainer
+        from paceline.runtime.torch_parts import build_trainer
 
         first, second = engine(0), engine(1)
         trainer = build_trainer(run).trainer
@@ -74,7 +74,7 @@ def test_an_engine_that_joins_late_gets_the_weights_before_it_serves(config, tmp
         assert ours == theirs
         assert ours.version == 7
         # A killed one comes back by itself, and with the weights of the pool.
-        _, pid = await first.actor.whereabouts.remote()
+        _, pid = await first.actor.host_and_pid.remote()
         os.kill(pid, signal.SIGKILL)
         answers = await asyncio.gather(*(pool.generate(asked) for _ in range(16)))
         assert {version for answer in answers for version in answer.versions} == {7}
@@ -133,16 +133,16 @@ def test_an_engine_that_fails_inside_a_living_actor_is_started_again(engine, liv
         actor._engine._scheduler.schedule = schedule
 
     async def story() -> None:
-        from paceline.runtime.torch_backend import build_trainer
+        from paceline.runtime.torch_parts import build_trainer
 
         trainer, pool = build_trainer(config("--name=failed")).trainer, Pool([engine])
         trainer.version = 7
         await pool.load_weights(await trainer.weights())
-        _, before = await engine.actor.whereabouts.remote()
+        _, before = await engine.actor.host_and_pid.remote()
         await engine.actor.__ray_call__.remote(fail)
         said = await pool.generate(GenerateRequest(prompt_ids=(1, 2, 3), max_tokens=4))
         assert set(said.versions) == {7}
-        _, after = await engine.actor.whereabouts.remote()
+        _, after = await engine.actor.host_and_pid.remote()
         assert after != before
         pool.close()
         trainer.close()
@@ -189,10 +189,10 @@ def test_scorers_share_what_is_asked_and_one_that_dies_is_replaced(config, teach
         assert Path(name) == tmp_path / "teacher"
         pool = await attach_scorers(run, tokenizer, teachers, ModelRef(name=name))
         assert pool.scores_any_temperature
-        await parts.up([first, second])
+        await parts.wait_ready([first, second])
         await asyncio.gather(*(pool.score([ids], 0.7) for ids in asked))
         assert min((await first.stats()).prompt_tokens, (await second.stats()).prompt_tokens) > 0
-        _, pid = await first.actor.whereabouts.remote()
+        _, pid = await first.actor.host_and_pid.remote()
         os.kill(pid, signal.SIGKILL)
         scores = await asyncio.gather(*(pool.score([ids], 0.7) for ids in asked))
         for ids, (found,) in zip(asked, scores, strict=True):
@@ -204,6 +204,6 @@ def test_scorers_share_what_is_asked_and_one_that_dies_is_replaced(config, teach
         await pool.aclose()
         for scorer in (first, second):
             scorer.close()
-        room.give_back()
+        room.release()
 
     asyncio.run(asyncio.wait_for(story(), 180))

@@ -20,7 +20,7 @@ from paceline.observe.monitor import RunRecorder
 from paceline.orchestrator import CheckpointError, Checkpoints
 from paceline.runtime import train
 from paceline.trainer.torch import checkpoint as checkpoints
-from paceline.trainer.torch.world import join, leave
+from paceline.trainer.torch.world import destroy_group, join
 from run_once import once
 
 ROWS = tuple("abcdefghijklmnop")
@@ -170,7 +170,7 @@ def test_the_files_of_ranks_are_checked_like_one(runs, damage):
         try:
             checkpoints.write(folder, tensors, state, group)
         finally:
-            leave()
+            destroy_group()
         shutil.copy(newest / "groups.msgpack", folder)
 
     asyncio.run(store.save(5, (newest / "state.json").read_text(), trainer))

@@ -13,7 +13,7 @@ from paceline.config import RunConfig, inference
 from paceline.config.inference import LaunchConfig
 from paceline.config.model import ModelConfig
 from paceline.model import load_model, load_tokenizer
-from paceline.runtime.torch_backend import external_engine
+from paceline.runtime.torch_parts import external_engine
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 ARGS = ["--enforce-eager", "--block-size", "32"]

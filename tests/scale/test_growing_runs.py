@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util import placement_group_table  # noqa: E402
 
 from paceline.runtime.ray.place import NAMESPACE, RayParts, Reservation, ResourceNeeds, grow_pool  # noqa: E402
-from paceline.runtime.torch_backend import build_trainer  # noqa: E402
+from paceline.runtime.torch_parts import build_trainer  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes minutes: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -69,7 +69,7 @@ def test_a_node_that_joins_gets_an_engine_once_one_machine_has_room_for_it(clust
         pool.close()
         trainer.close()
         first.close()
-        room.give_back()
+        room.release()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(Reservation.when_free([{"CPU": 64}]), 1)
         while held():  # noqa: ASYNC110 - Ray removes them in its own time

@@ -46,7 +46,7 @@ def test_a_broadcast_reaches_all_engines_at_once_and_the_dead_by_the_object_stor
     run = config("--name=broadcast")
 
     async def story() -> None:
-        from paceline.runtime.torch_backend import build_trainer
+        from paceline.runtime.torch_parts import build_trainer
 
         trainer = build_trainer(run).trainer
         update = await trainer.weights()
@@ -59,7 +59,7 @@ def test_a_broadcast_reaches_all_engines_at_once_and_the_dead_by_the_object_stor
             started = actor(EngineActor, f"cast/{number}", arguments, {"CPU": 1}, again=True, at_once=64)
             engines.append(RayEngine(started, f"engine-{number}", group))
         pool = Pool(engines)
-        await asyncio.gather(*(part.whereabouts.remote() for part in (rank, *(engine.actor for engine in engines))))
+        await asyncio.gather(*(part.host_and_pid.remote() for part in (rank, *(engine.actor for engine in engines))))
 
         async def publish(version: int) -> None:
             tensors = ObjectTensors.put({name: tensor + version for name, tensor in update.tensors.items()})
@@ -77,7 +77,7 @@ def test_a_broadcast_reaches_all_engines_at_once_and_the_dead_by_the_object_stor
         assert met is not None
         assert set(met[1]) == set(engines)
         # One dies under the next: the other has it at once, the dead one when it is back, and then both meet anew.
-        _, pid = await engines[1].actor.whereabouts.remote()
+        _, pid = await engines[1].actor.host_and_pid.remote()
         os.kill(pid, signal.SIGKILL)
         await publish(3)
         await publish(4)

@@ -104,9 +104,9 @@ def custom_algorithm(config: Config) -> Algorithm:
             raise AlgorithmError(f"{config.import_path}: `score` of an algorithm is called `finish_batch` now")
         for name in CALLED + AWAITED:
             if inspect.iscoroutinefunction(getattr(algorithm, name)) != (name in AWAITED):
-                write = "is called, not awaited: write it without `async`"
-                write = f"is awaited: write `async def {name}`" if name in AWAITED else write
-                raise AlgorithmError(f"{config.import_path}: `{name}` {write}")
+                if name in AWAITED:
+                    raise AlgorithmError(f"{config.import_path}: `{name}` is awaited: write `async def {name}`")
+                raise AlgorithmError(f"{config.import_path}: `{name}` is called, not awaited: write it without `async`")
         return guard_hooks(algorithm, config.import_path)
     if not callable(found):
         raise AlgorithmError(f"{config.import_path}: neither a credit function nor an Algorithm class")

@@ -73,9 +73,12 @@ class GRPO(RewardCredit):
         return rewards
 
     def credit(self, rewards: NDArray) -> NDArray:
-        advantages, freedom = centred(rewards), int(self._config.std == "sample")
-        if self._config.std != "none" and len(rewards) > freedom and (std := rewards.std(ddof=freedom)) > 1e-8:
-            advantages = advantages / std
+        advantages = centred(rewards)
+        ddof = 1 if self._config.std == "sample" else 0
+        if self._config.std != "none" and len(rewards) > ddof:
+            std = rewards.std(ddof=ddof)
+            if std > 1e-8:
+                advantages = advantages / std
         return np.maximum(advantages, 0.0) if self._config.positive_only else advantages
 
 

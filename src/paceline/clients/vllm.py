@@ -28,7 +28,7 @@ import httpx
 from paceline.clients.external_engine import SEED_BITS, ExternalEngine, LoadedAdapter
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, TopLogprobs
 from paceline.errors import EngineError, RequestError, Unreachable
-from paceline.util.process_exit import free_port
+from paceline.util.child_process import free_port
 from paceline.weights.update import ServedPolicy, WeightUpdate
 
 GENERATE_PATH = "/inference/v1/generate"

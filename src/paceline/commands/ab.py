@@ -21,7 +21,7 @@ from paceline.orchestrator.league_checkpoints import league_envs
 from paceline.runtime.local import (
     DriverParts,
     RunParts,
-    load_backend,
+    load_run_model,
     share_cores,
     with_sections,
     with_settled_dtype,
@@ -193,31 +193,31 @@ def _shared_engine(arms: Mapping[str, RunConfig]) -> Generator[Callable[[str], P
     """Loads the model, tokenizer and engine that both arms share; yields a function that places an arm on them."""
     config = next(iter(arms.values()))
     assert config.model.lora is not None
-    backend = load_backend(config)
+    loaded = load_run_model(config)
     rank = max(config.model.lora.rank, config.engine.adapter_rank)
     config = with_sections(config, engine={"adapters": max(len(arms), config.engine.adapters), "adapter_rank": rank})
-    engine = backend.engine(share_cores(config, backend.parameters))
+    engine = loaded.engine(share_cores(config, loaded.parameters))
 
     def placement(arm: str) -> Placement:
         @asynccontextmanager
         async def place(
-            config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
+            config: RunConfig, run_folder: Path, phase: Callable[[str], None], given: Given
         ) -> AsyncGenerator[RunParts]:
             phase("preparing environments")
             envs = build_train_envs(config, given)
             if league_envs(envs):
                 raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
-            driver = DriverParts(share_cores(config, backend.parameters), tokenizer, envs)
+            driver = DriverParts(share_cores(config, loaded.parameters), tokenizer, envs)
             view = cast(Engine, AdapterView(engine, arm))  # attributes that are bound methods are methods too
             pool = Pool([view])
-            with with_trainer(backend, driver, dumps, pool) as parts, closing(pool):
+            with with_trainer(loaded, driver, run_folder / "dumps", pool) as parts, closing(pool):
                 yield parts
 
         return place
 
     try:
         engine.start()
-        with backend.compute_settings(), short_switch_interval(backend.device):
+        with loaded.compute_settings(), short_switch_interval(loaded.device):
             tokenizer = load_tokenizer(config.model)
             yield placement
     finally:

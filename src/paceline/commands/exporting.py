@@ -96,11 +96,11 @@ def _write_torch(config: RunConfig, checkpoint: Path, folder: Path, form: Export
 
 
 def _write_mlx(config: RunConfig, checkpoint: Path, folder: Path, form: ExportForm, dtype: Dtype | None) -> None:
-    from paceline.runtime.local import MlxBackend
+    from paceline.runtime.local import LoadedMlxModel
 
     if dtype is not None:
         raise PacelineError('--dtype needs backend = "torch": with mlx an export keeps the checkpoint\'s type')
-    trainer = MlxBackend(config).trainer(config, folder)
+    trainer = LoadedMlxModel(config).trainer(config, folder)
 
     async def load_and_export() -> None:
         await trainer.load(checkpoint)

@@ -102,7 +102,7 @@ class PersonSeat(TextSeat):
         self, person: Person, name: str, actor: str, sampling: SamplingConfig, runtime: EpisodeRuntime
     ) -> None:
         super().__init__(sampling, runtime.recorder, actor)
-        self._person, self._name, self._spell = person, name, runtime.spell
+        self._person, self._name, self._decode = person, name, runtime.decode
 
     async def answer(self, messages: Sequence[Message], tools: Tools | None) -> dict[str, Any]:
         known = self._known_messages(messages)
@@ -112,7 +112,7 @@ class PersonSeat(TextSeat):
     async def complete(self, token_ids: Sequence[int]) -> Reply:
         if self._closed:
             raise SeatClosed("the episode is over: this seat takes no more calls")
-        prompt: Message = {"role": "tokens", "content": self._spell(token_ids)}
+        prompt: Message = {"role": "tokens", "content": self._decode(token_ids)}
         reply = {"role": "assistant", "content": self._person.ask(self._name, [prompt], None)}
         return self.record_reply({"message": reply, "finish": "stop", "usage": None}, [prompt])
 

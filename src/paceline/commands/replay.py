@@ -37,7 +37,7 @@ from paceline.observe.record import Query, RolloutNotFound, RunFolder, open_run
 from paceline.observe.record.layout import REPLAYED, SKIPPED, TRAINED
 from paceline.orchestrator import Checkpoints
 from paceline.runtime.local import with_sections
-from paceline.runtime.torch_backend import torch_trainer
+from paceline.runtime.torch_parts import torch_trainer
 from paceline.trainer import TorchTrainer
 from paceline.trainer.checkpoint import check_files
 from paceline.trainer.learner import Learner

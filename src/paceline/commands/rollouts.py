@@ -23,7 +23,7 @@ from paceline.errors import EngineError, Overloaded, PacelineError, RequestError
 from paceline.observe.monitor.directory import to_json_value
 from paceline.observe.monitor.show_rollout import show_rollout, show_summary
 from paceline.orchestrator import Clock
-from paceline.orchestrator.episodes import assign_row, metric_value, outcome_error
+from paceline.orchestrator.episodes import metric_value, outcome_error, row_for_ticket
 from paceline.rollout import Message, Rollout, SamplingClient, Seat, SessionMap, Turn, assemble
 from paceline.rollout.assemble import canonical_text
 from paceline.rollout.endpoint import TextSeat
@@ -183,7 +183,7 @@ class EpisodePlayer:
         """Prepare a ticket's row as a run with this seed would."""
         row = self.rows[ticket.row]
         if self.split == "train":
-            return await assign_row(self.environment, row, ticket, self.seed)
+            return await row_for_ticket(self.environment, row, ticket, self.seed)
         return await self.environment.prepare(copy.deepcopy(row))
 
     async def play(self, row: "asyncio.Task[Row]", ticket: Ticket, member: int) -> PlayedEpisode:
@@ -252,7 +252,7 @@ def episode_records(played: PlayedEpisode, *, raw: bool = False, ids: bool = Fal
 
 def _rollout_record(rollout: Rollout, seat: Seat, runtime: EpisodeRuntime) -> Record:
     """The rollout's record as the run directory has it, with its conversations and token counts."""
-    conversations = conversations_of(rollout.turns, runtime.spell)
+    conversations = conversations_of(rollout.turns, runtime.decode)
     last = conversations[-1] if conversations else {"messages": [], "sampled": []}
     record = rollout.record() | {"kind": rollout.kind, "trained": seat.trained, **last}
     if tools := next((turn.tools for turn in reversed(rollout.turns) if turn.tools), None):
@@ -266,16 +266,16 @@ def _rollout_record(rollout: Rollout, seat: Seat, runtime: EpisodeRuntime) -> Re
 
 def _turn_record(turn: Turn, runtime: EpisodeRuntime, raw: bool, ids: bool) -> Record:
     """One call of the model: its prompt and its completion."""
-    text = {"prompt": runtime.spell(turn.prompt_ids), "completion": runtime.spell(turn.completion_ids)} if raw else {}
+    text = {"prompt": runtime.decode(turn.prompt_ids), "completion": runtime.decode(turn.completion_ids)} if raw else {}
     tokens = {"prompt_ids": turn.prompt_ids, "completion_ids": turn.completion_ids, "logprobs": turn.logprobs}
     return text | {"finish": turn.finish, "prompt_tokens": len(turn.prompt_ids)} | (tokens if ids else {})
 
 
-def conversations_of(turns: Sequence[Turn], spell: Callable[[Sequence[int]], str]) -> list[Record]:
+def conversations_of(turns: Sequence[Turn], decode: Callable[[Sequence[int]], str]) -> list[Record]:
     """The distinct conversations of a seat, and which of their messages were sampled."""
     whole: list[list[Message]] = []
     for turn in turns:
-        given = [{"role": "tokens", "content": spell(turn.prompt_ids)}] if turn.messages is None else turn.messages
+        given = [{"role": "tokens", "content": decode(turn.prompt_ids)}] if turn.messages is None else turn.messages
         whole.append([*given, turn.message])
     keys = [tuple(map(canonical_text, messages)) for messages in whole]
     return [

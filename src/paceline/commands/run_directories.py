@@ -16,7 +16,7 @@ from paceline.config.errors import options_from_flags
 from paceline.errors import PacelineError
 from paceline.observe.record import open_run
 from paceline.observe.record.first_difference import RunComparison, compare
-from paceline.util.process_exit import end_with_parent
+from paceline.util.child_process import end_with_parent
 
 
 @subcommand(

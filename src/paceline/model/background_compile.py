@@ -25,8 +25,8 @@ import torch._dynamo
 import torch._functorch.config
 from torch import nn
 
+from paceline.util.child_process import WITH_PARENT
 from paceline.util.gc_tuning import freeze_new_objects
-from paceline.util.process_exit import WITH_PARENT
 
 SWITCH_SECONDS = 10.0
 """Cost of a switch to compiled code: a pause for tracing and, in the engine, for capturing graphs."""

@@ -1,9 +1,10 @@
 """Writes and finds checkpoints: one atomic folder each, the newest named by `latest`, each file with a digest.
 
-A finished group is sampled, credited and counted; to play it again after a resume would count it twice with every
-baseline that saw it, and would not give the same tokens. So a checkpoint keeps it whole: exact turns, rewards, and the
-samples with all their streams, as msgpack with raw array buffers. What has no place there (a message that holds an
-object of the user's own) keeps its group out of the file, and its ticket waits again.
+A folder holds the trainer's files, the orchestrator's `state.json`, and `groups.msgpack`: the finished groups that the
+run still needs. A finished group is sampled, credited and counted; to play it again after a resume would count it twice
+with every baseline that saw it, and would not give the same tokens. So the groups file keeps it whole: exact turns,
+rewards, and the samples with all their streams, as msgpack with raw array buffers. What has no place there (a message
+that holds an object of the user's own) keeps its group out of the file, and its ticket waits again.
 """
 
 import asyncio
@@ -39,11 +40,11 @@ class CheckpointError(RunStopped):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint whose files are not as they were written. `whole` is the newest one whose files are, if any."""
+    """A checkpoint whose files are not as they were written. `newest_intact` is the newest one whose are, if any."""
 
-    def __init__(self, message: str, whole: Path | None) -> None:
+    def __init__(self, message: str, newest_intact: Path | None) -> None:
         super().__init__(message)
-        self.newest_intact = whole
+        self.newest_intact = newest_intact
 
 
 class Checkpoints:

@@ -179,9 +179,9 @@ class Dispatcher:
             if self.admission.solved_reason:
                 self.stop()
 
-    async def next_batch(self, ahead: TrainEarly | None = None) -> list[Group] | None:
-        """The oldest groups that fill a batch; a short one at the end of the data; None when nothing is left. `ahead`
-        is given groups that will be part of it, as soon as they are there."""
+    async def next_batch(self, on_ready: TrainEarly | None = None) -> list[Group] | None:
+        """The oldest groups that fill a batch; a short one at the end of the data; None when nothing is left.
+        `on_ready` is given groups that will be part of it, as soon as they are there."""
         with named_wait("a batch that fills up", waits_for=("an episode of", "the preparation of")):
             while True:
                 if self._failure is not None:
@@ -199,12 +199,12 @@ class Dispatcher:
                     return self._ship(batch) if batch else None
                 if self._stopped:
                     return None
-                if ahead is not None:
+                if on_ready is not None:
                     new = [ready for group in batch if not (ready := self._buffer[group.ticket]).is_streaming]
                     for ready in new:
                         ready.is_streaming = True
                     if new:
-                        await ahead([ready.group for ready in new])
+                        await on_ready([ready.group for ready in new])
                         continue
                 self._changed.clear()
                 await self._changed.wait()  # bounded: each episode has a timeout

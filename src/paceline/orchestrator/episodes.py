@@ -240,7 +240,9 @@ class RolloutRunner:
     async def run_group(self, env: TrainEnv, ticket: Ticket) -> Group:
         """All rollouts of one ticket, the failed ones apart."""
         try:
-            row = await self.prepare(env, lambda: assign_row(env.environment, env.rows[ticket.row], ticket, self._seed))
+            row = await self.prepare(
+                env, lambda: row_for_ticket(env.environment, env.rows[ticket.row], ticket, self._seed)
+            )
         except EpisodeLost as lost:
             failed = [failed_rollout(ticket, 0, {}, str(lost), cause=lost.__cause__)]
             return Group(ticket=ticket, rollouts=[], size=env.group_size, failed=failed)
@@ -251,13 +253,13 @@ class RolloutRunner:
     @staticmethod
     def collect(env: TrainEnv, ticket: Ticket, episodes: Sequence[Sequence[Rollout]], size: int) -> Group:
         """The group of these episodes, with the samples of all rollouts that did not fail."""
-        group = Group(ticket=ticket, rollouts=[], size=size, failed=(failed := []))
-        for rollout in (rollout for episode in episodes for rollout in episode):
-            (group.rollouts if rollout.error is None else failed).append(rollout)
-        for rollout in group.rollouts:
+        rollouts = [rollout for episode in episodes for rollout in episode]
+        finished = [rollout for rollout in rollouts if rollout.error is None]
+        failed = [rollout for rollout in rollouts if rollout.error is not None]
+        for rollout in finished:
             rollout.samples = assemble(rollout)
             env.algorithm.observe(rollout)
-        return group
+        return Group(ticket=ticket, rollouts=finished, size=size, failed=failed)
 
     async def run_episode(self, env: TrainEnv, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
         """One episode on a copy of the row: a rollout for each actor who spoke, or why there is none."""
@@ -345,7 +347,7 @@ class RolloutRunner:
             raise EpisodeLost(text, kind) from error
 
 
-async def assign_row(environment: Environment, row: Row, ticket: Ticket, seed: int) -> Row:
+async def row_for_ticket(environment: Environment, row: Row, ticket: Ticket, seed: int) -> Row:
     """The prepared row that all episodes of a training ticket share."""
     dice = random.Random(f"{seed} {ticket.env} {ticket.draw}")
     return await environment.prepare(await environment.assign(copy_value(row), ticket.draw, dice))

@@ -40,8 +40,8 @@ class Endpoint:
             self.url += "/v1"
         self.sampling, self.recorder, self._model = sampling, recorder, model
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None)
-        self._client = httpx.AsyncClient(headers=headers, timeout=limits)
+        timeouts = httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None)
+        self._client = httpx.AsyncClient(headers=headers, timeout=timeouts)
 
     async def model(self) -> str:
         """The model that is asked: the one that was named, else the first of those the endpoint lists."""

@@ -23,8 +23,8 @@ from paceline.data import Sample
 from paceline.model import ATTENTION, attach_lora
 from paceline.model.support import without_dropout
 from paceline.runtime.local import with_sections
-from paceline.runtime.torch_backend import engine_for, torch_trainer
-from paceline.util.process_exit import end_with_parent
+from paceline.runtime.torch_parts import engine_for, torch_trainer
+from paceline.util.child_process import end_with_parent
 
 LAYERS = 2
 """Layers that stand for all: under LoRA the first one's input needs no gradient, the second one's does."""

@@ -37,7 +37,7 @@ class EpisodeRuntime:
     recorder: RecordingServer
     """Gives a guest's seat its address."""
     close: Callable[[], Coroutine[Any, Any, None]]
-    spell: Callable[[Sequence[int]], str]
+    decode: Callable[[Sequence[int]], str]
     """A prompt that was given as tokens, for people."""
 
 
@@ -94,10 +94,10 @@ def open_episode_runtime(
             if isinstance(engine, HttpEngine):
                 await engine.aclose()
 
-        def spell(ids: Sequence[int]) -> str:
+        def decode(ids: Sequence[int]) -> str:
             return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
-        yield EpisodeRuntime(client, recorder, close, spell)
+        yield EpisodeRuntime(client, recorder, close, decode)
 
 
 def saved_weights(folder: Path, model: ModelConfig, mlx: bool = False) -> WeightUpdate:

@@ -38,12 +38,12 @@ from paceline.trainer.checkpoint import read_state
 
 if TYPE_CHECKING:
     from paceline.engine.mlx.engine import MlxEngine
-    from paceline.runtime.torch_backend import TorchBackend
+    from paceline.runtime.torch_parts import LoadedTorchModel
     from paceline.trainer.mlx.trainer import MlxTrainer
 
 log = logging.getLogger("paceline.dtypes")
 
-ModelBackend: TypeAlias = "TorchBackend | MlxBackend"
+LoadedModel: TypeAlias = "LoadedTorchModel | LoadedMlxModel"
 """A loaded model, from which engines and trainers are made. An engine has a module tree of its own and, under LoRA,
 shares the frozen base with the trainer."""
 
@@ -53,7 +53,7 @@ def require_mlx() -> None:
         raise PacelineError("backend = \"mlx\" needs mlx and mlx-lm: pip install 'paceline[mlx]'")
 
 
-class MlxBackend:
+class LoadedMlxModel:
     """A model of mlx-lm on this machine's unified memory."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -77,24 +77,24 @@ class MlxBackend:
             grammars=grammars,
         )
 
-    def trainer(self, config: RunConfig, dumps: Path) -> "MlxTrainer":
+    def trainer(self, config: RunConfig, bad_batches: Path) -> "MlxTrainer":
         from paceline.model.mlx.loading import clone_model
         from paceline.model.mlx.lora import attach_lora
         from paceline.trainer.mlx.trainer import MlxTrainer
 
         model = attach_lora(clone_model(self.model), config.model.lora, config.seed)
-        return MlxTrainer(model, config.trainer, total_steps=config.steps, dumps=dumps)
+        return MlxTrainer(model, config.trainer, total_steps=config.steps, dumps=bad_batches)
 
     def compute_settings(self) -> AbstractContextManager[object]:
         return nullcontext()
 
 
-def load_backend(config: RunConfig) -> ModelBackend:
+def load_run_model(config: RunConfig) -> LoadedModel:
     if uses_mlx(config.backend):
-        return MlxBackend(config)
-    from paceline.runtime.torch_backend import TorchBackend
+        return LoadedMlxModel(config)
+    from paceline.runtime.torch_parts import LoadedTorchModel
 
-    return TorchBackend(config)
+    return LoadedTorchModel(config)
 
 
 def trainer_of(model: Any, c: TrainerConfig) -> Trainer:
@@ -152,7 +152,7 @@ def device_of(config: RunConfig) -> str:
         from paceline.model.mlx.loading import mlx_device
 
         return mlx_device()
-    from paceline.runtime.torch_backend import pick_device
+    from paceline.runtime.torch_parts import pick_device
 
     return pick_device(config.device)
 
@@ -185,10 +185,12 @@ class DriverParts:
     def pool(self, engines: Sequence[Engine], make: Callable[[], Engine] | None = None) -> Pool:
         """A pool of a run's engines. For a league, `make` gives the engine of a past version that is a whole model: one
         of this process where it is left out."""
-        make = make or (lambda: load_backend(self.config).engine(self.config, alone=True))
+        make = make or (lambda: load_run_model(self.config).engine(self.config, alone=True))
         return LeaguePool(engines, make) if self.past else Pool(engines)
 
-    def placed(self, pool: Pool, trainer: Trainer, ends: Sequence[int], device: str, parameters: int) -> RunParts:
+    def build_run_parts(
+        self, pool: Pool, trainer: Trainer, ends: Sequence[int], device: str, parameters: int
+    ) -> RunParts:
         """All parts, with clients that render and record as the run file says."""
         recorder = RecordingServer(**self.config.recording.model_dump())
         make_client = sampling_clients(pool, self.tokenizer, ends, self.config.model, recorder)
@@ -208,40 +210,43 @@ def prepare(
 
 
 @asynccontextmanager
-async def local(
-    config: RunConfig, dumps: Path, phase: Callable[[str], None], environments: dict[str, Environment] | None = None
+async def local_placement(
+    config: RunConfig,
+    run_folder: Path,
+    phase: Callable[[str], None],
+    environments: dict[str, Environment] | None = None,
 ) -> AsyncGenerator[RunParts]:
     """Build the parts, and take them down again whatever happens."""
     driver = prepare(config, phase, environments, f"loading model {config.model.name}")
-    backend = load_backend(config)
+    loaded = load_run_model(config)
     phase("starting the engine")
-    config = share_cores(driver.config, backend.parameters)
+    config = share_cores(driver.config, loaded.parameters)
     is_external = config.engine.backend != "paceline"
     if is_external:
-        from paceline.runtime.torch_backend import TorchBackend, external_engine
+        from paceline.runtime.torch_parts import LoadedTorchModel, external_engine
 
-        assert isinstance(backend, TorchBackend)  # as the config's checks have it
-        engine: Engine = external_engine(config, backend.model, driver.tokenizer, dumps.parent)
+        assert isinstance(loaded, LoadedTorchModel)  # as the config's checks have it
+        engine: Engine = external_engine(config, loaded.model, driver.tokenizer, run_folder)
     else:
-        engine = backend.engine(config)
+        engine = loaded.engine(config)
     with closing(engine):  # also where no trainer can be made beside it
         driver = replace(driver, config=config)
-        pool = driver.pool([engine], lambda: backend.engine(config))
+        pool = driver.pool([engine], lambda: loaded.engine(config))
         # The trainer is closed last: its last step may take long, and no episode samples for it any more.
-        with with_trainer(backend, driver, dumps, pool) as parts, closing(engine), closing(pool):
+        with with_trainer(loaded, driver, run_folder / "dumps", pool) as parts, closing(engine), closing(pool):
             engine.start()
             if is_external:
                 phase(f"waiting for {NAMES[config.engine.backend]}")
-            with backend.compute_settings(), short_switch_interval(backend.device):
+            with loaded.compute_settings(), short_switch_interval(loaded.device):
                 yield parts
 
 
 @contextmanager
-def with_trainer(backend: ModelBackend, driver: DriverParts, dumps: Path, pool: Pool) -> Generator[RunParts]:
+def with_trainer(loaded: LoadedModel, driver: DriverParts, bad_batches: Path, pool: Pool) -> Generator[RunParts]:
     """A trainer beside a pool, and sampling clients for episodes."""
-    with closing(backend.trainer(driver.config, dumps)) as trainer:
-        ends = end_tokens(driver.tokenizer, backend.model)
-        yield driver.placed(pool, trainer, ends, backend.device, backend.parameters)
+    with closing(loaded.trainer(driver.config, bad_batches)) as trainer:
+        ends = end_tokens(driver.tokenizer, loaded.model)
+        yield driver.build_run_parts(pool, trainer, ends, loaded.device, loaded.parameters)
 
 
 def sampling_clients(
@@ -280,10 +285,12 @@ def with_adapter_slots(config: RunConfig, past: int) -> RunConfig:
     return with_sections(config, engine=room)
 
 
-def share_cores(config: RunConfig, parameters: int, neighbours: int = 1, at_once: bool | None = None) -> RunConfig:
+def share_cores(
+    config: RunConfig, parameters: int, local_world_size: int = 1, at_once: bool | None = None
+) -> RunConfig:
     """Set the threads of engine and trainer that the run file leaves open. At staleness 0 they take turns, beyond they
-    run at once. `neighbours` processes, this one included, share the machine."""
-    cores = max(1, usable_cores() // neighbours)
+    run at once. `local_world_size` processes, this one included, share the machine."""
+    cores = max(1, usable_cores() // local_world_size)
     engine, trainer = split_threads(cores, parameters, config.staleness > 0 if at_once is None else at_once)
     return with_sections(
         config,

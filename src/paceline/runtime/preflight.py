@@ -295,7 +295,7 @@ def _check_machine(config: RunConfig, found: Preflight) -> None:
         found.add(unsupported_settings(config))
         found.attempt(require_mlx)
     elif config.placement != "ray" and config.device == "cuda":
-        from paceline.runtime.torch_backend import pick_device
+        from paceline.runtime.torch_parts import pick_device
 
         found.attempt(lambda: pick_device(config.device))
     if config.placement == "ray" and importlib.util.find_spec("ray") is None:

@@ -38,7 +38,7 @@ class RpcHello(msgspec.Struct, array_like=True, tag=True):
     device: str
     ends: tuple[int, ...]
     """Tokens that end a turn."""
-    life: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+    incarnation: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
     """Another one after each restart of its process."""
 
 
@@ -47,7 +47,7 @@ class RpcCall(msgspec.Struct, array_like=True):
 
     caller: str
     number: int
-    what: RpcMethod
+    method: RpcMethod
     path: str = ""
     data: bytes = b""
     """Samples the trainer has not seen yet."""
@@ -99,7 +99,7 @@ RpcAnswer = RpcResult | RpcFailure
 FromTrainer = RpcHello | Alive | RpcAnswer
 
 decode_call = msgspec.msgpack.Decoder(RpcCall).decode
-decode_message = msgspec.msgpack.Decoder(FromTrainer).decode
+decode_from_trainer = msgspec.msgpack.Decoder(FromTrainer).decode
 decode_answer = msgspec.msgpack.Decoder(RpcAnswer).decode
 
 
@@ -116,14 +116,14 @@ class RpcTrainer(ABC):
         self._name = uuid.uuid4().hex
         self._numbers = count(1)
 
-    def _message(
-        self, what: RpcMethod, folder: Path | None, samples: Sequence[Sample] = (), order: Sequence[int] = ()
+    def _make_call(
+        self, method: RpcMethod, folder: Path | None, samples: Sequence[Sample] = (), order: Sequence[int] = ()
     ) -> RpcCall:
         path = "" if folder is None else str(folder.resolve())
-        return RpcCall(self._name, next(self._numbers), what, path, encode(samples), list(order))
+        return RpcCall(self._name, next(self._numbers), method, path, encode(samples), list(order))
 
     @abstractmethod
-    async def _call(self, what: RpcMethod, folder: Path | None = None) -> Any: ...
+    async def _call(self, method: RpcMethod, folder: Path | None = None) -> Any: ...
 
     async def save(self, folder: Path) -> None:
         await self._call("save", folder)
@@ -161,7 +161,7 @@ class TrainerRpcHandler:
     async def _do(self, call: RpcCall) -> RpcResult:
         trainer, folder = self.trainer, Path(call.path)
         report = sent = None
-        match call.what:
+        match call.method:
             case "feed":
                 samples = decode(call.data)
                 await trainer.feed(samples)
@@ -232,11 +232,11 @@ class RankGroup(RpcTrainer):
     def _ask(self, rank: Any, call: RpcCall) -> Awaitable[RpcAnswer]: ...
 
     @abstractmethod
-    def _there(self) -> None:
+    def _require_ranks(self) -> None:
         """Raise unless all ranks are up."""
 
     @abstractmethod
-    def _gone(self, rank: int, error: BaseException) -> BaseException | None:
+    def _rank_lost_error(self, rank: int, error: BaseException) -> BaseException | None:
         """The error to raise if this one means that the rank is lost; None if it only says what went wrong."""
 
     @abstractmethod
@@ -246,18 +246,18 @@ class RankGroup(RpcTrainer):
     # -- all at once --------------------------------------------------------------------------------------------------
 
     async def _call(
-        self, what: RpcMethod, folder: Path | None = None, shares: Sequence[list[Sample]] = ()
+        self, method: RpcMethod, folder: Path | None = None, shares: Sequence[list[Sample]] = ()
     ) -> list[RpcResult]:
-        self._there()
+        self._require_ranks()
         calls = [
-            self._message(what, folder, share, [-1] * len(share)) for share in (shares or [[] for _ in self._ranks])
+            self._make_call(method, folder, share, [-1] * len(share)) for share in (shares or [[] for _ in self._ranks])
         ]
-        asked = [_done(self._ask(rank, call)) for rank, call in zip(self._ranks, calls, strict=True)]
-        answers = await self._together(asked)
+        asked = [_unwrap(self._ask(rank, call)) for rank, call in zip(self._ranks, calls, strict=True)]
+        answers = await self._gather_ranks(asked)
         self.version = answers[0].version
         return answers
 
-    async def _together(self, answers: Sequence[Awaitable[T]]) -> list[T]:
+    async def _gather_ranks(self, answers: Sequence[Awaitable[T]]) -> list[T]:
         """All answers, or the first failure: the others may then wait for that rank for ever, so all are ended.
         Bounded by the life of the ranks, and inside them by the process group's timeout."""
         waiting = {asyncio.ensure_future(answer): rank for rank, answer in enumerate(answers)}
@@ -283,13 +283,13 @@ class RankGroup(RpcTrainer):
         """A lost rank rather than what the others say of it."""
         errors = {rank: error for rank, error in ended.items() if error is not None}
         for rank, error in errors.items():
-            if (lost := self._gone(rank, error)) is not None:
+            if (lost := self._rank_lost_error(rank, error)) is not None:
                 return lost
         return next(iter(errors.values()))
 
 
-async def _done(answer: Awaitable[RpcAnswer]) -> RpcResult:
-    said = await answer  # bounded: by the rank's life
-    if isinstance(said, RpcFailure):
-        raise said.error()
-    return said
+async def _unwrap(answer: Awaitable[RpcAnswer]) -> RpcResult:
+    result = await answer  # bounded: by the rank's life
+    if isinstance(result, RpcFailure):
+        raise result.error()
+    return result

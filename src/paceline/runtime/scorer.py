@@ -108,17 +108,15 @@ class Scorer:
             began = time.perf_counter()
             try:
                 self._score(pack)
+            except torch.OutOfMemoryError as error:  # this pack is too large; the next may fit
+                _fail_requests(pack, error)
             except Exception as error:
-                if not isinstance(error, torch.OutOfMemoryError):  # too much for this pack; the next may fit
-                    with self._news:  # every pending request fails, those in the queue too, and every later one
-                        self._failure, self._tokens = error, 0
-                        pack += self._waiting
-                        self._waiting.clear()
-                for question, _ in pack:
-                    with contextlib.suppress(InvalidStateError):  # told before, or gone meanwhile
-                        question.answer.set_exception(EngineError(f"scoring failed: {error}"))
-                if self._failure is not None:
-                    return
+                with self._news:  # every pending request fails, those in the queue too, and every later one
+                    self._failure, self._tokens = error, 0
+                    pack += self._waiting
+                    self._waiting.clear()
+                _fail_requests(pack, error)
+                return
             self.busy_seconds += time.perf_counter() - began
 
     def _next(self) -> list[tuple[ScoreRequest, int]]:
@@ -184,3 +182,9 @@ class Scorer:
         raise RequestError("a scorer does not pause")
 
     resume = sleep = wake = pause
+
+
+def _fail_requests(pack: Sequence[tuple[ScoreRequest, int]], error: Exception) -> None:
+    for request, _ in pack:
+        with contextlib.suppress(InvalidStateError):  # answered before, or cancelled
+            request.answer.set_exception(EngineError(f"scoring failed: {error}"))

@@ -210,12 +210,12 @@ class SelfPlayTrainer:
         They wait as samples, not as gradients: the step's normaliser counts all of its tokens, and what grew stale
         while it waited can still be left out.
         """
-        self._take(records)
+        self._add_waiting(records)
         return await self._step() if len(self._waiting) >= self.config.min_samples_per_step else None
 
     async def train_step(self, batch: TrainingBatch) -> StepReport | None:
         """Exactly one step on this batch and whatever waits; None if nothing fresh is there."""
-        self._take(batch.records)
+        self._add_waiting(batch.records)
         return await self._step() if self._waiting else None
 
     async def publish_weights(self) -> None:
@@ -229,7 +229,7 @@ class SelfPlayTrainer:
     def close(self) -> None:
         self._trainer.close()
 
-    def _take(self, records: Sequence[Sample]) -> None:
+    def _add_waiting(self, records: Sequence[Sample]) -> None:
         """Add samples to those that wait, and leave out what is too old by now."""
         found = [*self._waiting, *records]
         aged = [limit_staleness(sample, self.version, self.config.staleness_limit, "drop") for sample in found]

@@ -29,10 +29,10 @@ from paceline.errors import EngineError, PacelineError
 from paceline.model import end_tokens, load_tokenizer, short_switch_interval
 from paceline.model.tokenizer import find_tokenizer
 from paceline.planner.hardware import split_threads, usable_cores
-from paceline.runtime.local import device_of, load_backend, with_sections
+from paceline.runtime.local import device_of, load_run_model, with_sections
 from paceline.server import build_app, event_loop_factory, listen, serve
+from paceline.util.child_process import end_child
 from paceline.util.gc_tuning import tuned_gc
-from paceline.util.process_exit import end_child
 
 if TYPE_CHECKING:
     from paceline.runtime.scorer import Scorer
@@ -63,11 +63,11 @@ async def wait_for_failure(engine: "DecodingEngine | Scorer") -> EngineError:
     loop = asyncio.get_running_loop()
     end: asyncio.Future[BaseException] = loop.create_future()
 
-    def tell(cause: BaseException) -> None:
+    def on_failure(cause: BaseException) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(lambda: end.done() or end.set_result(cause))
 
-    watch_engine(engine, tell)
+    watch_engine(engine, on_failure)
     cause = await end  # unbounded: as long as the engine serves
     return EngineError(f"the engine stopped: {cause}")
 
@@ -115,11 +115,11 @@ def serve_model(config: RunConfig, settings: ServeConfig) -> None:
 @contextmanager
 def embedded_engine(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]:
     find_tokenizer(config.model)  # a missing one is found before weights are read
-    backend = load_backend(config)
+    loaded = load_run_model(config)
     tokenizer = load_tokenizer(config.model)
-    ends = end_tokens(tokenizer, backend.model)
+    ends = end_tokens(tokenizer, loaded.model)
     lora = config.model.lora
-    changes: dict[str, int] = {"threads": config.engine.threads or _threads(backend.parameters)}
+    changes: dict[str, int] = {"threads": config.engine.threads or _threads(loaded.parameters)}
     if lora is not None and not config.engine.adapters:
         changes |= {"adapters": 1, "adapter_rank": lora.rank}
     grammars = None
@@ -127,8 +127,8 @@ def embedded_engine(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]
         from paceline.engine.grammar import grammar_matcher_factory
 
         grammars = grammar_matcher_factory(tokenizer, ends)
-    engine = backend.engine(with_sections(config, engine=changes), grammars, alone=True)
-    with closing(engine), backend.compute_settings(), short_switch_interval(backend.device):
+    engine = loaded.engine(with_sections(config, engine=changes), grammars, alone=True)
+    with closing(engine), loaded.compute_settings(), short_switch_interval(loaded.device):
         engine.start()
         yield engine, ends
 
@@ -140,7 +140,7 @@ def embedded_scorer(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
         raise PacelineError('--scores-only computes as the trainer of torch does: set backend = "torch"')
     from paceline.model import avoid_onednn_on_arm, load_model
     from paceline.runtime.scorer import Scorer
-    from paceline.runtime.torch_backend import pick_device
+    from paceline.runtime.torch_parts import pick_device
 
     model = load_model(config.model, pick_device(config.device))
     ends = end_tokens(load_tokenizer(config.model), model)

@@ -48,7 +48,7 @@ from paceline.planner.plan import write_plan
 from paceline.rollout import SamplingClient
 from paceline.runtime.colocated.ranks import find_rank, refuse_torchrun, without_first_resume
 from paceline.runtime.league import standings
-from paceline.runtime.local import RunParts, local, resumed_checkpoint, with_settled_dtype
+from paceline.runtime.local import RunParts, local_placement, resumed_checkpoint, with_settled_dtype
 from paceline.runtime.policy import RunResult
 from paceline.runtime.preflight import refuse_unready
 from paceline.runtime.signals import STOPPED_BY_USER, ForcedExit, Signals, Status, run_until_complete
@@ -61,7 +61,8 @@ MAX_ROLL_BACKS = 8
 
 Given = dict[str, Environment] | None
 Placement = Callable[[RunConfig, Path, Callable[[str], None], Given], AbstractAsyncContextManager[RunParts]]
-"""Builds the parts of a run, and takes them down again."""
+"""Builds the parts of a run, and takes them down again. Its arguments are the config, the run's folder, the
+callback for phases and the environments that were given as objects."""
 
 
 def train(
@@ -95,17 +96,17 @@ def train(
         if signals is not None:
             signals.on_interrupt(supervisor.interrupt)
         return supervisor.run()
-    place: Placement = local
+    place: Placement = local_placement
     if config.placement == "ray":
-        from paceline.runtime.ray.place import on_ray as place
+        from paceline.runtime.ray.place import ray_placement as place
     elif config.placement == "colocated":
-        from paceline.runtime.colocated.place import in_place, run_follower
+        from paceline.runtime.colocated.place import colocated_placement, run_follower
 
         config, info = find_rank(config)
         if info.rank != 0:  # rank 0 leads the run and answers with all of it
             run_follower(config, info)
             return RunResult(RunOutcome("finished", 0, ""), Path(config.runs) / config.name, [], [])
-        config, place = without_first_resume(config), partial(in_place, info)
+        config, place = without_first_resume(config), partial(colocated_placement, info)
     return run_session(config, place, environments, overwrite, screen, signals)
 
 
@@ -143,18 +144,18 @@ def run_sessions(
 
     def end(status: Status, message: str) -> None:
         for run in runs:
-            run.cut_short(status, message)
+            run.record_forced_end(status, message)
 
     def note(text: str) -> None:
         for run in runs:
             run.monitor.note(text)
 
-    async def lead_all() -> list[tuple[RunOutcome, Exception | None]]:
+    async def run_all() -> list[tuple[RunOutcome, Exception | None]]:
         stops.attach()
         if len(runs) == 1:
-            return [await runs[0].lead(environments, stops)]
+            return [await runs[0].run(environments, stops)]
         async with asyncio.TaskGroup() as group:  # bounded: by what the runs do
-            tasks = [group.create_task(run.lead(environments, stops)) for run in runs]
+            tasks = [group.create_task(session.run(environments, stops)) for session in runs]
         return [task.result() for task in tasks]  # bounded: all are done
 
     with ExitStack() as stack:
@@ -163,7 +164,7 @@ def run_sessions(
         stops.forced = ForcedExit(end, note, min(run.config.breaker.blocked_seconds for run in runs))
         with stops.forced.watching(), tuned_gc():
             try:
-                ends = run_until_complete(lead_all())
+                ends = run_until_complete(run_all())
             except (KeyboardInterrupt, asyncio.CancelledError):
                 end("interrupted", f"{STOPPED_BY_USER}, at once")
                 raise
@@ -190,12 +191,12 @@ class RunSession:
         self.monitor = stack.enter_context(Monitors(recorder, *recorders, *self.shown, *exporters))
         stack.enter_context(watch_run(self.monitor, path, config.record.watchdog_seconds))
 
-    async def lead(self, environments: Given, signals: Signals) -> tuple[RunOutcome, Exception | None]:
+    async def run(self, environments: Given, signals: Signals) -> tuple[RunOutcome, Exception | None]:
         """To the end, or to an error: of the user's code, of the machine, or a bug. Each is the outcome of its run."""
         config, root = self.config, self.directory.root
         try:
             with _warnings_as_notes(self.monitor):
-                async with self.placement(config, root / "dumps", self.monitor.phase, environments) as parts:
+                async with self.placement(config, root, self.monitor.phase, environments) as parts:
                     client = parts.make_client(config.sampling)
                     async with open_algorithms(parts.envs, client, parts.attach):
                         return await self._orchestrate(parts, client, signals), None
@@ -211,7 +212,7 @@ class RunSession:
         signals.stop(f"{config.name} failed", f"{config.name} failed: {error}; stopping after this step")
         return _failed(self.directory, config, error), error
 
-    def cut_short(self, status: Status, message: str) -> None:
+    def record_forced_end(self, status: Status, message: str) -> None:
         """The run ends where it stands: what it kept so far is what there is."""
         ended = _failed(self.directory, self.config, PacelineError(message))
         with contextlib.suppress(OSError):
@@ -244,10 +245,10 @@ class RunSession:
             clock=Clock(),
             advisor=AdviceMemory,
         )
-        returns = RollBackCount()
+        rollbacks = RollBackCount()
         with signals.run(monitor):
             while True:
-                orchestrator = Orchestrator(config, given, skipped_draws=returns.skipped_draws)
+                orchestrator = Orchestrator(config, given, skipped_draws=rollbacks.skipped_draws)
                 try:
                     await orchestrator.restore()  # a checkpoint that is refused leaves the run directory as it is
                     if not directory.begun:
@@ -279,7 +280,7 @@ class RunSession:
                     newest = orchestrator.checkpoint if directory.begun else None
                     if directory.begun and newest is None:
                         raise
-                    config = returns.back(config, newest, cause, monitor)
+                    config = rollbacks.config_after_rollback(config, newest, cause, monitor)
 
 
 def result_of(directory: RunDirectory, outcome: RunOutcome) -> RunResult:
@@ -312,7 +313,9 @@ class RollBackCount:
     _times: int = 0
     _first: str = ""
 
-    def back(self, config: RunConfig, newest: Path | None, cause: PacelineError, monitor: Monitor) -> RunConfig:
+    def config_after_rollback(
+        self, config: RunConfig, newest: Path | None, cause: PacelineError, monitor: Monitor
+    ) -> RunConfig:
         """The config that restarts the run from the newest checkpoint; raises after `MAX_ROLL_BACKS` times in a row."""
         if newest != self._at:
             self._at, self._times, self._first = newest, 0, str(cause)

@@ -61,13 +61,13 @@ class ForcedExit:
     def __init__(self, end: End, note: Callable[[str], None], blocked_seconds: float) -> None:
         self._write_end, self._note = end, note
         self._limit = blocked_seconds
-        self._heard: SimpleQueue[int | None] = SimpleQueue()
-        self.hear: Callable[[int], None] = self._heard.put
+        self._signal_queue: SimpleQueue[int | None] = SimpleQueue()
+        self.on_signal: Callable[[int], None] = self._signal_queue.put
         """A signal came; may be called from its handler."""
         self._signals: list[tuple[int, float]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
-        self._asked: list[float] = []
+        self._pinged_at: list[float] = []
         """When the event loop was asked for a sign of life; empty once it has given it."""
         self._noted = False
         self._process = os.getpid()
@@ -85,7 +85,7 @@ class ForcedExit:
             yield
         finally:
             os._exit = _exit
-            self._heard.put(None)
+            self._signal_queue.put(None)
 
     def attach(self) -> None:
         """Watch the event loop of the caller."""
@@ -96,27 +96,28 @@ class ForcedExit:
     def _run(self) -> None:
         while True:
             with contextlib.suppress(Empty):
-                number = self._heard.get(timeout=_LOOK_SECONDS if self._signals else _CALM_SECONDS)
+                number = self._signal_queue.get(timeout=_LOOK_SECONDS if self._signals else _CALM_SECONDS)
                 if number is None:
                     return
                 self._signals.append((number, time.monotonic()))
-            self._look(time.monotonic())
+            self._check(time.monotonic())
 
-    def _look(self, now: float) -> None:
-        if self._loop is not None and not self._asked:
-            self._asked.append(now)
+    def _check(self, now: float) -> None:
+        if self._loop is not None and not self._pinged_at:
+            self._pinged_at.append(now)
             try:
-                self._loop.call_soon_threadsafe(self._asked.clear)
+                self._loop.call_soon_threadsafe(self._pinged_at.clear)
             except RuntimeError:  # closed: nothing can block it any more
                 self._loop = None
-                self._asked.clear()
-        blocked = now - next(iter(self._asked), now)
+                self._pinged_at.clear()
+        pinged_at = next(iter(self._pinged_at), now)  # the event loop may clear the list at any moment
+        blocked = now - pinged_at
         at = ""
         if blocked >= STUCK_SECONDS and self._loop_thread is not None:
             at = _users_place(sys._current_frames().get(self._loop_thread.ident or -1))
         if self._signals:
             by = f", while {at}, blocked the event loop" if at else ""
-            if self._due(now, bool(at)):
+            if self._must_exit(now, bool(at)):
                 self.end("interrupted", f"stopped by the user{by}", 130)
             elif at and not self._noted:
                 self._noted = True
@@ -130,7 +131,7 @@ class ForcedExit:
                 1,
             )
 
-    def _due(self, now: float, users: bool) -> bool:
+    def _must_exit(self, now: float, users: bool) -> bool:
         if len(self._signals) > 1:
             return now - self._signals[1][1] >= STOP_SECONDS
         number, since = self._signals[0]
@@ -145,12 +146,12 @@ class ForcedExit:
         """Say why, and end the process, however many locks the blocked thread holds."""
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # unbounded: another thread is ending the process
-        words = threading.Thread(target=self._say, args=(status, message), name="last words", daemon=True)
+        words = threading.Thread(target=self._report_end, args=(status, message), name="last words", daemon=True)
         words.start()
         words.join(FLUSH_SECONDS)
         _exit(code)
 
-    def _say(self, status: Status, message: str) -> None:
+    def _report_end(self, status: Status, message: str) -> None:
         try:
             self._write_end(status, message)
         finally:
@@ -164,10 +165,11 @@ class ForcedExit:
             _exit(status)
         wait = current_wait()
         where = f" in {wait}" if wait else ""
-        at = _users_place(sys._getframe(1))
+        place = _users_place(sys._getframe(1))
+        at = f" at {place}" if place else ""
         self.end(
             "failed",
-            f"user code ended the process{where}, by os._exit({status}){at and f' at {at}'}: raise an error, which "
+            f"user code ended the process{where}, by os._exit({status}){at}: raise an error, which "
             "ends its episode alone",
             1,
         )
@@ -323,7 +325,7 @@ class Signals:
     def _listen(self) -> None:
         def at_once(number: int, frame: FrameType | None) -> None:
             if self.forced is not None:
-                self.forced.hear(number)
+                self.forced.on_signal(number)
 
         # Signals belong to the main thread; a run in another is stopped by `interrupt`.
         with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):

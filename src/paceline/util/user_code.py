@@ -103,7 +103,8 @@ def hook_error(hook: str, error: BaseException, about: str = "") -> UserCodeErro
     """The error to raise `from` an exception of a hook."""
     # A hook may live in an installed package.
     said, frames = describe_error(error, is_foreign_frame), user_frames(error, is_foreign_frame)
-    return UserCodeError(f"{hook} raised {said}{about and f' ({about})'}", frames, full_traceback(error))
+    call = f" ({about})" if about else ""
+    return UserCodeError(f"{hook} raised {said}{call}", frames, full_traceback(error))
 
 
 def unexpected_failure(error: Exception, record: Path) -> PacelineError:

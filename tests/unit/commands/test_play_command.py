@@ -35,7 +35,7 @@ class Sitting:
     def __init__(self, *lines: str) -> None:
         self._lines, self.out = iter(lines), io.StringIO()
         self.person = Person(Console(file=self.out, width=80), self._read)
-        runtime = SimpleNamespace(recorder=RecordingServer(), spell=lambda ids: f"<{ids}>")
+        runtime = SimpleNamespace(recorder=RecordingServer(), decode=lambda ids: f"<{ids}>")
         self.seat = PersonSeat(self.person, "x", "x", SamplingConfig(), runtime)
 
     def _read(self, prompt: str) -> str:

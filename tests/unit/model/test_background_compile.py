@@ -20,7 +20,7 @@ from paceline.model.background_compile import (
 )
 from paceline.model.support import attention_shape
 from paceline.runtime import compile_worker
-from paceline.runtime.torch_backend import background_compile
+from paceline.runtime.torch_parts import background_compile
 
 READS = "import json, sys; spec = json.load(sys.stdin); "
 
@@ -139,7 +139,7 @@ class OnGpu:
 
 
 def test_deterministic_runs_and_fixed_settings_have_nothing_to_switch_to(monkeypatch):
-    monkeypatch.setattr("paceline.runtime.torch_backend.can_varlen", lambda *_: True)
+    monkeypatch.setattr("paceline.runtime.torch_parts.can_varlen", lambda *_: True)
     model = OnGpu(tiny_model())
     for part in ("engine", "trainer"):
         assert background_compile(part, RunConfig(), model) is not None
@@ -148,7 +148,7 @@ def test_deterministic_runs_and_fixed_settings_have_nothing_to_switch_to(monkeyp
             assert background_compile(part, RunConfig.model_validate({part: {"compile": fixed}}), model) is None
         remote = RunConfig.model_validate({"model": {"trust_remote_code": True}})
         assert background_compile(part, remote, model) is None
-    monkeypatch.setattr("paceline.runtime.torch_backend.can_varlen", lambda *_: False)
+    monkeypatch.setattr("paceline.runtime.torch_parts.can_varlen", lambda *_: False)
     assert background_compile("trainer", RunConfig(), model) is None, "float32 is compiled anew for every cut"
 
 

@@ -20,7 +20,7 @@ from paceline.data import Ticket
 from paceline.engine import Completion, GenerateRequest
 from paceline.model import load_tokenizer
 from paceline.orchestrator import Checkpoints, Clock, Orchestrator, OrchestratorParts, RunStopped, build_train_envs
-from paceline.orchestrator.episodes import MATCH, RolloutRunner, assign_row
+from paceline.orchestrator.episodes import MATCH, RolloutRunner, row_for_ticket
 from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
 from paceline.rollout import Renderer, SamplingClient, SessionMap
 from paceline.runtime.league import leagues
@@ -208,7 +208,7 @@ def test_another_seed_meets_others():
             arena.league.admit(version)
         for number in range(20):
             ticket = Ticket(number, "words", 0, number, 0)
-            found.append(asyncio.run(assign_row(arena, {"split": "train"}, ticket, seed))["match"])
+            found.append(asyncio.run(row_for_ticket(arena, {"split": "train"}, ticket, seed))["match"])
         return found
 
     assert met(1) == met(1) != met(2)

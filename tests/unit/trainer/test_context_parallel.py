@@ -18,7 +18,7 @@ from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.model import PackedPlan
 from paceline.trainer.torch.forward import ContextShards, SlicedPlan, assign_slices
-from paceline.trainer.torch.world import Ranks, join, leave
+from paceline.trainer.torch.world import Ranks, destroy_group, join
 from run_once import once
 from samples import make_batch, near_policy, rewarded
 
@@ -91,7 +91,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
     else:
         results["short"] = trained(SHORT, short_batch(), group, world)
     torch.save(results, folder / f"rank{rank}of{world}.pt")
-    leave()
+    destroy_group()
 
 
 def run_ranks(module: str, folder: Path, cases: Mapping[str, Case], saved: Mapping[int, str]) -> None:

@@ -18,7 +18,7 @@ from test_sharding import share, trained
 from test_tensor_parallel import CASES as TENSOR
 
 from child_processes import Launched
-from paceline.trainer.torch.world import join, leave
+from paceline.trainer.torch.world import destroy_group, join
 from run_once import once
 
 CASES = {"fsdp2": replace(SHARDED["full"], worlds=(2,)), "tensor": TENSOR["held"], "context": CONTEXT["held"]}
@@ -29,7 +29,7 @@ def rank_main(rank: int, folder: Path) -> None:
     group = join(rank, 2, f"file://{folder}/meeting", "gloo", seconds=120)
     results = {name: trained(case, share(case, rank, 2), group, 2) for name, case in CASES.items()}
     torch.save(results, folder / f"rank{rank}.pt")
-    leave()
+    destroy_group()
 
 
 def run_both(folder: Path) -> None:

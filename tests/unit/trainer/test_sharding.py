@@ -19,11 +19,11 @@ from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.model import attach_lora, fingerprint, trainable_parameters
-from paceline.runtime.torch_backend import LoadedTrainer, build_trainer
+from paceline.runtime.torch_parts import LoadedTrainer, build_trainer
 from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.torch import checkpoint
 from paceline.trainer.torch.optimizer import local_shard
-from paceline.trainer.torch.world import join, leave
+from paceline.trainer.torch.world import destroy_group, join
 from run_once import once
 from samples import make_batch, near_policy
 
@@ -216,7 +216,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
         for others in before(world):
             results[f"{name} {others}"] = go_on(folder / f"{name}{others}", CASES[name], rank, world, group)
     torch.save(results, folder / f"rank{rank}of{world}.pt")
-    leave()
+    destroy_group()
 
 
 # -- here -----------------------------------------------------------------------------------------------------------

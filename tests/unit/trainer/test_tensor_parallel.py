@@ -16,7 +16,7 @@ from paceline.config.cluster import ParallelConfig
 from paceline.model import ATTENTION, UnsupportedModel
 from paceline.trainer import TrainerError
 from paceline.trainer.torch.sharding import TensorParallelPlan, check_same
-from paceline.trainer.torch.world import leave
+from paceline.trainer.torch.world import destroy_group
 from run_once import once
 
 CASES = {
@@ -33,7 +33,7 @@ SAVED = {2: "norms of heads, biases", 4: "with context"}
 
 def rank_main(rank: int, world: int, folder: Path) -> None:
     torch.save(cases_main(rank, world, folder, CASES, SAVED), folder / f"rank{rank}of{world}.pt")
-    leave()
+    destroy_group()
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ from paceline.observe.web.replay_result import (
     sample_view,
 )
 from paceline.observe.web.runs import FiniteJsonResponse, OneRun
-from paceline.util.process_exit import WITH_PARENT
+from paceline.util.child_process import WITH_PARENT
 
 LIMIT_SECONDS = 900.0
 MOST_BYTES = 256 << 20

@@ -42,11 +42,11 @@ from paceline.observe.monitor import RunDirectory
 from paceline.runtime import rpc
 from paceline.runtime.colocated import ranks
 from paceline.runtime.local import RunParts, prepare, share_cores
-from paceline.runtime.torch_backend import engine_for, join_ranks, load_rank_model, torch_trainer
+from paceline.runtime.torch_parts import engine_for, join_ranks, load_rank_model, torch_trainer
 from paceline.trainer import TorchTrainer, TrainerError
 from paceline.trainer.backend import cost_of
-from paceline.trainer.torch.world import call_off, leave
-from paceline.util.process_exit import ORPHANED
+from paceline.trainer.torch.world import abort_group, destroy_group
+from paceline.util.child_process import ORPHANED
 from paceline.weights.update import WeightUpdate
 
 
@@ -82,7 +82,7 @@ class ColocatedWorker(rpc.TrainerRpcHandler):
         info: ranks.RankInfo,
         group: ProcessGroup | None,
         tokenizer: PreTrainedTokenizerBase,
-        dumps: Path,
+        bad_batches: Path,
         log: Path | None = None,
     ) -> None:
         """Load the model for both, which never compute at once. Under LoRA they share the frozen base unless it is
@@ -94,17 +94,17 @@ class ColocatedWorker(rpc.TrainerRpcHandler):
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self._held = dict(served.named_parameters())
         """The engine's own weights."""
-        config = share_cores(config, self.parameters, info.neighbours, at_once=False)
+        config = share_cores(config, self.parameters, info.local_world_size, at_once=False)
         self.engine = engine_for(served, config, ColocatedEngine)
         try:
-            super().__init__(torch_trainer(config, self.model, dumps, group, place), tokenizer, log)
+            super().__init__(torch_trainer(config, self.model, bad_batches, group, place), tokenizer, log)
             self.engine.start()
         except BaseException:
             self.engine.close()
             raise
 
     async def _do(self, call: rpc.RpcCall) -> rpc.RpcResult:
-        if call.what == "step":  # requests wait where they are; only the weights that come of this wake the engine
+        if call.method == "step":  # requests wait where they are; only the weights that come of this wake the engine
             await self.engine.sleep()
         return await super()._do(call)
 
@@ -138,7 +138,7 @@ END = b"end"
 def run_follower(config: RunConfig, info: ranks.RankInfo) -> None:
     """Be a rank until rank 0 ends the run, however it does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would not hear it while it waits for the others
-    group = join_ranks(config, info.rank, info.world, info.address)
+    group = join_ranks(config, info.rank, info.world, info.rendezvous_address)
     assert group is not None
     sockets = ranks.connect_to_rank_0(info, *share_address(group))
     # From here on rank 0 is the one to hear signals: it ends the run in good order, and all others with itself.
@@ -159,7 +159,7 @@ def run_follower(config: RunConfig, info: ranks.RankInfo) -> None:
     if not ended.wait(timeout=10.0):  # rank 0 has hung up: go on only if it said that this is the end
         os._exit(ORPHANED)
     worker.close()
-    leave()
+    destroy_group()
     sockets.close()
 
 
@@ -246,31 +246,33 @@ class ColocatedTrainer(rpc.RankGroup):
     def _ask(self, rank: ColocatedWorker | RankLink, call: rpc.RpcCall) -> Awaitable[rpc.RpcAnswer]:
         return rank.answer(call)
 
-    def _there(self) -> None:
+    def _require_ranks(self) -> None:
         if self.broken:
             raise TrainerError("the other ranks have ended: add --resume latest")
 
-    def _gone(self, rank: int, error: BaseException) -> BaseException | None:
+    def _rank_lost_error(self, rank: int, error: BaseException) -> BaseException | None:
         if not isinstance(error, ConnectionError):
             return None
         return TrainerError(f"rank {rank} of {len(self._ranks)} is lost: {self._why(rank)}; go on with --resume latest")
 
 
 @asynccontextmanager
-async def in_place(
-    info: ranks.RankInfo, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any
+async def colocated_placement(
+    info: ranks.RankInfo, config: RunConfig, run_folder: Path, phase: Callable[[str], None], given: Any
 ) -> AsyncGenerator[RunParts]:
-    """Meet the other ranks, load the model on all of them, and end them with the run."""
+    """Connect the other ranks, load the model on all of them, and end them with the run."""
     async with AsyncExitStack() as stack:
         driver = prepare(config, phase, given)
         config = driver.config.model_copy(update={"runs": str(Path(config.runs).resolve())})
-        live = RunDirectory(dumps.parent).live
+        live = RunDirectory(run_folder).live
         live.mkdir(parents=True, exist_ok=True)
         processes = ranks.RankProcesses.start(config, info, live)
         stack.callback(processes.end)
 
         phase(f"loading {config.model.name} on {info.world} ranks")
-        build = partial(ColocatedWorker, tokenizer=driver.tokenizer, dumps=dumps, log=live / "rank-0.log")
+        build = partial(
+            ColocatedWorker, tokenizer=driver.tokenizer, bad_batches=run_folder / "dumps", log=live / "rank-0.log"
+        )
         worker, sockets = await _run_unless_rank_dies(processes, lambda: _connect_ranks(info, config, build))
         trainer = ColocatedTrainer(config, worker, [RankLink(other.trainer) for other in sockets], processes.cause)
         stack.callback(_disconnect_ranks, trainer, worker, sockets)
@@ -281,11 +283,11 @@ async def in_place(
         pool = driver.pool([worker.engine, *links])
         stack.callback(pool.close)
         ends = end_tokens(driver.tokenizer, worker.model)
-        if info.given and threading.current_thread() is threading.main_thread():
+        if info.by_torchrun and threading.current_thread() is threading.main_thread():
             # A torchrun that has lost a rank ends all others: this one is about to, and has a sentence to say first.
             stack.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
         with avoid_onednn_on_arm(worker.model.dtype), short_switch_interval(worker.device):
-            yield driver.placed(pool, trainer, ends, worker.device, worker.parameters)
+            yield driver.build_run_parts(pool, trainer, ends, worker.device, worker.parameters)
 
 
 def _connect_ranks(
@@ -293,10 +295,10 @@ def _connect_ranks(
 ) -> tuple[ColocatedWorker, list[ranks.RankSockets]]:
     """All of it on one thread, for a thread is what a GPU is chosen for."""
     sockets: list[ranks.RankSockets] = []
-    group = join_ranks(config, info.rank, info.world, info.address)
+    group = join_ranks(config, info.rank, info.world, info.rendezvous_address)
     try:
         if group is not None:
-            with ranks.open_listener(info.host if info.neighbours == info.world else "") as sock:
+            with ranks.open_listener(info.host if info.local_world_size == info.world else "") as sock:
                 _, token = share_address(group, sock.getsockname()[1], secrets.token_bytes(ranks.TOKEN_BYTES))
                 sockets = ranks.accept_ranks(sock, info.world, token)
         text = config.model_dump_json().encode()
@@ -343,14 +345,14 @@ def _disconnect_ranks(trainer: ColocatedTrainer, worker: ColocatedWorker, socket
     for other in sockets:
         other.close()
     if broken:
-        call_off()
+        abort_group()
     worker.close()
-    leave()
+    destroy_group()
 
 
 def main() -> int:
     config = RunConfig.model_validate_json(sys.stdin.buffer.readline())
-    info = ranks.RankInfo.found()
+    info = ranks.RankInfo.from_torchrun_env()
     assert info is not None
     try:
         run_follower(config, info)

@@ -21,7 +21,7 @@ from paceline.config import RunConfig
 from paceline.errors import PacelineError
 from paceline.observe.monitor import RunDirectory
 from paceline.orchestrator import Checkpoints
-from paceline.util.process_exit import end_child, free_port, start_child
+from paceline.util.child_process import end_child, free_port, start_child
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
@@ -29,19 +29,19 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """A place among the ranks, and where they meet."""
+    """This process's rank, and where the process group is formed."""
 
     rank: int
     world: int
     host: str
     port: int
-    neighbours: int
+    local_world_size: int
     """Ranks on this machine, this one included: they share its cores."""
-    given: bool
+    by_torchrun: bool
     """Whether another launcher, such as torchrun, has started the ranks."""
 
     @classmethod
-    def found(cls) -> "RankInfo | None":
+    def from_torchrun_env(cls) -> "RankInfo | None":
         """Read from the environment variables that torchrun sets; None if they are not set."""
         if not all(os.environ.get(name) for name in TORCHRUN_VARIABLES):
             return None
@@ -51,19 +51,19 @@ class RankInfo:
                 raise PacelineError(f"{name} is `{value}`, not a number: start the ranks with torchrun")
             return int(value)
 
-        world = number("WORLD_SIZE")
-        neighbours = number("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else world
-        return cls(number("RANK"), world, os.environ["MASTER_ADDR"], number("MASTER_PORT"), neighbours, given=True)
+        host, port, world = os.environ["MASTER_ADDR"], number("MASTER_PORT"), number("WORLD_SIZE")
+        local_world_size = number("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else world
+        return cls(number("RANK"), world, host, port, local_world_size, by_torchrun=True)
 
     @classmethod
-    def first(cls, world: int) -> "RankInfo":
+    def self_launched(cls, world: int) -> "RankInfo":
         """The first rank of a run that starts the others itself, on this machine."""
-        return cls(0, world, LOOPBACK, free_port(LOOPBACK), world, given=False)
+        return cls(0, world, LOOPBACK, free_port(LOOPBACK), world, by_torchrun=False)
 
     @property
-    def address(self) -> str | None:
-        """Where the ranks meet, unless the launcher has said so."""
-        return None if self.given else f"{self.host}:{self.port}"
+    def rendezvous_address(self) -> str | None:
+        """`host:port` of the process group's store; None where torchrun's variables name it."""
+        return None if self.by_torchrun else f"{self.host}:{self.port}"
 
     def variables(self, rank: int) -> dict[str, str]:
         """The environment variables that torchrun would set for a rank."""
@@ -71,7 +71,7 @@ class RankInfo:
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.world),
-            "LOCAL_WORLD_SIZE": str(self.neighbours),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
         }
@@ -93,7 +93,7 @@ class RankProcesses:
     def start(cls, config: RunConfig, info: RankInfo, live: Path) -> "RankProcesses":
         started, line = cls(live), config.model_dump_json().encode() + b"\n"
         try:
-            for rank in range(1, 1 if info.given else info.world):
+            for rank in range(1, 1 if info.by_torchrun else info.world):
                 env = {**os.environ, **info.variables(rank)}
                 with (live / f"rank-{rank}.log").open("wb") as log:
                     module = "paceline.runtime.colocated.place"
@@ -131,9 +131,9 @@ class RankProcesses:
 
 def find_rank(config: RunConfig) -> tuple[RunConfig, RankInfo]:
     """The rank of this process, and the run file with as many ranks as there are."""
-    info, ranks = RankInfo.found(), config.trainer.parallel.ranks
+    info, ranks = RankInfo.from_torchrun_env(), config.trainer.parallel.ranks
     if info is None:
-        return config, RankInfo.first(ranks)
+        return config, RankInfo.self_launched(ranks)
     if info.world == ranks:
         return config, info
     if "ranks" in config.trainer.parallel.model_fields_set:

@@ -33,7 +33,7 @@ from paceline.runtime.local import RunParts, prepare, share_cores, with_adapter_
 from paceline.runtime.processes.supervisor import FATAL, OUTCOME, LaunchSpec
 from paceline.runtime.serving import serve_model
 from paceline.runtime.session import Given, run_session
-from paceline.runtime.torch_backend import build_trainer
+from paceline.runtime.torch_parts import build_trainer
 from paceline.trainer import StepReport, Trainer, TrainerLost
 from paceline.util.deadlines import named_wait, record_progress
 from paceline.util.process_exit import exit_process
@@ -63,26 +63,26 @@ class RemoteTrainer(rpc.RpcTrainer):
     def __init__(self, address: Path, silent: float = SILENT_SECONDS) -> None:
         super().__init__()
         self._address, self._silent = address, silent
-        self._life = ""
-        self._used = False
+        self._incarnation = ""
+        self._has_state = False
         """Whether this trainer process holds state that a restarted one would not."""
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._fed: dict[int, tuple[int, Sample]] = {}
         """Samples the other side has, by identity: where in its list, and the sample itself, so that it stays."""
 
-    async def meet(self) -> rpc.RpcHello:
-        await self._connect()
+    async def connect(self) -> rpc.RpcHello:
+        await self._open_streams()
         return self._hello
 
     async def feed(self, samples: Sequence[Sample]) -> None:
-        self._used = True
+        self._has_state = True
         await self._call("feed", samples=samples)
         self._fed |= {id(sample): (len(self._fed) + i, sample) for i, sample in enumerate(samples)}
 
     async def step(self, batch: Sequence[Sample]) -> StepReport:
         known = [self._fed.get(id(sample), (-1, sample))[0] for sample in batch]
         new = [sample for sample, at in zip(batch, known, strict=True) if at < 0]
-        self._fed, self._used = {}, True
+        self._fed, self._has_state = {}, True
         done = await self._call("step", samples=new, order=known)
         assert done.report is not None
         return done.report
@@ -96,20 +96,20 @@ class RemoteTrainer(rpc.RpcTrainer):
 
     async def load(self, folder: Path) -> None:
         self.close()
-        self._life, self._fed, self._used = "", {}, False  # any trainer process will do now
+        self._incarnation, self._fed, self._has_state = "", {}, False  # any trainer process will do now
         await super().load(folder)
-        self._used = True
+        self._has_state = True
 
     # -- the wire -----------------------------------------------------------------------------------------------------
 
     async def _call(
         self,
-        what: rpc.RpcMethod,
+        method: rpc.RpcMethod,
         folder: Path | None = None,
         samples: Sequence[Sample] = (),
         order: Sequence[int] = (),
     ) -> rpc.RpcResult:
-        call = self._message(what, folder, samples, order)
+        call = self._make_call(method, folder, samples, order)
         while True:
             try:
                 answer = await self._ask(call)
@@ -126,7 +126,7 @@ class RemoteTrainer(rpc.RpcTrainer):
         return answer
 
     async def _ask(self, call: rpc.RpcCall) -> rpc.RpcAnswer:
-        reader, writer = self._streams or await self._connect()
+        reader, writer = self._streams or await self._open_streams()
         writer.write(rpc.encode_frame(call))
         async with asyncio.timeout(self._silent * 10):
             await writer.drain()
@@ -144,7 +144,7 @@ class RemoteTrainer(rpc.RpcTrainer):
                 (length,) = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
                 if length > MAX_MESSAGE_BYTES:
                     raise ConnectionError(f"a frame of {length} bytes was announced")
-                return rpc.decode_message(await reader.readexactly(length))
+                return rpc.decode_from_trainer(await reader.readexactly(length))
         except TimeoutError:
             raise TrainerLost(
                 f"the trainer has not said a word for {self._silent:g} s: look at its log, then add --resume latest"
@@ -152,8 +152,8 @@ class RemoteTrainer(rpc.RpcTrainer):
         except msgspec.DecodeError as error:
             raise ConnectionError(f"the answer cannot be read: {error}") from error
 
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        async def greet() -> rpc.RpcHello:
+    async def _open_streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        async def handshake() -> rpc.RpcHello:
             try:
                 async with asyncio.timeout(self._silent):
                     self._streams = await asyncio.open_unix_connection(str(self._address))
@@ -166,14 +166,14 @@ class RemoteTrainer(rpc.RpcTrainer):
                 raise
 
         try:
-            self._hello = hello = await _retry_until_up(greet, "trainer", OSError, asyncio.IncompleteReadError)
+            self._hello = hello = await _retry_until_up(handshake, "trainer", OSError, asyncio.IncompleteReadError)
         except (OSError, asyncio.IncompleteReadError) as error:
             cause = str(error) or type(error).__name__
             raise TrainerLost(f"the trainer did not come up within {RETURN_SECONDS:g} s: {cause}") from error
-        if self._used and self._life and self._life != hello.life:
+        if self._has_state and self._incarnation and self._incarnation != hello.incarnation:
             self.close()
             raise TrainerLost("the trainer's process ended and was started again")
-        self._life = hello.life
+        self._incarnation = hello.incarnation
         assert self._streams is not None
         return self._streams
 
@@ -234,7 +234,7 @@ class TrainerHost(rpc.TrainerRpcHandler):
 
     async def serve(self, address: Path) -> None:
         """Answer until the process ends."""
-        server = await asyncio.start_unix_server(self._meet, address)
+        server = await asyncio.start_unix_server(self._serve_connection, address)
         try:
             await asyncio.Future()  # unbounded: being asked is its job
         finally:
@@ -242,12 +242,12 @@ class TrainerHost(rpc.TrainerRpcHandler):
             for caller in self._callers:
                 caller.close()
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(rpc.encode_frame(self._hello))
         self._callers.add(writer)
         with contextlib.suppress(ConnectionError, TimeoutError):
             while (body := await read_frame(reader)) is not None:
-                answer = self._once(rpc.decode_call(body))
+                answer = self._run_once(rpc.decode_call(body))
                 while not (await asyncio.wait({answer}, timeout=PULSE_SECONDS))[0]:
                     writer.write(rpc.encode_frame(rpc.Alive()))
                     await asyncio.wait_for(writer.drain(), PULSE_SECONDS)
@@ -255,7 +255,7 @@ class TrainerHost(rpc.TrainerRpcHandler):
         self._callers.discard(writer)
         writer.close()
 
-    def _once(self, call: rpc.RpcCall) -> asyncio.Future[rpc.RpcAnswer]:
+    def _run_once(self, call: rpc.RpcCall) -> asyncio.Future[rpc.RpcAnswer]:
         caller, number = self._last
         if self._answer is None or caller != call.caller or call.number > number:
             self._last = (call.caller, call.number)
@@ -267,7 +267,7 @@ class TrainerHost(rpc.TrainerRpcHandler):
         if before is not None and not before.done():
             # What a lost caller asked for is finished first: not all of it is done by the trainer's one thread.
             await asyncio.wait({before})  # bounded: as the call itself was
-        with named_wait(f"to {call.what}, as the orchestrator asked"):
+        with named_wait(f"to {call.method}, as the orchestrator asked"):
             return await self.answer(call)
 
     async def _weights(self) -> rpc.SentWeights:
@@ -325,7 +325,7 @@ def main(role: str) -> int:
 
 @contextlib.asynccontextmanager
 async def connect_parts(
-    spec: LaunchSpec, config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Given
+    spec: LaunchSpec, config: RunConfig, run_folder: Path, phase: Callable[[str], None], given: Given
 ) -> AsyncGenerator[RunParts]:
     """Wait for server and trainer, and let go of them at the end."""
     driver = prepare(config, phase)
@@ -333,11 +333,11 @@ async def connect_parts(
     engine = HttpEngine(spec.url, api_key=spec.key, folder=spec.weights, path=config.weights.path)
     async with contextlib.aclosing(engine):
         with contextlib.closing(RemoteTrainer(Path(spec.trainer))) as trainer:
-            hello = await trainer.meet()
+            hello = await trainer.connect()
             await _retry_until_up(lambda: asyncio.to_thread(engine.start), "server", EngineError)
             driver = replace(driver, config=share_cores(config, hello.parameters))
             with contextlib.closing(driver.pool([engine])) as pool:
-                yield driver.placed(pool, trainer, hello.ends, hello.device, hello.parameters)
+                yield driver.build_run_parts(pool, trainer, hello.ends, hello.device, hello.parameters)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from paceline.observe.monitor.watchdog import waits_file
 from paceline.orchestrator import Checkpoints
 from paceline.runtime.session import RunResult, read_metrics, result_of
 from paceline.runtime.signals import STOPPED_BY_USER, Status
+from paceline.util.child_process import end_child, free_port, start_child
 from paceline.util.private_folder import PREFIX, PrivateFolder, socket_parent
-from paceline.util.process_exit import end_child, free_port, start_child
 
 MAX_DEATHS = 10
 """Deaths of one process in a row, without a trained step between them, before the run stops."""
@@ -94,7 +94,7 @@ class ManagedProcess:
     log: Path
     log_start: int = 0
     """Length of its log when it was last started."""
-    lives: int = 1
+    starts: int = 1
     deaths: int = 0
     """In a row."""
     step: int = 0
@@ -103,24 +103,22 @@ class ManagedProcess:
 
 @dataclass(slots=True)
 class Supervisor:
-    """The processes of one run.
-
-    `reach` gives the addresses under which the orchestrator finds server and trainer, where these are not the ones they
-    listen on: a proxy between them, say.
-    """
+    """The processes of one run."""
 
     config: RunConfig
     overwrite: bool = False
     screen: TextIO | None = None
-    reach: Callable[[str], str] = lambda address: address
+    proxied_address: Callable[[str], str] = lambda address: address
+    """The address under which the orchestrator finds the server or the trainer that listens on the given one; another
+    one where a proxy is between them."""
     directory: RunDirectory = field(init=False)
     children: dict[str, ManagedProcess] = field(default_factory=dict)
     signals: list[int] = field(default_factory=list)
     _stop_by: float = math.inf
     """When the orchestrator is killed, after a second signal."""
-    _found: tuple[int, int] | None = None
-    """The run file that lay in the directory before."""
-    _ending: IO[bytes] = field(init=False)
+    _earlier_run_file: tuple[int, int] | None = None
+    """Identity of the run file that was in the directory before this run."""
+    _outcome_pipe: IO[bytes] = field(init=False)
     """The pipe on which the orchestrator reports how the run ended."""
 
     def __post_init__(self) -> None:
@@ -130,7 +128,7 @@ class Supervisor:
         """Supervise until the orchestrator reports the end of the run, or a process dies too often."""
         path = self.directory.root
         RunDirectory.claim(path, bool(self.config.resume), self.overwrite).release()  # or say at once why not
-        self._found = _stamp(self.directory.config_file)
+        self._earlier_run_file = _file_identity(self.directory.config_file)
         try:
             resolve(self.config.model.name)  # before three processes are started that cannot find it
         except ModelError as error:
@@ -160,14 +158,14 @@ class Supervisor:
                         for role in ROLES:  # no process waits any more
                             (self.directory.root / f"waits-{role}.json").unlink(missing_ok=True)
                         return result_of(self.directory, self._report(child))
-                    if cause := self._hopeless(child, code):
+                    if cause := self._give_up_reason(child, code):
                         return self._failed(cause)
                     if child.role == "orchestrator" and self._begun:
-                        spec = self._resuming(spec)
+                        spec = self._resume_spec(spec)
                     end_child(child.process, CLOSE_SECONDS, CLOSE_SECONDS)
                     child.log_start = child.log.stat().st_size
                     child.process = self._start(child.role, spec)
-                    child.lives += 1
+                    child.starts += 1
                 time.sleep(LOOK_SECONDS)  # unbounded: watching is its job
 
     # -- lives and deaths ---------------------------------------------------------------------------------------------
@@ -182,7 +180,7 @@ class Supervisor:
         reader, writer = os.pipe() if spoken else (-1, -1)
         if spoken:
             spec = msgspec.structs.replace(spec, report=writer)
-            self._ending = os.fdopen(reader, "rb")
+            self._outcome_pipe = os.fdopen(reader, "rb")
         log = (Path(spec.folder) / f"{role}.log").open("ab")
         out: Any = log
         if spoken:  # to the very screen if it is a file, else by a pipe to it
@@ -200,10 +198,10 @@ class Supervisor:
             threading.Thread(target=copy, args=(process.stdout, self.screen), daemon=True).start()
         return process
 
-    def _hopeless(self, child: ManagedProcess, code: int) -> str:
+    def _give_up_reason(self, child: ManagedProcess, code: int) -> str:
         """Why starting it again would not help; empty if it may."""
-        words = self._last_word(child)
-        if code == FATAL and child.lives == 1:
+        words = self._last_output(child)
+        if code == FATAL and child.starts == 1:
             return f"the {child.role} cannot start: {words}"
         step = self._step()
         child.deaths = 1 if step > child.step else child.deaths + 1
@@ -219,7 +217,7 @@ class Supervisor:
             print(time.strftime("%H:%M:%S"), text, file=log)
         return ""
 
-    def _resuming(self, spec: LaunchSpec) -> LaunchSpec:
+    def _resume_spec(self, spec: LaunchSpec) -> LaunchSpec:
         """For an orchestrator that comes back: it goes on from where its run directory stands."""
         if Checkpoints(self.directory.checkpoints, 1).all():
             resumed = self.config.model_copy(update={"resume": "latest"})
@@ -231,7 +229,7 @@ class Supervisor:
     @property
     def _begun(self) -> bool:
         """Whether the run's directory is this run's by now, and not an older one's."""
-        return _stamp(self.directory.config_file) != self._found
+        return _file_identity(self.directory.config_file) != self._earlier_run_file
 
     def _failed(self, cause: str) -> RunResult:
         """End all processes and report the cause, which the orchestrator no longer can."""
@@ -246,14 +244,14 @@ class Supervisor:
 
     def _report(self, child: ManagedProcess) -> RunOutcome:
         """The outcome that the orchestrator reported; one that was told to stop at once reports nothing."""
-        os.set_blocking(self._ending.fileno(), False)  # it has ended; a child of its own may still hold the other end
-        with self._ending as pipe:
+        os.set_blocking(self._outcome_pipe.fileno(), False)  # a child of its own may still hold the other end
+        with self._outcome_pipe as pipe:
             words = pipe.read()
         if words:
             return OUTCOME.validate_json(words)
         if self.signals:
             return self._outcome("interrupted", STOPPED_BY_USER)
-        return self._outcome("failed", f"the orchestrator failed: {self._last_word(child)}")
+        return self._outcome("failed", f"the orchestrator failed: {self._last_output(child)}")
 
     def _outcome(self, status: Status, message: str) -> RunOutcome:
         saved = next(reversed(Checkpoints(self.directory.checkpoints, 1).all()), None)
@@ -268,7 +266,7 @@ class Supervisor:
     # -- surroundings -------------------------------------------------------------------------------------------------
 
     def _launch_spec(self, stack: ExitStack) -> LaunchSpec:
-        """Places to meet: a free port, a socket in a private folder, a folder for weights, a key."""
+        """Addresses of the processes: a free port, a socket in a private folder, a folder for weights, a key."""
         live = self.directory.live
         weights = live / "weights"
         live.mkdir(parents=True, exist_ok=True)
@@ -289,8 +287,8 @@ class Supervisor:
             port=port,
             key=secrets.token_urlsafe(24),
             socket=address,
-            url=self.reach(f"http://127.0.0.1:{port}"),
-            trainer=self.reach(address),
+            url=self.proxied_address(f"http://127.0.0.1:{port}"),
+            trainer=self.proxied_address(address),
             overwrite=self.overwrite,
             screen=self.screen is not None,
         )
@@ -306,7 +304,7 @@ class Supervisor:
     def _step(self) -> int:
         return max((line["step"] for line in read_metrics(self.directory)), default=0)
 
-    def _last_word(self, child: ManagedProcess) -> str:
+    def _last_output(self, child: ManagedProcess) -> str:
         """A child's last message since its start: a sentence for the user, or its last line and where the rest is."""
         if not child.log.exists():
             return self._last_wait(child) or "nothing"
@@ -335,7 +333,7 @@ class Supervisor:
         return f"nothing. It was last seen at: {doing}{hint if child.role == 'orchestrator' else ''}" if doing else ""
 
 
-def _stamp(file: Path) -> tuple[int, int] | None:
+def _file_identity(file: Path) -> tuple[int, int] | None:
     try:
         found = file.stat()
     except OSError:

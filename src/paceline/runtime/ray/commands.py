@@ -80,7 +80,7 @@ async def _describe(run: str, part: str) -> str:
     try:
         handle = ray.get_actor(f"{run}/{part}", namespace=NAMESPACE)
         async with asyncio.timeout(ANSWER_SECONDS):
-            host, pid = await handle.whereabouts.remote()
+            host, pid = await handle.host_and_pid.remote()
             doing = ""
             if part.startswith(("engine", "scorer")):
                 engine = RayEngine(handle, part)

@@ -56,7 +56,7 @@ class RayActor:
                 os.dup2(log.fileno(), 2)
 
     @ray.method(concurrency_group=CONTROL)
-    async def whereabouts(self) -> tuple[str, int]:
+    async def host_and_pid(self) -> tuple[str, int]:
         """This machine and process."""
         return socket.gethostname(), os.getpid()
 
@@ -74,29 +74,29 @@ KINDS = {
 """Types by the names a safetensors file has for them."""
 
 
-def tensors_in(row: Tensor) -> dict[str, Tensor]:
-    """The tensors of a safetensors file that lies in memory as a row of bytes: views of it, nothing is copied."""
+def tensors_in(flat_buffer: Tensor) -> dict[str, Tensor]:
+    """The tensors of a safetensors file that lies in memory as one flat buffer: views of it, nothing is copied."""
     try:
-        start = 8 + int.from_bytes(bytes(row[:8].tolist()), "little")
-        header = json.loads(bytes(row[8:start].numpy()))
+        start = 8 + int.from_bytes(bytes(flat_buffer[:8].tolist()), "little")
+        header = json.loads(bytes(flat_buffer[8:start].numpy()))
         found = {}
         for name, entry in header.items():
             if name != "__metadata__":
                 low, high = entry["data_offsets"]
-                raw = row[start + low : start + high]
+                raw = flat_buffer[start + low : start + high]
                 kind = KINDS[entry["dtype"]]
                 raw = raw if raw.data_ptr() % kind.itemsize == 0 else raw.clone()  # numbers begin at their own width
                 found[name] = raw.view(kind).view(entry["shape"])
         return found
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-        raise RequestError(f"these {len(row)} bytes are no safetensors file: {error}") from error
+        raise RequestError(f"these {len(flat_buffer)} bytes are no safetensors file: {error}") from error
 
 
-ROW = "row"
+FLAT_BUFFER = "flat_buffer"
 """The one tensor of a broadcast: the bytes of a safetensors file."""
 
 
-def row_of(weights: NDArray) -> Tensor:
+def as_flat_buffer(weights: NDArray) -> Tensor:
     """The same memory, which belongs to the object store and is only read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that cannot be written to
@@ -166,22 +166,22 @@ class EngineActor(RayActor):
     @ray.method(concurrency_group=CONTROL)
     async def load(self, head: bytes, weights: NDArray) -> bytes:
         """Weights that lie in the object store; Ray has brought them to this machine."""
-        return await self._apply(head, row_of(weights))
+        return await self._apply(head, as_flat_buffer(weights))
 
     @ray.method(concurrency_group=CONTROL)
-    async def receive_row(self, head: bytes, size: int) -> bytes:
+    async def receive_weights(self, head: bytes, size: int) -> bytes:
         """Weights that the first rank broadcasts now."""
         if self._receiver is None:
             raise EngineError("this engine is in no group")
-        layout = [{"name": ROW, "dtype": "uint8", "shape": [size]}]
-        rows = await asyncio.to_thread(self._receiver.receive, layout)  # in memory that the next broadcast overwrites
-        return await self._apply(head, rows[ROW])
+        layout = [{"name": FLAT_BUFFER, "dtype": "uint8", "shape": [size]}]
+        tensors = await asyncio.to_thread(self._receiver.receive, layout)  # the next broadcast overwrites their memory
+        return await self._apply(head, tensors[FLAT_BUFFER])
 
-    async def _apply(self, head: bytes, row: Tensor) -> bytes:
+    async def _apply(self, head: bytes, flat_buffer: Tensor) -> bytes:
         (message,) = rpc.decode_to_engine(head).messages
         assert isinstance(message, rpc.Load)
         try:
-            tensors = tensors_in(row)
+            tensors = tensors_in(flat_buffer)
             update = WeightUpdate(message.version, tensors, message.adapter, message.expected, message.canary)
             answer: rpc.EngineMessage = rpc.Answer(message.id, seconds=await self._engine.load_weights(update))
         except Exception as error:
@@ -190,7 +190,7 @@ class EngineActor(RayActor):
 
     @ray.method(concurrency_group=CONTROL)
     async def join_group(self, invitation: dict[str, Any], device: str) -> None:
-        """Meet the first rank and the other engines for broadcasts, and leave the group before."""
+        """Join the first rank and the other engines for broadcasts, and leave the previous group."""
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None

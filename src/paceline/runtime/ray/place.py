@@ -67,16 +67,16 @@ class ResourceNeeds:
         return cls({part: count for part, (count, *_) in parts.items()}, each)
 
     @property
-    def places(self) -> list[tuple[str, int]]:
+    def actors(self) -> list[tuple[str, int]]:
         """Part and number of each actor, in the order of the bundles."""
         return [(part, number) for part, count in self.counts.items() for number in range(count)]
 
     @property
     def bundles(self) -> list[Resources]:
-        return [_bundle(self.each[part]) for part, _ in self.places]
+        return [_bundle(self.each[part]) for part, _ in self.actors]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         names = {"rank": "trainer rank"}
         *most, last = [f"{count} {names.get(part, part)}s" for part, count in self.counts.items() if count]
         return f"{', '.join(most)} and {last}"
@@ -127,7 +127,7 @@ class Reservation:
         for name, unit in (("GPU", "GPUs"), ("CPU", "cores")):
             if needs.total(name) > there.get(name, 0.0) + 1e-6:
                 raise PacelineError(
-                    f"the run needs {needs.total(name):g} {unit} ({needs.words}) and the cluster has "
+                    f"the run needs {needs.total(name):g} {unit} ({needs.description}) and the cluster has "
                     f"{there.get(name, 0.0):g}: ask for fewer in [cluster] or [trainer.parallel], or join more "
                     "machines with `paceline up --join`"
                 )
@@ -152,12 +152,12 @@ class Reservation:
             raise
         return cls(group, bundles)
 
-    def start(self, kind: type, place: int, name: str, arguments: Sequence[Any], *, again: bool) -> Any:
+    def start_actor(self, kind: type, place: int, name: str, arguments: Sequence[Any], *, again: bool) -> Any:
         """An actor in the given place."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
         return actor(kind, name, arguments, self._bundles[place], again=again, scheduling_strategy=strategy)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         remove_placement_group(self._group)
 
 
@@ -202,7 +202,9 @@ log = logging.getLogger("paceline.ray")
 
 
 @asynccontextmanager
-async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], given: Any) -> AsyncGenerator[RunParts]:
+async def ray_placement(
+    config: RunConfig, run_folder: Path, phase: Callable[[str], None], given: Any
+) -> AsyncGenerator[RunParts]:
     """Reserve room, start engines, ranks and workers, and end them all with the run."""
     async with AsyncExitStack() as stack:
         driver = prepare(config, phase, given)
@@ -211,16 +213,16 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
         stack.enter_context(join_cluster(config))
         needs = ResourceNeeds.of(config, ray.cluster_resources().get("GPU", 0.0))
         room = await Reservation.reserve(needs)
-        stack.callback(room.give_back)
-        parts = RayParts(config, room, needs, RunDirectory(dumps.parent).live)
+        stack.callback(room.release)
+        parts = RayParts(config, room, needs, RunDirectory(run_folder).live)
         trainer = RayTrainer(config, parts.ranks)
         # Weights are broadcast over NCCL where every member has a GPU of its own.
         own = min(needs.each[part]["GPU"] for part in ("engine", "rank")) >= 1
         path = config.weights.path
         if path == "broadcast" or (path == "auto" and own and needs.counts["engine"] > 1):
-            parts.group = WeightsGroup(trainer.first, "cuda" if own else "cpu")
+            parts.group = WeightsGroup(trainer.first_rank, "cuda" if own else "cpu")
 
-        phase(f"starting {needs.words} of {config.model.name}")
+        phase(f"starting {needs.description} of {config.model.name}")
         engines = [parts.engine(number) for number in range(needs.counts["engine"])]
         teachers = parts.scorers()
         served = [*engines, *(scorer for each in teachers.values() for scorer in each)]
@@ -228,17 +230,17 @@ async def on_ray(config: RunConfig, dumps: Path, phase: Callable[[str], None], g
             stack.callback(part.close)
         stack.callback(trainer.close)
         if needs.counts["worker"]:
-            workers = RayWorkers([parts.start(WorkerActor, "worker", at) for at in range(needs.counts["worker"])])
+            workers = RayWorkers([parts.start_actor(WorkerActor, "worker", at) for at in range(needs.counts["worker"])])
             stack.callback(workers.close)
             stack.enter_context(run_remotely(workers.call))
-        hello = await trainer.meet()
-        await parts.up(served)
+        hello = await trainer.start_ranks()
+        await parts.wait_ready(served)
         pool = driver.pool(engines)
         stack.callback(pool.close)
-        placed = driver.placed(pool, trainer, hello.ends, hello.device, hello.parameters)
+        run_parts = driver.build_run_parts(pool, trainer, hello.ends, hello.device, hello.parameters)
         if config.cluster.most_engines is not None:
             await stack.enter_async_context(grow_pool(parts, pool, config.cluster.most_engines))
-        yield replace(placed, attach=partial(attach_scorers, config, driver.tokenizer, teachers))
+        yield replace(run_parts, attach=partial(attach_scorers, config, driver.tokenizer, teachers))
 
 
 class RayParts:
@@ -248,7 +250,7 @@ class RayParts:
         live.mkdir(parents=True, exist_ok=True)
         self.needs = needs
         self._config, self._room, self._live = config, room, str(live.resolve())
-        self._lives = 0
+        self._rank_starts = 0
         """Times the ranks were started."""
         self.group: WeightsGroup | None = None
         """In which weights are broadcast, if they are."""
@@ -257,7 +259,7 @@ class RayParts:
     def engine(self, number: int, room: Reservation | None = None) -> RayEngine:
         """An engine in its place of the run's room, or in a room of its own."""
         name = f"engine-{number}"
-        return RayEngine(self.start(EngineActor, "engine", number, room=room), name, self.group)
+        return RayEngine(self.start_actor(EngineActor, "engine", number, room=room), name, self.group)
 
     def scorers(self) -> dict[str, list[RayEngine]]:
         """For each teacher of the run's own, all that score for it."""
@@ -266,7 +268,7 @@ class RayParts:
         for at, model in enumerate(scored_models(self._config)):
             text = remote_config(teacher_config(self._config, model), cluster.scorer_cpus)
             found[model] = [
-                RayEngine(self.start(ScorerActor, "scorer", number, text), f"scorer-{number}")
+                RayEngine(self.start_actor(ScorerActor, "scorer", number, text), f"scorer-{number}")
                 for number in range(at * cluster.scorers, (at + 1) * cluster.scorers)
             ]
         return found
@@ -274,17 +276,17 @@ class RayParts:
     def ranks(self) -> list[Any]:
         """All of them, anew: each in its old place, under a name of its own, for the old one's is not free at once. Ray
         must not start one alone, it would wait for its group."""
-        suffix = f"+{self._lives}" if self._lives else ""
-        self._lives += 1
+        suffix = f"+{self._rank_starts}" if self._rank_starts else ""
+        self._rank_starts += 1
         count = self.needs.counts["rank"]
-        return [self.start(RankActor, "rank", number, suffix=suffix, again=False) for number in range(count)]
+        return [self.start_actor(RankActor, "rank", number, suffix=suffix, again=False) for number in range(count)]
 
-    async def up(self, engines: Sequence[RayEngine]) -> None:
+    async def wait_ready(self, engines: Sequence[RayEngine]) -> None:
         """Wait until all engines and scorers have loaded their model."""
 
         async def wait(engine: RayEngine) -> None:
             try:
-                await engine.actor.whereabouts.remote()  # bounded: by START_SECONDS
+                await engine.actor.host_and_pid.remote()  # bounded: by START_SECONDS
             except RayError as error:
                 raise PacelineError(f"{engine.name} cannot start: {last_line(error)}") from error
 
@@ -294,7 +296,7 @@ class RayParts:
         except TimeoutError:
             raise PacelineError(f"the engines were not up within {START_SECONDS:g} s: see {self._live}") from None
 
-    def start(
+    def start_actor(
         self,
         kind: type,
         part: str,
@@ -308,8 +310,8 @@ class RayParts:
         """An actor in its place of the run's room, or in a room of its own; Ray starts it `again` after a death."""
         name = f"{part}-{number}"
         arguments = [text or self._text, name, self._live]
-        place, room = (self.needs.places.index((part, number)), self._room) if room is None else (0, room)
-        return room.start(kind, place, f"{self._config.name}/{name}{suffix}", arguments, again=again)
+        place, room = (self.needs.actors.index((part, number)), self._room) if room is None else (0, room)
+        return room.start_actor(kind, place, f"{self._config.name}/{name}{suffix}", arguments, again=again)
 
 
 @asynccontextmanager
@@ -340,7 +342,7 @@ async def grow_pool(parts: RayParts, pool: Pool, most: int) -> AsyncGenerator[No
         await asyncio.wait([task], timeout=CLOSE_SECONDS)
         for room, engine in more:
             engine.close()
-            room.give_back()
+            room.release()
 
 
 async def attach_scorers(

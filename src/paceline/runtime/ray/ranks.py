@@ -2,7 +2,7 @@
 
 The first rank broadcasts full weights to all engines at once, by a collective:
 
-    every engine is asked to load -> the first rank and those engines meet, unless they have met before
+    every engine is asked to load -> the first rank and those engines form a group, or keep theirs
                                   -> bucket by bucket to all of them at the same time -> each applies what it staged
 
 The update lies in the object store of the first rank's machine as well: an engine that is left out, because it was
@@ -31,16 +31,24 @@ from paceline.envs.workers import ATTEMPTS, LOAD_SECONDS, Failure, WorkerFailed,
 from paceline.errors import first_line
 from paceline.model import end_tokens, load_tokenizer
 from paceline.runtime import rpc
-from paceline.runtime.ray.engines import ROW, ObjectTensors, RayActor, RayEngine, last_line, pack_tensors, row_of
-from paceline.runtime.torch_backend import LoadedTrainer, build_trainer, join_ranks
+from paceline.runtime.ray.engines import (
+    FLAT_BUFFER,
+    ObjectTensors,
+    RayActor,
+    RayEngine,
+    as_flat_buffer,
+    last_line,
+    pack_tensors,
+)
+from paceline.runtime.torch_parts import LoadedTrainer, build_trainer, join_ranks
 from paceline.trainer import TrainerError, TrainerLost
 from paceline.trainer.backend import cost_of
-from paceline.util.process_exit import free_port
+from paceline.util.child_process import free_port
 from paceline.weights.broadcast import Sender
 from paceline.weights.update import WeightUpdate
 
 START_SECONDS = 1800.0
-"""For all ranks to be placed, to load the model and to meet."""
+"""For all ranks to be placed, to load the model and to form their process group."""
 log = logging.getLogger("paceline.ray")
 
 
@@ -49,12 +57,12 @@ class RankActor(RayActor):
 
     _sender: Sender | None = None
 
-    async def meeting_place(self) -> tuple[str, int]:
-        """Host and port at which the ranks meet, if this is the first of them."""
+    async def rendezvous_address(self) -> tuple[str, int]:
+        """Host and port of the process group's store, if this is the first rank."""
         return get_node_ip_address(), free_port("")
 
     async def join(self, host: str, port: int, rank: int, world: int) -> tuple[bytes, tuple[float, float]]:
-        """Meet the others and load the model; returns a greeting, and what a token and a pair of tokens cost."""
+        """Join the process group and load the model; returns a greeting, and what a token and a pair of tokens cost."""
 
         def load() -> tuple[LoadedTrainer, PreTrainedTokenizerBase]:
             built = build_trainer(self.config, join_ranks(self.config, rank, world, f"{host}:{port}"))
@@ -66,7 +74,7 @@ class RankActor(RayActor):
         hello = rpc.RpcHello(built.parameters, built.device, end_tokens(tokenizer, built.model))
         return rpc.encode_message(hello), (cost.linear, cost.attention)
 
-    async def do(self, call: bytes) -> bytes:
+    async def execute(self, call: bytes) -> bytes:
         """Step, save, load or export, with all the others."""
         return rpc.encode_message(await self._handler.answer(rpc.decode_call(call)))
 
@@ -84,19 +92,19 @@ class RankActor(RayActor):
         self._sender = Sender(members, device, seconds, host=get_node_ip_address())
         return [self._sender.invitation(rank) for rank in range(1, members + 1)]
 
-    async def meet_group(self) -> None:
+    async def form_group(self) -> None:
         assert self._sender is not None
         await asyncio.to_thread(self._sender.form)
 
-    async def hold(self, weights: NDArray) -> int:
+    async def stage_weights(self, weights: NDArray) -> int:
         """Look at weights in the object store of this machine; answers with their length in bytes."""
-        self._row = row_of(weights)
-        return len(self._row)
+        self._flat_buffer = as_flat_buffer(weights)
+        return len(self._flat_buffer)
 
-    async def send_row(self) -> None:
+    async def broadcast_weights(self) -> None:
         assert self._sender is not None
-        row, self._row = self._row, torch.empty(0, dtype=torch.uint8)
-        await asyncio.to_thread(self._sender.send, {ROW: row})
+        flat_buffer, self._flat_buffer = self._flat_buffer, torch.empty(0, dtype=torch.uint8)
+        await asyncio.to_thread(self._sender.send, {FLAT_BUFFER: flat_buffer})
 
 
 class RayTrainer(rpc.RankGroup):
@@ -106,41 +114,41 @@ class RayTrainer(rpc.RankGroup):
         super().__init__(config)
         self._start = start
 
-    async def meet(self) -> rpc.RpcHello:
-        """Start the ranks and wait until they have met."""
+    async def start_ranks(self) -> rpc.RpcHello:
+        """Start the ranks and wait until they have formed their process group and loaded the model."""
         self._ranks = self._start()
         try:
             async with asyncio.timeout(START_SECONDS):
-                host, port = (await self._together([self._ranks[0].meeting_place.remote()]))[0]
+                host, port = (await self._gather_ranks([self._ranks[0].rendezvous_address.remote()]))[0]
                 world = len(self._ranks)
                 joined = [rank.join.remote(host, port, i, world) for i, rank in enumerate(self._ranks)]
-                (greeting, cost), *_ = await self._together(joined)
+                (greeting, cost), *_ = await self._gather_ranks(joined)
         except TimeoutError:
             raise TrainerError(
                 f"the trainer's ranks were not up within {START_SECONDS:g} s: is there still room for them? See "
                 "`paceline status`, then add --resume latest"
             ) from None
-        hello, self._cost = rpc.decode_message(greeting), Cost(*cost)
+        hello, self._cost = rpc.decode_from_trainer(greeting), Cost(*cost)
         assert isinstance(hello, rpc.RpcHello)
         self.version = 0
         return hello
 
-    def first(self) -> Any:
+    def first_rank(self) -> Any:
         """The rank that has the whole weights."""
-        self._there()
+        self._require_ranks()
         return self._ranks[0]
 
     async def weights(self) -> WeightUpdate:
-        self._there()
+        self._require_ranks()
         answers = [rank.weights.options(num_returns=2).remote() for rank in self._ranks]
-        heads = await self._together([head for head, _ in answers])
+        heads = await self._gather_ranks([head for head, _ in answers])
         sent = msgspec.msgpack.decode(heads[0], type=rpc.SentWeights)
         tensors = ObjectTensors(answers[0][1])
         return WeightUpdate(sent.version, tensors, sent.adapter, sent.expected, sent.canary)
 
     async def load(self, folder: Path) -> None:
         if not self._ranks:
-            await self.meet()
+            await self.start_ranks()
         await super().load(folder)
 
     def close(self) -> None:
@@ -150,13 +158,13 @@ class RayTrainer(rpc.RankGroup):
                 ray.kill(rank)
 
     async def _ask(self, rank: Any, call: rpc.RpcCall) -> rpc.RpcAnswer:
-        return rpc.decode_answer(await rank.do.remote(rpc.encode_message(call)))
+        return rpc.decode_answer(await rank.execute.remote(rpc.encode_message(call)))
 
-    def _there(self) -> None:
+    def _require_ranks(self) -> None:
         if not self._ranks:
             raise TrainerLost("the trainer's ranks are gone")
 
-    def _gone(self, rank: int, error: BaseException) -> BaseException | None:
+    def _rank_lost_error(self, rank: int, error: BaseException) -> BaseException | None:
         if isinstance(error, RayError) and not isinstance(error, RayTaskError):
             return TrainerLost(f"rank {rank} of {len(self._ranks)} is lost: {first_line(error)}")
         return None
@@ -167,7 +175,7 @@ class RayTrainer(rpc.RankGroup):
 
 
 SECONDS = 60.0
-"""For a group to meet, and for one bucket to arrive: how long a member that hangs can hold up the others."""
+"""For a group to form, and for one bucket to arrive: how long a member that hangs can hold up the others."""
 ECHO_SECONDS = 5.0
 """How much longer than a bucket the others are waited for once one has failed."""
 LONGEST_SECONDS = 900.0
@@ -231,20 +239,20 @@ class WeightsGroup:
     ) -> list[RayEngine]:
         """Reach all of them; answers with those for whom it is worth another try."""
 
-        async def row(engine: RayEngine, size: int) -> bytes:
-            answer = await engine.actor.receive_row.remote(head, size)
+        async def send_to(engine: RayEngine, size: int) -> bytes:
+            answer = await engine.actor.receive_weights.remote(head, size)
             if not this.wanted[engine].done():
                 this.wanted[engine].set_result(answer)
             return answer
 
         try:
             rank = self._first_rank()
-            outcomes = await self._meet(rank, members)
+            outcomes = await self._form_group(rank, members)
             if not _failed(outcomes):
                 async with asyncio.timeout(self._seconds):
-                    size = await rank.hold.remote(reference)
-                calls = {engine: row(engine, size) for engine in members}
-                outcomes = await self._all({rank: rank.send_row.remote(), **calls})
+                    size = await rank.stage_weights.remote(reference)
+                calls = {engine: send_to(engine, size) for engine in members}
+                outcomes = await self._gather({rank: rank.broadcast_weights.remote(), **calls})
         except (RayError, TrainerLost, TimeoutError) as error:  # the next call that needs the rank reports it
             log.warning("the first rank takes no part in a broadcast: %s", last_line(error))
             self._met = None
@@ -258,7 +266,7 @@ class WeightsGroup:
             left = [e for e in left if e in outcomes and not isinstance(failed.get(e), RayActorError)]
         return left
 
-    async def _meet(self, rank: Any, members: list[RayEngine]) -> dict[Any, Any]:
+    async def _form_group(self, rank: Any, members: list[RayEngine]) -> dict[Any, Any]:
         if self._met == (rank, members):
             return {}
         async with asyncio.timeout(self._seconds):
@@ -267,12 +275,12 @@ class WeightsGroup:
             engine: engine.actor.join_group.remote(invitation, self._device)
             for engine, invitation in zip(members, invitations, strict=True)
         }
-        outcomes = await self._all({rank: rank.meet_group.remote(), **calls})
+        outcomes = await self._gather({rank: rank.form_group.remote(), **calls})
         if not _failed(outcomes):
             self._met = (rank, members)
         return outcomes
 
-    async def _all(self, calls: Mapping[Any, Awaitable[Any]]) -> dict[Any, Any]:
+    async def _gather(self, calls: Mapping[Any, Awaitable[Any]]) -> dict[Any, Any]:
         """Each call's answer or error. After the first failure the others have as long as a bucket may take to fail
         too, and a call that is still open then is missing from the answer."""
         tasks = {asyncio.ensure_future(call): who for who, call in calls.items()}

@@ -52,15 +52,15 @@ def join(
     return dist.group.WORLD
 
 
-def call_off() -> None:
-    """End what this process waits for from the others, who will not come; it can only leave then."""
+def abort_group() -> None:
+    """End what this process waits for from the others, who will not come; it can only destroy the groups then."""
     if dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):  # ranks that share matrices meet in groups of their own
             with contextlib.suppress(RuntimeError):  # gloo notices by itself, and may not be able to
                 group.abort()
 
 
-def leave() -> None:
+def destroy_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 

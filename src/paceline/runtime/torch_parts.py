@@ -127,7 +127,7 @@ def _save_untied(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
     return str(folder.resolve())
 
 
-class TorchBackend:
+class LoadedTorchModel:
     """A Hugging Face model on a CPU or a GPU."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -145,9 +145,9 @@ class TorchBackend:
         steps = None if alone else config.steps
         return engine_for(model, config, grammars=grammars, steps=steps)
 
-    def trainer(self, config: RunConfig, dumps: Path) -> TorchTrainer:
+    def trainer(self, config: RunConfig, bad_batches: Path) -> TorchTrainer:
         model = self.model if config.model.lora is None else clone_for_engine(self.model, config.model)
-        return torch_trainer(config, attach_lora(model, config.model, config.seed), dumps)
+        return torch_trainer(config, attach_lora(model, config.model, config.seed), bad_batches)
 
     def compute_settings(self) -> AbstractContextManager[object]:
         """Settings of the library that hold while engine and trainer run."""
@@ -264,7 +264,7 @@ def load_rank_model(config: RunConfig, group: ProcessGroup | None) -> tuple[PreT
 def torch_trainer(
     config: RunConfig,
     model: PreTrainedModel,
-    dumps: Path | None = None,
+    bad_batches: Path | None = None,
     group: ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> TorchTrainer:
@@ -274,7 +274,7 @@ def torch_trainer(
         config.trainer,
         total_steps=config.steps,
         fp32_head=config.model.fp32_head,
-        dumps=dumps,
+        dumps=bad_batches,
         group=group,
         device=device,
         background=background_compile("trainer", config, model) if group is None else None,
