@@ -11,9 +11,10 @@ from torch import nn
 from families import VOCABULARY, packed_logprobs, tiny
 from paceline.config.inference import EngineConfig
 from paceline.engine import EmbeddedEngine, GenerateRequest
+from paceline.engine.cpu import native
 from paceline.engine.cpu.native import has_half_products, kernels
 from paceline.errors import PacelineError
-from paceline.model import WeightUpdate, native
+from paceline.model import WeightUpdate
 
 built = pytest.mark.skipif(kernels() is None, reason="no kernels for this machine")
 half = pytest.mark.skipif(not has_half_products(), reason="no float16 arithmetic here")
