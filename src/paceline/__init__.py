@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.errors import PacelineError
     from paceline.rollout import Group, Reply, Rollout, Seat, Turn
     from paceline.runtime import RunFailed, RunResult
-    from paceline.runtime.policy import Policy, PolicyReply
+    from paceline.runtime.saved_policy import Policy, PolicyReply
     from paceline.trainer import TorchTrainer
 
 __all__ = [
@@ -66,7 +66,7 @@ __getattr__ = lazy_getattr(
         "algorithms": ("Algorithm",),
         "api": ("train",),
         "runtime": ("RunFailed", "RunResult"),
-        "runtime.policy": ("Policy", "PolicyReply"),
+        "runtime.saved_policy": ("Policy", "PolicyReply"),
         "config": ("ConfigError", "RunConfig", "load"),
         "data": ("Sample", "Ticket"),
         "envs": ("Environment", "Outcome", "SingleTurn"),

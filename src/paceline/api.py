@@ -29,7 +29,7 @@ from paceline.envs.custom import FunctionEnvironment
 from paceline.envs.reward import RewardEnvironment, Rewards, reward_functions
 from paceline.observe.monitor import Monitor, RunDirectory
 from paceline.observe.monitor.plain import NotebookView, in_notebook
-from paceline.runtime.policy import RunFailed, RunResult
+from paceline.runtime.saved_policy import RunFailed, RunResult
 from paceline.runtime.signals import STOP_SECONDS, Signals
 from paceline.util.importing import FROM_PYTHON, import_object
 from paceline.util.interrupts import on_interrupt

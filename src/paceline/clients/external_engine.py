@@ -171,8 +171,8 @@ class ExternalEngine(HttpConnection, Engine):
             busy_seconds=self.busy_seconds,
         )
 
-    async def keep(self, update: WeightUpdate) -> WeightUpdate:
-        return await self._folders.keep(update)
+    async def store_update(self, update: WeightUpdate) -> WeightUpdate:
+        return await self._folders.store_update(update)
 
     @property
     def busy_seconds(self) -> float:

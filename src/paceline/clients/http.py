@@ -199,7 +199,7 @@ class HttpEngine(HttpConnection, RemoteEngine):
         if (canary := finite_canary(update)) is not None:
             head["canary"] = dataclasses.asdict(canary)
         if adapter is None:
-            answer = await self._transport.send(self, head, await self.keep(update))
+            answer = await self._transport.send(self, head, await self.store_update(update))
         else:
             packed = await asyncio.to_thread(lambda: base64.b64encode(libraries.serialize(update.tensors)))
             head |= {"name": adapter.name} if adapter.name else {}
@@ -225,11 +225,11 @@ class HttpEngine(HttpConnection, RemoteEngine):
     async def _ask(self, what: ControlCall) -> Any:
         return await self.post(f"/{what}")
 
-    async def keep(self, update: WeightUpdate) -> WeightUpdate:
+    async def store_update(self, update: WeightUpdate) -> WeightUpdate:
         """A copy of an update that can be sent again later, whatever the trainer has done to its tensors by then."""
         if update.adapter is not None:
             return clone_update(update)
-        return await self._transport.keep(update)
+        return await self._transport.store_update(update)
 
     @cached_property
     def _transport(self) -> WeightTransport:

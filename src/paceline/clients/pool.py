@@ -66,7 +66,7 @@ class PendingRequest:
 class Pool:
     """Routes each request to an engine with room and sees it through.
 
-    Sampling is a pure function of the request's noise key, so a request whose engine stopped, or whose connection broke
+    Sampling noise is a pure function of the request's key, so a request whose engine stopped, or whose connection broke
     before the answer, is asked again elsewhere. What an engine refuses or fails for its own reasons is not.
     """
 

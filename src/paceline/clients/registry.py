@@ -104,7 +104,8 @@ class RejoiningEngine(Protocol):
 
     name: str
 
-    async def keep(self, update: WeightUpdate) -> WeightUpdate: ...
+    async def store_update(self, update: WeightUpdate) -> WeightUpdate:
+        """A copy that can be sent again, to this engine and to others, when one of them comes back."""
 
 
 class EngineRegistry:
@@ -113,7 +114,8 @@ class EngineRegistry:
     in service -> (a failure, and no answer or other weights when asked) -> set aside
                -> (asked again, with back-off) answers -> gets the last updates -> in service
 
-    An engine that lives and dies with this process never answers again, so the pool does not wait for it.
+    An engine of this process does not come back by itself: the pool does not wait for it, and only the next update can
+    bring it back into service.
     """
 
     def __init__(self, engines: Sequence[Engine], jitter: Callable[[], float] = random.random) -> None:
@@ -186,13 +188,14 @@ class EngineRegistry:
         return restarted
 
     async def publish(self, update: WeightUpdate) -> float:
-        """Every engine in service takes the update; answers with the longest pause.
+        """Every engine in service takes the update, as do those of this process that were set aside; answers with the
+        longest pause.
 
         One that does not is set aside. If all refuse, the update is at fault: the weights before it stay the current
         ones and the first refusal is raised. If all are gone, this waits for one to come back with the new weights.
         """
         if self._update_keeper is not None:
-            update = kept = await self._update_keeper.keep(update)
+            update = kept = await self._update_keeper.store_update(update)
         else:  # nothing is ever sent again, and what is not kept takes no memory
             kept = dataclasses.replace(update, tensors={})
         before = self._updates

@@ -139,7 +139,7 @@ class RunConfig(Section):
     epochs: int | None = Field(default=None, ge=1)
     """Passes over the rows, instead of `steps`."""
     batch_size: int = Field(default=128, ge=1)
-    """Rollouts trained in one step, between two updates of the engine's weights."""
+    """Rollouts (with several actors: episodes) trained in one step, between two updates of the engine's weights."""
     group_size: int = Field(default=8, ge=1)
     """Rollouts of one example that are compared with one another."""
     staleness: int = Field(default=1, ge=0)

@@ -32,7 +32,8 @@ class GenerateRequest:
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the completion; the one that does is kept."""
     noise: int = 0
-    """Seed of this request alone: the same seed samples the same tokens, whatever else the engine does."""
+    """Seed of this request alone: the same seed draws the same noise, whatever else the engine does, and with
+    `deterministic` the same tokens from the same weights."""
     order: int = 0
     """Priority when requests queue, lower first: the ticket's number in a run."""
     turn: int = 0

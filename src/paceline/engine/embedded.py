@@ -85,9 +85,9 @@ class EmbeddedEngine(DecodingEngine):
                 slots = config.max_running
                 cache = SlotCache(shape, slots, first, max_context, model.dtype, str(device), deterministic)
             runner = EagerRunner(model, head, cache, deterministic, adapters, config.in_flight or 0)
-        served = TorchWeights(model, head, adapters, native, version)
+        weights = TorchWeights(model, head, adapters, native, version)
         super().__init__(
-            config, cache, runner, served, max_context=max_context, vocabulary=text.vocab_size,
+            config, cache, runner, weights, max_context=max_context, vocabulary=text.vocab_size,
             deterministic=deterministic, grammars=grammars,
         )  # fmt: skip
         self._threads = config.threads if device.type == "cpu" else None

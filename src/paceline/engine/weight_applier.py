@@ -75,7 +75,7 @@ class StagedUpdate:
 
 
 class WeightApplier(ABC):
-    """The weights an engine serves, the base and the adapters beside it; keeps the served true."""
+    """The weights an engine serves, the base and the adapters beside it; keeps `served` up to date."""
 
     weight_bytes: int
     """Of all parameters of the base."""

@@ -217,7 +217,7 @@ class RolloutRunner:
     """Plays an environment's episodes with the policy. A failing episode is an outcome with its error, never a crash.
 
     A failure is retried, given up or ends the run, as the environment's policy for its kind says. Each try is a whole
-    run_episode: with fresh seats, with the same noise and so the same tokens from the same weights, and with all of the
+    run_episode: with fresh seats, with the same sampling noise, and with all of the
     environment's `timeout` before it. An episode that fails in the end reports its first failure.
     """
 

@@ -38,10 +38,11 @@ class Gate:
 
         capacity = min(max_inflight - running, (S + version + 1) * B - S * reserve + extra - (accepted + running))
 
-    with S = `staleness` and B = `batch`, the rollouts of a batch. Batch k is trained at version k, so a rollout that
-    started at version v may join batch v + S at the latest; at most (S + v + 1) * B are let in before version v + 1
-    exists, which is as many slots as those batches have. With S = 0 the gate closes when one batch is full and opens
-    at the next publish: the synchronous loop. `total` batches are all a run needs; the gate lets in no more.
+    with S = `staleness` and B = `batch`, the rollouts of a batch (an episode of several actors counts as one). Batch k
+    is trained at version k, so a rollout that started at version v may join batch v + S at the latest; at most
+    (S + v + 1) * B are let in before version v + 1 exists, which is as many slots as those batches have. With S = 0 the
+    gate closes when one batch is full and opens at the next publish: the synchronous loop. `total` batches are all a
+    run needs; the gate lets in no more.
 
     A batch fills from the groups that finish first, so a slow rollout can still miss its last batch. That is checked
     where a group finishes and again before a batch ships (`limit_staleness`): this is what keeps the limit.

@@ -120,7 +120,7 @@ class Orchestrator:
                     batch = await self._dispatcher.next_batch(early)
                 if batch is None:
                     break
-                with self._stopwatch.phase("score"):
+                with self._stopwatch.phase("score"):  # `time/score`: baselines over the batch, a teacher's log probs
                     samples = await self._finish_samples(batch)
                 with self._stopwatch.phase("train"):
                     report = await self._parts.trainer.step(samples)

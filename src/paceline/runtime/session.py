@@ -49,8 +49,8 @@ from paceline.rollout import SamplingClient
 from paceline.runtime.colocated.ranks import find_rank, refuse_torchrun, without_first_resume
 from paceline.runtime.league import standings
 from paceline.runtime.local import RunParts, local_placement, resumed_checkpoint, with_settled_dtype
-from paceline.runtime.policy import RunResult
 from paceline.runtime.preflight import refuse_unready
+from paceline.runtime.saved_policy import RunResult
 from paceline.runtime.signals import STOPPED_BY_USER, ForcedExit, Signals, Status, run_until_complete
 from paceline.trainer import TrainerLost
 from paceline.util.gc_tuning import tuned_gc

@@ -1,7 +1,7 @@
 """Defines a trainer, what torch and mlx each implement for it, and a batch's layout. All other training code is shared.
 
 `torch/` and `mlx/` hold the same modules: a policy and a critic's value model (`trainer.py`), their optimizer and
-trainable tensors, their forward pass, and checkpoints.
+trainable tensors, their forward pass, array operations, and checkpoints. `torch/` has several ranks besides.
 
 Each rank brings some samples of a batch and gets those of all: so every rank can count the normalisers, cut the
 optimizer steps and deal out micro-batches by itself, with the same result. The traffic is small beside the weights:

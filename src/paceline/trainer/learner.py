@@ -277,8 +277,8 @@ class Learner:
         return replace(batch, samples=samples, value_targets=targets, valued=valued), report
 
     def _check(self, sample: Sample) -> None:
-        pulled = sample.ref_kl_weights is not None and sample.ref_kl_weights[sample.loss_mask].any()
-        if pulled and sample.teacher_logprobs is None:
+        distils = sample.ref_kl_weights is not None and sample.ref_kl_weights[sample.loss_mask].any()
+        if distils and sample.teacher_logprobs is None:
             raise TrainerError(f"{sample.where}: tokens train with ref_kl but carry no `teacher_logprobs`")
         if sample.advantages is not None or not sample.rl_token_weights.any():
             return
@@ -291,8 +291,8 @@ class Learner:
             )
 
     def _add_logprobs(self, batch: Batch) -> Batch:
-        """With what the settings ask for: log probabilities at the batch's start, the reference's, and its pull. Which
-        samples need them is decided over all ranks, so that all run their passes or none does."""
+        """With what the settings ask for: log probabilities at the batch's start, the reference's, and its KL in
+        the advantages. Which samples need them is decided over all ranks, so that all run their passes or none does."""
         kl, samples = self._config.kl, list(batch.samples)
         shaping = kl is not None and kl.how == "advantage"
 
@@ -301,12 +301,12 @@ class Learner:
             own = restrict_cuts(batch.cuts, chosen)[batch.rank]
             return score_samples(self.policy.forward.scores, batch.samples, own)
 
-        started: set[int] = set()
+        need_prox: set[int] = set()
         if self._config.proximal is not None:
             # The first step needs none: it is taken from the batch's start itself.
             later = batch.cuts[0 if shaping else 1 :]
-            started = {i for cut in later for i in all_members(cut) if samples[i].rl_token_weights.any()}
-        prox = scores(started)
+            need_prox = {i for cut in later for i in all_members(cut) if samples[i].rl_token_weights.any()}
+        prox = scores(need_prox)
         lacking = {i for i, s in enumerate(samples) if s.kl_ref_logprobs is None and s.rl_token_weights.any()}
         if self._reference is not None and lacking:
             with self._reference.in_place():
@@ -314,7 +314,7 @@ class Learner:
             for i, stream in ref.items():
                 samples[i] = samples[i].with_streams(kl_ref_logprobs=stream)
         if shaping and kl is not None:
-            unscored = {i for i, s in enumerate(samples) if s.logprobs is None and i not in started}
+            unscored = {i for i, s in enumerate(samples) if s.logprobs is None and i not in need_prox}
             given = {i: stream for i in batch.own if (stream := samples[i].logprobs) is not None}
             for i, policy in (given | scores(unscored) | prox).items():
                 samples[i] = subtract_kl(samples[i], policy, kl)

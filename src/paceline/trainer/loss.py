@@ -1,7 +1,7 @@
 """The loss: one sum over terms, each token already scaled by its normaliser.
 
     sum_t  rl_scale_t * rl_t  +  ce_scale_t * ce_t  +  ref_kl_scale_t * ref_kl_t
-         + unweighted_scale_t * (kl_coef * kl_t - entropy_coef * H_t)
+         + regulariser_scale_t * (kl_coef * kl_t - entropy_coef * H_t)
 
     rl      the policy loss (`trainer.loss`)        ref_kl  reverse KL to a teacher: on-policy distillation
     ce      cross entropy on given tokens           kl      KL penalty towards a reference (`trainer.kl`)

@@ -50,9 +50,9 @@ class WeightTransport(ABC):
         self._deltas = deltas
         self._store = WeightStore(folder, deltas=deltas)
 
-    async def keep(self, update: WeightUpdate) -> WeightUpdate:
+    async def store_update(self, update: WeightUpdate) -> WeightUpdate:
         """A copy that can be sent again later, whatever the trainer has done to its tensors by then."""
-        return await self._store.keep(update)
+        return await self._store.store_update(update)
 
     async def send(self, channel: WeightChannel, head: dict[str, Any], update: WeightUpdate) -> Any:
         """Give a stored update to the server; returns its answer."""

@@ -130,7 +130,7 @@ class WeightStore:
         for half in self.folder.glob("*.part"):
             half.unlink(missing_ok=True)
 
-    async def keep(self, update: WeightUpdate) -> WeightUpdate:
+    async def store_update(self, update: WeightUpdate) -> WeightUpdate:
         """The same update, its tensors in a file of this folder."""
         tensors = update.tensors
         if isinstance(tensors, StoredTensors) and {file.resolve().parent for file in tensors.files} == {self.folder}:
@@ -139,7 +139,7 @@ class WeightStore:
 
     async def full_path(self, update: WeightUpdate) -> Path:
         """A single safetensors file of this folder with all of its tensors."""
-        tensors = (await self.keep(update)).tensors
+        tensors = (await self.store_update(update)).tensors
         assert isinstance(tensors, StoredTensors)
         if not tensors.deltas and len(tensors.files) == 1:
             return tensors.files[0]
@@ -225,16 +225,16 @@ class WeightFolders:
         """The embedding that is the output layer too, for an engine whose copy of the model has the two apart."""
         self._store = WeightStore(self.folder)
 
-    async def keep(self, update: WeightUpdate) -> WeightUpdate:
+    async def store_update(self, update: WeightUpdate) -> WeightUpdate:
         """A copy that can be sent again later, whatever the trainer has done to its tensors by then."""
         if update.adapter is not None:
             return clone_update(update)
         self.folder.mkdir(parents=True, exist_ok=True)
-        return await self._store.keep(update)
+        return await self._store.store_update(update)
 
     async def full_path(self, update: WeightUpdate) -> Path:
         """A folder with all of a model's weights; `remove` it once it is loaded."""
-        file = await self._store.full_path(await self.keep(update))
+        file = await self._store.full_path(await self.store_update(update))
         return await asyncio.to_thread(self._link_folder, file, update.version)
 
     def clear(self) -> None:

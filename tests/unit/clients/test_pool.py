@@ -133,7 +133,7 @@ class Fake:
 class Far(Fake):
     """One that may come back."""
 
-    async def keep(self, update):
+    async def store_update(self, update):
         return update
 
 
@@ -488,7 +488,7 @@ def test_a_bug_of_an_engine_in_this_process_is_raised_as_it_is():
 
     near = Fake()
     near.generate = bug
-    del near.name  # and it has no `keep`
+    del near.name  # and it has no `store_update`
     with pytest.raises(KeyError, match="a bug of ours"):
         play(Pool([near]).generate(request()))
     far = Far()

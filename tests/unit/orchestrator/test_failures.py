@@ -130,7 +130,7 @@ class Far(Near):
         self._here()
         return await super().limits()
 
-    async def keep(self, update):
+    async def store_update(self, update):
         return update
 
 
@@ -963,12 +963,12 @@ def test_a_disk_that_is_full_at_the_shelf_keeps_the_weights_before(tmp_path):
     shelf = WeightStore(tmp_path)
 
     async def run():
-        first = await shelf.keep(WeightUpdate(1, {"w": torch.zeros(10)}))
+        first = await shelf.store_update(WeightUpdate(1, {"w": torch.zeros(10)}))
         with (
             small_files(1000),
             pytest.raises(EngineError, match=rf"weights cannot be written to {tmp_path}.*too large"),
         ):
-            await shelf.keep(WeightUpdate(2, {"w": torch.zeros(10_000)}))
+            await shelf.store_update(WeightUpdate(2, {"w": torch.zeros(10_000)}))
         return first
 
     first = asyncio.run(run())

@@ -39,8 +39,8 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         full, probs = None, kept.sub_(log_z[:, None]).exp_()
     if metadata.truncates:
         probs = apply_top_k_top_p(probs, metadata.top_p, metadata.top_k)
-        cut = probs.sum(-1).log()
-        log_z = cut if log_z is None else log_z + cut
+        log_kept = probs.sum(-1).log()
+        log_z = log_kept if log_z is None else log_z + log_kept
     tokens = inverse_cdf(probs, uniform(metadata.keys, metadata.indices))
     if metadata.greedy:
         tokens = torch.where(metadata.temperatures == 0, probs.argmax(-1), tokens)

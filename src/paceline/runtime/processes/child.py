@@ -272,7 +272,7 @@ class TrainerHost(rpc.TrainerRpcHandler):
 
     async def _weights(self) -> rpc.SentWeights:
         update = await self.trainer.weights()
-        stored_update = await self._store.keep(update)
+        stored_update = await self._store.store_update(update)
         expected = stored_update.expected or await asyncio.to_thread(update.fingerprint)
         stored = stored_update.tensors
         assert isinstance(stored, StoredTensors)

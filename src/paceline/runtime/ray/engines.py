@@ -221,7 +221,7 @@ class RayEngine(FramedEngine):
         return rpc.deliver_whole(done.completion, listener)
 
     async def load_weights(self, update: WeightUpdate) -> float:
-        tensors = (await self.keep(update)).tensors
+        tensors = (await self.store_update(update)).tensors
         assert isinstance(tensors, ObjectTensors)
         framed = rpc.encode(rpc.ToEngine([self._load_message(update, b"")]))
         if self._group is not None and update.adapter is None:
@@ -231,7 +231,7 @@ class RayEngine(FramedEngine):
         await THROTTLE.turn()
         return (await self._result(self.actor.load.remote(framed, tensors.reference))).seconds
 
-    async def keep(self, update: WeightUpdate) -> WeightUpdate:
+    async def store_update(self, update: WeightUpdate) -> WeightUpdate:
         """The update with its tensors in the object store, from where any node can have them."""
         if isinstance(update.tensors, ObjectTensors):
             return update
