@@ -16,7 +16,7 @@ from paceline.algorithms.custom import CreditInputs, CustomCredit, custom_algori
 from paceline.algorithms.distillation import OPD, OPSD
 from paceline.algorithms.echo import Echo
 from paceline.algorithms.grpo import GRPO, Hierarchical, MaxRL
-from paceline.algorithms.seats import Seats
+from paceline.algorithms.per_actor import PerActorAlgorithm
 from paceline.algorithms.sft import SFT
 from paceline.config import algorithm as config
 from paceline.config.env import BaseEnvConfig
@@ -37,9 +37,9 @@ __all__ = [
     "Echo",
     "Hierarchical",
     "MaxRL",
+    "PerActorAlgorithm",
     "Reward",
     "RewardCredit",
-    "Seats",
     "broadcast",
     "build_algorithm",
     "centred",
@@ -79,4 +79,4 @@ def credit_for(env: BaseEnvConfig, actors: Sequence[str]) -> Algorithm:
         if seat.name in seats:
             raise AlgorithmError(f"environment `{env.name}`: seat `{seat.name}` is given twice; it has one algorithm")
         seats[seat.name] = build_algorithm(seat.algo)
-    return Seats(common, seats) if seats else common
+    return PerActorAlgorithm(common, seats) if seats else common

@@ -49,7 +49,7 @@ class AlgorithmContext:
 class Algorithm(ABC):
     """Turns rollouts into trained samples. One instance per environment."""
 
-    client: SamplingClient | None = None
+    frozen_sampler: SamplingClient | None = None
     """Samples in place of the policy, where another model does: its tokens have no ratio and never go stale."""
     bad_rows: BadRows = BadRows()
     """Rows that `begin` found unusable: their draws are dropped."""

@@ -14,6 +14,8 @@ from paceline.util.user_code import user_code, user_frames
 
 CALLED, AWAITED = ("stage", "observe", "assign", "state", "load"), ("begin", "finish_batch")
 """Hooks of an `Algorithm`."""
+RENAMED = {"score": "finish_batch", "voice": "frozen_sampler"}
+"""What earlier versions called them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,9 @@ def custom_algorithm(config: Config) -> Algorithm:
                     raise
                 # A hook that is missing, or arguments that do not fit: nothing of the user's has run yet.
                 raise AlgorithmError(f"{config.import_path}: {error}") from error
-        if hasattr(found, "score"):
-            raise AlgorithmError(f"{config.import_path}: `score` of an algorithm is called `finish_batch` now")
+        for old, new in RENAMED.items():
+            if hasattr(algorithm, old):
+                raise AlgorithmError(f"{config.import_path}: `{old}` of an algorithm is called `{new}` now")
         for name in CALLED + AWAITED:
             if inspect.iscoroutinefunction(getattr(algorithm, name)) != (name in AWAITED):
                 if name in AWAITED:

@@ -89,7 +89,7 @@ class SFT(Algorithm):
                 context.rows, lambda number: read(context.rows[number], f"{where} {number}"), AlgorithmError
             )
         if isinstance(self._config.teacher, ModelRef):
-            self.client = replace(context.client, pool=await context.attach(self._config.teacher))
+            self.frozen_sampler = replace(context.client, pool=await context.attach(self._config.teacher))
 
     def assign(self, group: Group) -> None:
         for rollout in group.rollouts:

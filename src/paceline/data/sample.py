@@ -174,8 +174,9 @@ class Sample:
             oldest = int(np.minimum.reduce(self.versions.view(np.uint32)))
             return oldest if oldest < 1 << 31 else None
         trained = self.rl_token_weights != 0
-        if self.ref_kl_weights is not None:
-            trained |= self.loss_mask & (self.ref_kl_weights != 0)
+        for weights in (self.ref_kl_weights, self.ce_weights):
+            if weights is not None:
+                trained |= self.loss_mask & (weights != 0)
         return int(self.versions[trained].min()) if trained.any() else None
 
 

@@ -1,4 +1,4 @@
-"""Applies weight updates between two steps: reads, checks, copies and verifies them."""
+"""Stages weight updates beside decoding (reads and checks them), and between two steps copies and verifies them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping

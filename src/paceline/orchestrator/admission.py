@@ -281,7 +281,8 @@ WARN_AFTER_BATCHES = 4
 
 
 class GroupAdmission:
-    """Each group is judged once, and credited then. What it did is in the tally."""
+    """Decides of each finished group, in ticket order, whether it may train, and has it credited. What it did is in the
+    tally. Only its age is looked at again later."""
 
     def __init__(self, config: RunConfig, envs: Mapping[str, TrainEnv], warn: Callable[[str], None]) -> None:
         self._config, self._envs, self._warn = config, envs, warn

@@ -109,7 +109,7 @@ class Dispatcher:
             # Groups too old for the next batch; those sampled by a frozen model never go stale.
             oldest = self._gate.version - self._config.staleness
             for ticket, flight in list(self._in_flight.items()):
-                if flight.start_version < oldest and flight.env.algorithm.client is None:
+                if flight.start_version < oldest and flight.env.algorithm.frozen_sampler is None:
                     self._cancel(ticket, STALE)
             self._admit_in_order()
         self._replays = self._replay.choose(self._gate.version, self._gate.replay_capacity)
@@ -249,10 +249,10 @@ class Dispatcher:
     def _drop_leftovers(self) -> None:
         """Drop what would be too old at the next version: all groups but those sampled by a frozen model."""
         for group in self._buffered_groups():
-            if self._envs[group.ticket.env].algorithm.client is None:
+            if self._envs[group.ticket.env].algorithm.frozen_sampler is None:
                 self._drop_buffered(group, OVERSAMPLED)
         for ticket, flight in list(self._in_flight.items()):
-            if flight.env.algorithm.client is None:
+            if flight.env.algorithm.frozen_sampler is None:
                 self._cancel(ticket, OVERSAMPLED)
 
     def running_episodes(self) -> dict[str, float]:

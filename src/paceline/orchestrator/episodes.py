@@ -265,7 +265,7 @@ class RolloutRunner:
         """One episode on a copy of the row: a rollout for each actor who spoke, or why there is none."""
         noise = (self._seed, self._domain, ticket.number, member)
         # In training a frozen model may speak in the policy's place, for it to learn from.
-        client = (env.algorithm.client if self._domain == TRAIN else None) or self._client
+        client = (env.algorithm.frozen_sampler if self._domain == TRAIN else None) or self._client
         losses: list[EpisodeLost] = []
         while True:  # as in `prepare`: a coroutine more for each of 20,000 episodes is work for the garbage collector
             seats = SessionMap(client, noise, order, env.environment.actors)

@@ -29,6 +29,8 @@ def limit_staleness(sample: Sample, version: int, limit: int, on_stale: OnStale)
     changed = {"rl_weights": np.where(keep, sample.rl_token_weights, np.float32(0))}
     if sample.ref_kl_weights is not None:
         changed["ref_kl_weights"] = np.where(keep, sample.ref_kl_weights, np.float32(0))
+    if sample.ce_weights is not None:  # also of tokens that nothing sampled, which have no age
+        changed["ce_weights"] = np.where(keep | ~sample.loss_mask, sample.ce_weights, np.float32(0))
     return sample.with_streams(**changed)
 
 
@@ -67,6 +69,7 @@ class Gate:
     version: int = 0
     running: int = 0
     accepted: int = 0
+    """Rollouts of all batches so far and of the buffer; it does not fall when a batch ships."""
     reserve: int = 0
     extra: int = 0
     shipped: int = 0

@@ -1,6 +1,7 @@
 """Trains one batch: gather it on every rank, prepare it once, then take K optimizer steps.
 
-gather -> cut -> credit -> score -> minibatch by minibatch:
+gather -> deal out to ranks and micro-batches -> critic's advantages -> log probabilities of the batch's start and the
+reference -> minibatch by minibatch:
 scales -> this rank's micro-batches backward -> gradients of all ranks -> clip -> step, or leave a bad step out
 
 A batch that is still coming in (`StreamedBatch`) does not know a component's normaliser N. Its tokens are summed as if

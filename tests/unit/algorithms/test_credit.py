@@ -130,6 +130,9 @@ class Earlier(Constant):
     async def score(self, groups):
         return {}
 
+class Silent(Constant):
+    voice = None
+
 class Unfinished(Algorithm):
     pass
 
@@ -220,6 +223,7 @@ def test_an_algorithm_class_by_path(custom):
         ("Late", {"value": 1}, "`assign` is called, not awaited: write it without `async`"),
         ("Early", {"value": 1}, "`finish_batch` is awaited: write `async def finish_batch`"),
         ("Earlier", {"value": 1}, "`score` of an algorithm is called `finish_batch` now"),
+        ("Silent", {"value": 1}, "`voice` of an algorithm is called `frozen_sampler` now"),
     ],
 )
 def test_what_is_no_algorithm_is_refused(custom, name, kwargs, sentence):

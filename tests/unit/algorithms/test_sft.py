@@ -57,10 +57,10 @@ def test_every_token_trains_by_itself_and_age_is_no_matter(quick, turns, version
 
 def test_the_teacher_speaks_in_training_and_no_other_model_is_asked(quick):
     algorithm, given = build_algorithm(SFTConfig(teacher=REF)), context(quick, Oracle())
-    assert algorithm.client is None
+    assert algorithm.frozen_sampler is None
     asyncio.run(algorithm.begin(given))
-    assert algorithm.client.pool.ref == REF
-    assert (algorithm.client.renderer, algorithm.client.sampling) == (quick, given.client.sampling)
+    assert algorithm.frozen_sampler.pool.ref == REF
+    assert (algorithm.frozen_sampler.renderer, algorithm.frozen_sampler.sampling) == (quick, given.client.sampling)
 
 
 # --- demonstrations

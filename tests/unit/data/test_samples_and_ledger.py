@@ -150,8 +150,9 @@ def test_truncation_slices_every_stream_alike(whole, limit):
 def test_age_is_that_of_the_oldest_token_that_trains(one):
     rl = one.loss_mask if one.rl_weights is None else one.loss_mask & (one.rl_weights != 0)
     ref_kl = one.loss_mask & (one.ref_kl_weights != 0) if one.ref_kl_weights is not None else np.zeros(len(one), bool)
+    ce = one.loss_mask & (one.ce_weights != 0) if one.ce_weights is not None else np.zeros(len(one), bool)
     np.testing.assert_array_equal(one.rl_token_weights != 0, rl)
-    trained = one.versions[rl | ref_kl]
+    trained = one.versions[rl | ref_kl | ce]
     assert one.oldest_version == (None if one.logprobs is None or not len(trained) else trained.min())
 
 

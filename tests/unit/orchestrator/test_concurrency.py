@@ -166,7 +166,7 @@ def lead(tmp_path: Path, environments: dict[str, Environment], training: float =
     client = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
     courses = build_train_envs(config, dict(environments))
     for course in courses.values():
-        course.algorithm.client = client if from_frozen_model else None
+        course.algorithm.frozen_sampler = client if from_frozen_model else None
 
     async def run() -> None:
         loop = asyncio.get_running_loop()

@@ -213,6 +213,10 @@ def test_staleness_counts_from_the_oldest_trained_token():
     assert staleness(masked, 6) == 2
     assert limit_staleness(sample, 9, 2, "mask") is None
     assert staleness(sample.with_streams(logprobs=None), 100) == 0
+    by_ce = sample.with_streams(rl_weights=[0, 0, 0, 0, 1], ce_weights=[0, 1, 0, 1, 0])
+    assert staleness(by_ce, 6) == 3, "a token that cross entropy alone trains has an age too"
+    masked = limit_staleness(by_ce, 6, 2, "mask")
+    assert masked.ce_weights.tolist() == [0, 0, 0, 1, 0], "what the policy did not say has none"
 
 
 async def _nothing(folder: Path) -> None:

@@ -16,7 +16,7 @@ from paceline.algorithms import (
     Algorithm,
     AlgorithmError,
     CreditInputs,
-    Seats,
+    PerActorAlgorithm,
     broadcast,
     build_algorithm,
     credit_for,
@@ -59,8 +59,8 @@ def streams(group: Group) -> list[list[float]]:
     return [sample.advantages.tolist() for sample in group.samples()]
 
 
-def seats(common: config.AlgorithmConfig, **own: config.AlgorithmConfig) -> Seats:
-    return Seats(build_algorithm(common), {actor: build_algorithm(c) for actor, c in own.items()})
+def seats(common: config.AlgorithmConfig, **own: config.AlgorithmConfig) -> PerActorAlgorithm:
+    return PerActorAlgorithm(build_algorithm(common), {actor: build_algorithm(c) for actor, c in own.items()})
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS, ids=lambda algo: algo.type)
@@ -151,7 +151,7 @@ class Signed(Algorithm):
 @laws
 @given(st.lists(SEATED, min_size=1, max_size=8))
 def test_every_hook_reaches_the_algorithm_of_the_seat_and_order_is_kept(seated):
-    algorithm = Seats(Signed(1), {"o": Signed(2)})
+    algorithm = PerActorAlgorithm(Signed(1), {"o": Signed(2)})
     group = credited(algorithm, seated)
     # What a run does to samples between credit and shipping: streams change, the sample stays itself.
     for one in group.rollouts:
@@ -227,6 +227,7 @@ def test_seats_are_those_the_environment_has_each_once():
     with pytest.raises(AlgorithmError, match="seat `second` is given twice"):
         build_train_envs(RunConfig(env=[ArenaEnvConfig(import_path=path, seats=[second, second])]))
     assert isinstance(
-        build_train_envs(RunConfig(env=[ArenaEnvConfig(import_path=path, seats=[second])]))["arena"].algorithm, Seats
+        build_train_envs(RunConfig(env=[ArenaEnvConfig(import_path=path, seats=[second])]))["arena"].algorithm,
+        PerActorAlgorithm,
     )
     assert type(credit_for(RunConfig().env[0], ["policy"])) is GRPO

@@ -9,7 +9,7 @@ from paceline.envs import Environment
 from paceline.rollout import Group, Rollout
 
 
-class Seats(Algorithm):
+class PerActorAlgorithm(Algorithm):
     """Each named actor is credited by an algorithm of its own, all others together by the common one.
 
     In a game against oneself the sides need not learn alike: a proposer may be paid for what it asks by `reward` while
@@ -26,7 +26,7 @@ class Seats(Algorithm):
     async def begin(self, context: AlgorithmContext) -> None:
         for algorithm in (self._common, *self._seats.values()):
             await algorithm.begin(context)
-        self.client = self._common.client
+        self.frozen_sampler = self._common.frozen_sampler
 
     def observe(self, rollout: Rollout) -> None:
         self._seats.get(rollout.actor, self._common).observe(rollout)
