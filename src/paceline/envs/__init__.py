@@ -31,7 +31,7 @@ BUILDERS: dict[type[config.BaseEnvConfig], str] = {
     config.CalculatorConfig: "paceline.envs.calculator:Calculator",
     config.EqualityConfig: "paceline.envs.questions:Equality",
     config.MathConfig: "paceline.envs.questions:Math",
-    config.GSM8KConfig: "paceline.envs.questions:GSM8K",
+    config.GSM8KConfig: "paceline.envs.gsm8k:GSM8K",
     config.CodeConfig: "paceline.envs.code:Code",
     config.RetrievalConfig: "paceline.envs.retrieval:Retrieval",
     config.TokenInConfig: "paceline.envs.questions:TokenIn",

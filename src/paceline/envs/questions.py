@@ -1,16 +1,14 @@
-"""Questions from a dataset with right answers: compared as text, as numbers, by math-verify or by a scorer."""
+"""Questions from a dataset with right answers: compared as text, by math-verify or by a scorer."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from paceline.config.env import EqualityConfig, GSM8KConfig, MathConfig, TokenInConfig
-from paceline.data import BadRow, Row
+from paceline.config.env import EqualityConfig, MathConfig, TokenInConfig
+from paceline.data import Row
 from paceline.envs.answers import (
     accepted_answers,
-    conversation,
     extract_boxed,
     extract_tag,
     last_number,
@@ -40,50 +38,6 @@ class Equality(DatasetEnvironment[EqualityConfig], SingleTurn):
 
     def _normalise(self, text: str) -> str:
         return normalise_spaces(text, self._config.ignore_case)
-
-
-ANSWER_MARK = "####"
-"""The mark that the dataset writes before the final answer."""
-
-
-class GSM8K(DatasetEnvironment[GSM8KConfig]):
-    """Grade-school maths over its original files (arXiv 2110.14168). Asks, says when the answer is wrong, and lets the
-    policy try again. The last try is what counts."""
-
-    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
-        messages, right = list(example["messages"]), only_number(example["answer"])
-        tries = 0
-        while True:
-            reply = await seats[POLICY].chat(messages)
-            tries += 1
-            answer = final_number(reply.text)
-            correct = answer is not None and answer == right
-            # The end of a truncated reply is missing, so there is nothing to go on from.
-            if correct or reply.truncated or tries == self._config.max_turns:
-                break
-            messages += [reply.message, {"role": "user", "content": self._config.retry_prompt}]
-        metrics = {"correct": float(correct), "first": float(correct and tries == 1)}
-        reward = correct * self._config.discount ** (tries - 1)
-        return Outcome.solo(reward, **metrics, format=float(answer is not None), tries=tries)
-
-    def _row(self, row: Row) -> Row:
-        """With the final answer of the dataset's worked solution."""
-        _, mark, answer = accepted_answers(row)[0].rpartition(ANSWER_MARK)
-        if not mark or only_number(answer) is None:
-            raise BadRow(f"`answer` must end in `{ANSWER_MARK} 18`, with the row's own number")
-        return row | {"messages": conversation(row, self._config.system), "answer": answer.strip()}
-
-
-def final_number(text: str) -> Fraction | None:
-    r"""The number a reply settles on, in `\boxed{}` or after `####`.
-
-    >>> final_number("3 * 6 = 18\n#### $18.00") == final_number(r"\boxed{18}") == 18
-    True
-    """
-    if (inside := extract_boxed(text)) is not None:
-        return only_number(inside)
-    _, mark, rest = text.rpartition(ANSWER_MARK)
-    return only_number(rest.strip().partition("\n")[0]) if mark else None
 
 
 CHECK_FUNCTION = f"{Path(__file__).with_name('math_check.py')}:check"

@@ -21,7 +21,8 @@ from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs.alphabet_sort import AlphabetSort
 from paceline.envs.answers import extract_boxed, extract_tag, last_number, normalise_spaces, numbers, only_number
 from paceline.envs.calculator import MAX_CHARACTERS, BadExpression, Calculator, calculate, format_number
-from paceline.envs.questions import GSM8K, Equality, TokenIn, final_number
+from paceline.envs.gsm8k import GSM8K
+from paceline.envs.questions import Equality, TokenIn
 from paceline.rollout import Reply
 from paceline.util.importing import import_object
 
@@ -470,64 +471,6 @@ def test_questions_are_repeatable_of_the_asked_kind_and_of_one_split():
     one = Calculator(section.model_copy(update={"max_operand": 10}))
     with pytest.raises(EnvError, match="raise `max_operand`"):
         [one.examples(split) for split in ("train", "eval")]
-
-
-# --- GSM8K
-
-SHARED = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
-
-
-@pytest.mark.parametrize("name", ["train.jsonl", "test.jsonl"])
-def test_every_worked_solution_of_gsm8k_pays_one(name):
-    file = SHARED / name
-    if not file.exists():
-        pytest.skip("needs the GSM8K files, which are not beside this checkout")
-    solutions = [json.loads(line)["answer"] for line in file.read_text(encoding="utf-8").splitlines()]
-    environment = GSM8K(config.GSM8KConfig(dataset=str(file)))
-    rows = environment.examples("train")
-    assert len(rows) == len(solutions)
-    for row, solution in zip(rows[::20], solutions[::20], strict=True):
-        assert pays(environment, row, solution) == 1.0
-    for row, solution in zip(rows, solutions, strict=True):
-        number = final_number(solution)
-        assert number == final_number(f"\\boxed{{{row['answer']}}}") == final_number(f"#### ${row['answer']}.00")
-        assert number != final_number(f"\\boxed{{{number + 1}}}")
-
-
-@laws
-@given(st.lists(st.sampled_from(["\\boxed{18}", "#### 17", "18", "#### 18", "", "\\boxed{17 or 18}"]), min_size=5))
-def test_the_last_try_counts_and_a_right_one_ends_the_episode(lines):
-    section = config.GSM8KConfig(dataset="rows.jsonl", max_turns=4, discount=0.5)
-    row = {"messages": [{"role": "user", "content": "q"}], "answer": "18"}
-    outcome, speaker = play(GSM8K(section), row, *lines)
-    tries = [line in ("\\boxed{18}", "#### 18") for line in lines[:4]]
-    at = tries.index(True) + 1 if any(tries) else 4
-    assert len(speaker.heard) == outcome.metrics["tries"] == at
-    assert outcome.rewards[POLICY] == (0.5 ** (at - 1) if any(tries) else 0.0)
-    assert outcome.metrics["correct"] == float(any(tries))
-    assert outcome.metrics["first"] == float(tries[0])
-    told = [m["content"] for m in speaker.heard[-1] if m["role"] == "user"][1:]
-    assert told == [section.retry_prompt] * (at - 1)
-
-
-def test_a_try_that_was_cut_off_is_the_last():
-    environment = GSM8K(config.GSM8KConfig(dataset="rows.jsonl"))
-    row = {"messages": [{"role": "user", "content": "q"}], "answer": "18"}
-    outcome, speaker = play(environment, row, Reply("let me", truncated=True))
-    assert len(speaker.heard) == 1
-    assert outcome.rewards[POLICY] == outcome.metrics["format"] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("said", "number"),
-    [
-        ("#### 1,080", 1080), ("\\boxed{\\$1{,}080.00}", 1080), ("\\boxed{-3}", -3), ("\\boxed{.5}", Fraction(1, 2)),
-        ("\\boxed{18\\text{ eggs}}", 18), ("#### 18 eggs\nDone in 3 steps.", 18), ("#### 17\n#### 18", 18),
-        ("18", None), ("\\boxed{17, 18}", None), ("\\boxed{18", None), ("####", None), ("\\boxed{\\frac{1}{2}}", None),
-    ],
-)  # fmt: skip
-def test_a_final_answer_is_one_number_in_its_place(said, number):
-    assert final_number(said) == number
 
 
 # --- tokens in

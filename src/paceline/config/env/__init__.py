@@ -213,7 +213,9 @@ class CalculatorConfig(BaseEnvConfig):
 
 class GSM8KConfig(DatasetEnvConfig):
     """Grade-school maths over the original files: `question`, and `answer` ending in `#### 18`. A wrong answer may be
-    tried again; the last try counts. Answers are read from `\\boxed{}` or after `####`, and compared as numbers."""
+    tried again; the last try counts. Answers are read from `\\boxed{}` or after `####`: numbers are compared, and
+    expressions (`\\boxed{36/2}`) checked by the `math-verify` package where it is installed. With `sft` and
+    `demonstrations = true` the worked solutions are learnt, each ending in `\\boxed{18}`."""
 
     type: Literal["gsm8k"] = "gsm8k"
     max_turns: int = Field(default=2, ge=1, le=20)
@@ -227,6 +229,14 @@ class GSM8KConfig(DatasetEnvConfig):
         "and end with the corrected answer as \\boxed{number}."
     )
     """The message that answers a wrong answer."""
+    calculator_marks: bool = False
+    """Whether demonstrations keep the dataset's marks, `48/2 = <<48/2=24>>24`."""
+    check_timeout: float = Field(default=5.0, gt=0)
+    """Seconds math-verify may take for one expression. A check that takes longer is killed and pays nothing."""
+    workers: int | None = Field(default=None, ge=1)
+    """Processes that check; one for each core when left out."""
+    memory_mb: int | None = Field(default=None, ge=256)
+    """Memory of each such process; no limit when left out."""
 
 
 class TokenInConfig(DatasetEnvConfig):
