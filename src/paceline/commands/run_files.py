@@ -156,9 +156,11 @@ def check(known: argparse.Namespace, overrides: list[str]) -> None:
         print(dump(loaded.config, unset=True), end="", flush=True)
     cli.show_warnings(loaded)
     _show_plan(loaded, known)
-    from paceline.runtime.preflight import PreflightError, preflight
+    from paceline.runtime.preflight import PreflightError, check_contamination, preflight
 
     found = preflight(loaded.config, elsewhere=known.hardware is not None)
+    if not found.problems:
+        check_contamination(loaded.config, found)
     for note in found.notes:
         print(f"paceline: note: {note}", file=sys.stderr)
     if found.problems:

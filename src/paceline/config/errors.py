@@ -150,11 +150,13 @@ def explain(error: ValidationError, document: ConfigDocument) -> list[str]:
     """One sentence per problem that pydantic found, in its order."""
     details = error.errors(include_url=False)
     paths = [path_of(detail["loc"], document.root) for detail in details]
+    refused = {path for detail, path in zip(details, paths, strict=True) if detail["type"] == "value_error"}
     sentences: list[str] = []
     for detail, path in zip(details, paths, strict=True):
         # Where any of several kinds of value may stand, each says why it is not the one. If one of them looked inside
-        # the value, that one was meant, and the others have nothing to add.
-        if detail["type"] in EXPLAINED_ERRORS or not any(path == other[: len(path)] != other for other in paths):
+        # the value, or read it whole, that one was meant, and the others have nothing to add.
+        meant = path in refused or any(path == other[: len(path)] != other for other in paths)
+        if detail["type"] in EXPLAINED_ERRORS or not meant:
             sentences += _sentences(path, detail, document)
     # A union of plain values reports one problem per member, and all read alike here.
     return list(dict.fromkeys(sentences))

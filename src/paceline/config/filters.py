@@ -10,6 +10,40 @@ from pydantic import Field
 from paceline.config.base import Hook, Section
 
 
+class PriorityConfig(Section):
+    """Which of the remembered groups are replayed: each by chance, with
+
+    p = (1 - floor) softmax(sharpness * priority) + floor / groups,
+
+    drawn without replacement. The draw depends on `seed`, the version and the groups alone."""
+
+    by: Literal["failure", "advantage"] = "failure"
+    """A group's priority. `failure`: 1 - score / best, within 0 and 1, where the score is the mean over its rollouts.
+    `advantage`: the mean absolute advantage of its tokens that train."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Functions of the rubric, parts of the reward or other metrics of the environment, each with its weight: a
+    rollout's score is their weighted mean. Its reward when left out, which is what the rubric gave in all. It stands in
+    for a rollout without these metrics too."""
+    best: float = Field(default=1.0, gt=0)
+    """The score at which nothing is left to learn."""
+    sharpness: float = Field(default=3.0, ge=0, le=100)
+    """How strongly high priorities are preferred: the inverse temperature of the softmax. 0 draws all alike."""
+    floor: float = Field(default=1e-3, gt=0, le=1)
+    """Share of the chance that all groups have alike, so that none is ever out of reach."""
+    importance: float = Field(default=0.0, ge=0, le=1)
+    """Exponent of the importance weights (groups * p)^-importance, over the largest of them, by which the tokens of a
+    replayed group train (prioritised experience replay, arXiv 1511.05952, calls it beta). 1 takes back in expectation
+    what the priorities favour; 0 leaves all weights at 1."""
+
+    def check_keys(self) -> None:
+        if wrong := [name for name, weight in self.metrics.items() if weight <= 0]:
+            raise ValueError(f"the weight of the metric `{wrong[0]}` must be above 0, or leave it out")
+        if self.by == "advantage" and self.metrics:
+            raise ValueError(
+                'metrics make a score, and by = "advantage" uses none: leave metrics out, or write by = "failure"'
+            )
+
+
 class ReplayConfig(Section):
     """Recent groups that train once more, while no token of theirs is older than `staleness` allows."""
 
@@ -19,6 +53,18 @@ class ReplayConfig(Section):
     """Recent groups that are remembered."""
     times: int = Field(default=1, ge=1)
     """How often a group may be replayed."""
+    priority: Literal["newest", "rubric", "advantage"] | PriorityConfig = "newest"
+    """Which of them are replayed. `newest`: the newest first. `rubric`: by chance, those with a low score rather than
+    others; the score is what the environment's rubric gave, its reward. `advantage`: by chance, those with large
+    advantages. A table sets the score and the chances."""
+
+    @property
+    def chances(self) -> PriorityConfig | None:
+        """How groups are drawn by priority; None where the newest go first."""
+        if isinstance(self.priority, PriorityConfig):
+            return self.priority
+        by: dict[str, Literal["failure", "advantage"]] = {"rubric": "failure", "advantage": "advantage"}
+        return PriorityConfig(by=by[self.priority]) if self.priority in by else None
 
     def slots(self, batch_size: int, group_sizes: Sequence[int]) -> int:
         """Places of a batch that replay may fill: whole groups, and never so many that no fresh one fits in.

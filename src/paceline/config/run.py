@@ -70,6 +70,26 @@ class CheckpointConfig(Section):
     that says so and is not kept in the run directory."""
 
 
+class UpgradeConfig(Section):
+    """Gates before a version is promoted: it is played on the held-out rows and compared with the last promoted one.
+    The run's first weights are promoted as they are; `checkpoints/promoted` and the export are the last that passed."""
+
+    every: int = Field(default=10, ge=1)
+    """Batches between two gates; the last batch of a run has one too."""
+    max_kl: float | None = Field(default=None, gt=0)
+    """Bound on the KL divergence of the version from the reference, in nats a token; unbounded when left out. It is the
+    mean of r - log r - 1 over the tokens of the reference's held-out replies, r being the ratio of both probabilities
+    at temperature 1: an estimate of KL(reference || version) where evaluation samples at temperature 1 without
+    truncation."""
+    max_drop: float = Field(default=0.05, ge=0)
+    """How far the held-out reward of any environment may be below the last promoted version's."""
+    reference: Literal["promoted", "start"] = "promoted"
+    """What the KL divergence is measured from: the last promoted version, or the run's first weights."""
+    on_fail: Literal["keep", "stop", "roll_back"] = "keep"
+    """What follows a version that fails: training goes on, the run stops with a checkpoint, or it goes back to the
+    promoted checkpoint and never trains the draws since then."""
+
+
 class RecordConfig(Section):
     """What a run shows and keeps."""
 
@@ -190,6 +210,8 @@ class RunConfig(Section):
     replay: ReplayConfig = ReplayConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    upgrade: UpgradeConfig | None = None
+    """Gates before a version is promoted and exported; off when left out. The section may be empty."""
     record: RecordConfig = RecordConfig()
     recording: RecordingConfig = RecordingConfig()
     breaker: BreakerConfig = BreakerConfig()
@@ -341,6 +363,8 @@ class RunConfig(Section):
                 f"replay.share = {self.replay.share} has no effect: in a batch of {self.batch_size} it leaves no room "
                 "for a replayed group beside a fresh one; raise replay.share or batch_size, or remove [replay]"
             )
+        elif self.replay.chances and not self.replay.share:
+            yield "replay.priority has no effect at replay.share = 0: set replay.share = 0.25, or leave priority out"
         if self.weights.path != "auto" and self.placement in ("local", "colocated"):
             yield (
                 f'weights.path = "{self.weights.path}" has no effect with placement = "{self.placement}", where engine '

@@ -1,5 +1,6 @@
 """Dataset rows, samples, packing, and the ledger of tickets."""
 
+from paceline.data.contamination import ContaminationReport, clean_rows, decontaminate
 from paceline.data.ledger import Ledger, State
 from paceline.data.packing import (
     MicroBatch,
@@ -13,23 +14,26 @@ from paceline.data.packing import (
 )
 from paceline.data.rows import BadRow, BadRows, DataError, Row, find_bad_rows, part_problem, row_change, row_digest
 from paceline.data.sample import Sample, Ticket, WireError, decode, encode
-from paceline.data.sampler import Cursor, decontaminate, make_cursor, open_dataset, skipped_rows
+from paceline.data.sampler import Cursor, Mixture, make_cursor, open_dataset, skipped_rows
 from paceline.data.sources import DatasetUri, listed_rows, open_rows, parse_address, register_scheme
 
 __all__ = [
     "BadRow",
     "BadRows",
+    "ContaminationReport",
     "Cursor",
     "DataError",
     "DatasetUri",
     "Ledger",
     "MicroBatch",
+    "Mixture",
     "Row",
     "Sample",
     "Scales",
     "State",
     "Ticket",
     "WireError",
+    "clean_rows",
     "collate",
     "component_counts",
     "decode",

@@ -1,4 +1,4 @@
-"""Chooses the rows that train and their order: mixtures, epochs, a curriculum, nothing that is held out.
+"""Chooses the rows that train and their order: mixtures, epochs, a curriculum.
 
 A draw is a pure function of (seed, draw index) and, under a curriculum, of its accuracies: noise is counter-based. So a
 resumed run draws what an unbroken one would.
@@ -7,20 +7,17 @@ resumed run draws what an unbroken one would.
 import base64
 import binascii
 import math
-import re
-import unicodedata
 import zlib
-from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.config.env import CurriculumConfig
 from paceline.data.rows import BadRows, DataError, Row, Rows, RowSubset
 from paceline.data.sources import StoredRows, open_rows
 
@@ -53,73 +50,103 @@ class Cursor:
     def update(self, row: int, rewards: Sequence[float]) -> None:
         """A group of the row is finished. Shuffled epochs ignore it."""
 
+    def metrics(self) -> dict[str, float]:
+        """How far the rows are learned, where the order depends on it; keys of a mixture's parts begin with theirs."""
+        return {}
+
     def state(self) -> Any:
         return self.draws
 
-    def load(self, state: Any) -> None:
+    def load(self, state: Any) -> str:
+        """Back to a checkpoint's state. Answers with what differs from then in the settings; empty if nothing does."""
+        if isinstance(state, dict):
+            raise DataError("the checkpoint was made with a curriculum: resume it with `curriculum = true`")
+        if not isinstance(state, int):
+            raise DataError("the checkpoint mixes several datasets, the run file has one: resume it with all of them")
         self.draws = state
-
-
-BETA = 0.05
-"""Weight of the newest rollout in a row's accuracy."""
-START = 0.5
-PASS = 0.5
-SHARPNESS = 3.0
-FLOOR = 1e-3
-"""Share of draws that ignore accuracy, so that no row is ever out of reach."""
+        return ""
 
 
 class Curriculum(Cursor):
-    """Prefers rows the policy cannot do yet: p = (1 - e) softmax(3 (1 - accuracy)) + e / N, where a row's accuracy is a
-    moving average over its rollouts, from 0.5."""
+    """Prefers rows the policy cannot do yet: p = (1 - floor) softmax(sharpness (1 - accuracy)) + floor / N, where a
+    row's accuracy is a moving average over its rollouts."""
 
-    def __init__(self, rows: int, seed: int, name: str) -> None:
+    def __init__(self, rows: int, seed: int, name: str, settings: CurriculumConfig | None = None) -> None:
         super().__init__(rows, seed, name)
         self._key = (*self._key, zlib.crc32(b"curriculum"))
+        self._settings = settings or CurriculumConfig()
         # Single precision is what a checkpoint keeps, so it is what a run works with.
-        self.accuracy: NDArray[np.float32] = np.full(rows, START, np.float32)
-        self._weights = SumTree(_weight(self.accuracy))
+        self.accuracy: NDArray[np.float32] = np.full(rows, self._settings.start, np.float32)
+        self.seen: NDArray[np.bool_] = np.zeros(rows, np.bool_)
+        """Rows of which a rollout has finished."""
+        self._weights = SumTree(self._weight(self.accuracy))
+
+    def _weight(self, accuracy: NDArray[np.float32]) -> NDArray[np.float64]:
+        return np.exp(self._settings.sharpness * (1.0 - accuracy.astype(np.float64)))
 
     def _row(self, draw: int) -> int:
         blind, place = np.random.default_rng((*self._key, draw)).random(2)
-        return int(place * self.rows) if blind < FLOOR else self._weights.find(place)
+        return int(place * self.rows) if blind < self._settings.floor else self._weights.find(place)
 
     def update(self, row: int, rewards: Sequence[float]) -> None:
         """Move the row's accuracy by the rewards of a finished group: as if by one rollout after the other, in the mean
         over all orders they may come in."""
         if len(rewards) == 0:
             return
-        rate = sum(reward >= PASS for reward in rewards) / len(rewards)
-        kept = (1.0 - BETA) ** len(rewards)
+        rate = sum(reward >= self._settings.pass_at for reward in rewards) / len(rewards)
+        kept = (1.0 - self._settings.beta) ** len(rewards)
         self.accuracy[row] = kept * float(self.accuracy[row]) + (1.0 - kept) * rate
-        self._weights[row] = float(_weight(self.accuracy[row : row + 1])[0])
+        self.seen[row] = True
+        self._weights[row] = float(self._weight(self.accuracy[row : row + 1])[0])
 
     def probabilities(self) -> NDArray[np.float64]:
-        weights = _weight(self.accuracy)
-        return (1.0 - FLOOR) * weights / weights.sum() + FLOOR / self.rows
+        weights, floor = self._weights.leaves[: self.rows], self._settings.floor
+        return (1.0 - floor) * weights / weights.sum() + floor / self.rows
+
+    def metrics(self) -> dict[str, float]:
+        """Mean accuracy, shares of all rows, and Kish's effective number of rows, 1 / sum of p squared."""
+        c, seen = self._settings, self.seen
+        return {
+            "accuracy": float(self.accuracy.mean(dtype=np.float64)),
+            "seen": float(seen.mean()),
+            "effective_rows": float(1.0 / np.square(self.probabilities()).sum()),
+            "mastered": float((seen & (self.accuracy >= np.float32(c.mastered_at))).mean()),
+            "hopeless": float((seen & (self.accuracy <= np.float32(c.hopeless_at))).mean()),
+        }
 
     def state(self) -> dict[str, Any]:
-        packed = base64.b64encode(zlib.compress(self.accuracy.astype("<f4").tobytes()))
-        return {"draws": self.draws, "rows": self.rows, "accuracy": packed.decode("ascii")}
+        packed = {"accuracy": self.accuracy.astype("<f4").tobytes(), "seen": np.packbits(self.seen).tobytes()}
+        texts = {name: base64.b64encode(zlib.compress(data)).decode("ascii") for name, data in packed.items()}
+        return {"draws": self.draws, "rows": self.rows, "settings": self._settings.model_dump(), **texts}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> str:
         if not isinstance(state, dict):
             raise DataError("the checkpoint was made without a curriculum: resume it without one")
         if state["rows"] != self.rows:
             raise DataError(f"the checkpoint's curriculum knows {state['rows']} rows, the dataset has {self.rows}")
-        try:
-            packed = zlib.decompress(base64.b64decode(state["accuracy"], validate=True))
-        except (binascii.Error, zlib.error) as error:
-            raise DataError(f"the checkpoint's curriculum cannot be read: {error}") from error
-        if len(packed) != 4 * self.rows:
-            raise DataError(f"the checkpoint's curriculum holds {len(packed) // 4} accuracies for {self.rows} rows")
-        self.draws = state["draws"]
-        self.accuracy = np.frombuffer(packed, "<f4").astype(np.float32)
-        self._weights = SumTree(_weight(self.accuracy))
+        accuracy = _unpack(state["accuracy"])
+        if len(accuracy) != 4 * self.rows:
+            raise DataError(f"the checkpoint's curriculum holds {len(accuracy) // 4} accuracies for {self.rows} rows")
+        now, then = self._settings.model_dump(), state.get("settings", CurriculumConfig().model_dump())
+        self.draws, self.accuracy = state["draws"], np.frombuffer(accuracy, "<f4").astype(np.float32)
+        if "seen" in state:
+            bits = np.frombuffer(_unpack(state["seen"]), np.uint8)
+            if len(bits) != (self.rows + 7) // 8:
+                raise DataError(f"the checkpoint's curriculum marks {8 * len(bits)} rows as seen, not {self.rows}")
+            self.seen = np.unpackbits(bits, count=self.rows).astype(np.bool_)
+        else:  # of a version that did not mark them
+            self.seen = self.accuracy != np.float32(then["start"])
+        self.accuracy[~self.seen] = now["start"]
+        self._weights = SumTree(self._weight(self.accuracy))
+        changed = [f"{name} from {then[name]:g} to {now[name]:g}" for name in now if now[name] != then.get(name)]
+        return f"the curriculum's {', '.join(changed)}" if changed else ""
 
 
-def _weight(accuracy: NDArray[np.float32]) -> NDArray[np.float64]:
-    return np.exp(SHARPNESS * (1.0 - accuracy.astype(np.float64)))
+def _unpack(text: str) -> bytes:
+    try:
+        return zlib.decompress(base64.b64decode(text, validate=True))
+    except (binascii.Error, zlib.error) as error:
+        raise DataError(f"the checkpoint's curriculum cannot be read: {error}") from error
 
 
 class SumTree:
@@ -139,6 +166,11 @@ class SumTree:
             below = self._sums[level : 2 * level]
             level //= 2
             self._sums[level : 2 * level] = below[0::2] + below[1::2]
+
+    @property
+    def leaves(self) -> NDArray[np.float64]:
+        """The numbers themselves, and zeros behind them."""
+        return self._sums[self._size :]
 
     def __setitem__(self, leaf: int, value: float) -> None:
         # Sums are made anew from below, never adjusted: what was there before leaves no rounding behind.
@@ -173,12 +205,19 @@ class MixtureCursor(Cursor):
     """
 
     def __init__(
-        self, sizes: Sequence[int], weights: Sequence[float], seed: int, name: str, *, curriculum: bool = False
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        seed: int,
+        name: str,
+        *,
+        curriculum: bool | CurriculumConfig = False,
+        labels: Sequence[str] = (),
     ) -> None:
         super().__init__(sum(sizes), seed, name)
-        part_cursor = Curriculum if curriculum else Cursor
-        self._parts = [part_cursor(size, seed, f"{name}/{part}") for part, size in enumerate(sizes)]
+        self._parts = [_part_cursor(size, seed, f"{name}/{part}", curriculum) for part, size in enumerate(sizes)]
         self._weights, self._ends = tuple(weights), list(accumulate(sizes))
+        self._labels = labels or [str(part) for part in range(len(sizes))]
 
     def _row(self, draw: int) -> int:
         index = min(range(len(self._parts)), key=lambda p: (self._parts[p].draws + 0.5) / self._weights[p])
@@ -189,15 +228,20 @@ class MixtureCursor(Cursor):
         part = self._parts[index := bisect_right(self._ends, row)]
         part.update(row - (self._ends[index] - part.rows), rewards)
 
+    def metrics(self) -> dict[str, float]:
+        parts = zip(self._labels, self._parts, strict=True)
+        return {f"{label}/{name}": value for label, part in parts for name, value in part.metrics().items()}
+
     def state(self) -> list:
         return [part.state() for part in self._parts]
 
-    def load(self, state: list) -> None:
-        if len(state) != len(self._parts):
-            raise DataError(f"the checkpoint mixes {len(state)} datasets, the run file {len(self._parts)}")
-        for part, its in zip(self._parts, state, strict=True):
-            part.load(its)
+    def load(self, state: list) -> str:
+        found = len(state) if isinstance(state, list) else 1
+        if found != len(self._parts) or not isinstance(state, list):
+            raise DataError(f"the checkpoint mixes {found} datasets, the run file {len(self._parts)}")
+        changes = [part.load(its) for part, its in zip(self._parts, state, strict=True)]
         self.draws = sum(part.draws for part in self._parts)
+        return next(filter(None, changes), "")  # the settings are the same for all
 
 
 class Mixture(Rows):
@@ -220,22 +264,40 @@ class Mixture(Rows):
         return self._ends[-1]
 
     @property
+    def labels(self) -> list[str]:
+        """A short word for each part, as metrics name it: the file's or the task's name, numbered where two are alike.
+
+        >>> rows = [{"prompt": "?"}]
+        >>> parts = dict.fromkeys(["a/gcd.jsonl", "b/gcd.jsonl", "train@owner/maths", "reasoning-gym:gcd?size=9"], rows)
+        >>> Mixture(parts, dict.fromkeys(parts, 1.0)).labels
+        ['gcd', 'gcd-2', 'maths', 'gcd-3']
+        """
+        labels, stems = list[str](), Counter[str]()
+        for name in self.names:
+            place = name.partition("?")[0].rpartition("/")[2]
+            stem = place.rpartition(":")[2].rpartition("@")[2].split(".")[0] or "rows"
+            stems[stem] += 1
+            labels.append(stem if stems[stem] == 1 else f"{stem}-{stems[stem]}")
+        return labels
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(len(part) for part in self.parts)
 
     def keep(self, indices: Sequence[int]) -> "Mixture":
         """The same mixture of some of its rows, given in ascending order."""
         kept: list[list[int]] = [[] for _ in self.parts]
-        for part, offset in map(self._locate, indices):
+        for part, offset in map(self.locate, indices):
             kept[part].append(offset)
         parts = dict(zip(self.names, map(RowSubset, self.parts, kept), strict=True))
         return Mixture(parts, dict(zip(self.names, self.weights, strict=True)))
 
     def _row(self, index: int) -> Row:
-        part, offset = self._locate(index)
+        part, offset = self.locate(index)
         return self.parts[part][offset]
 
-    def _locate(self, index: int) -> tuple[int, int]:
+    def locate(self, index: int) -> tuple[int, int]:
+        """The part that holds a row, and the row's place in it."""
         part = bisect_right(self._ends, index)
         return part, index - self._ends[part] + len(self.parts[part])
 
@@ -260,118 +322,14 @@ def open_dataset(
     return Mixture({uri: open_rows(uri, fields, **options) for uri in weights}, weights)
 
 
-def make_cursor(rows: Sequence[Row], seed: int, name: str, curriculum: bool = False) -> Cursor:
+def make_cursor(rows: Sequence[Row], seed: int, name: str, curriculum: bool | CurriculumConfig = False) -> Cursor:
     """The order in which an environment's rows are drawn: by weight for a mixture, by accuracy under a curriculum."""
     if isinstance(rows, Mixture):
-        return MixtureCursor(rows.sizes, rows.weights, seed, name, curriculum=curriculum)
-    return Curriculum(len(rows), seed, name) if curriculum else Cursor(len(rows), seed, name)
+        return MixtureCursor(rows.sizes, rows.weights, seed, name, curriculum=curriculum, labels=rows.labels)
+    return _part_cursor(len(rows), seed, name, curriculum)
 
 
-NGRAM_WORDS = 13
-EXAMPLES = 5
-
-_WORD = re.compile(r"\w+")
-
-Text = list[str]
-
-
-@dataclass(slots=True)
-class ContaminationReport:
-    checked: int = 0
-    too_short: int = 0
-    """Rows of fewer words than are compared, so that nothing can be said about them."""
-    examples: list[tuple[int, str]] = field(default_factory=list)
-    """Some dropped rows, each with words it shares."""
-    shared: Counter[str] = field(default_factory=Counter)
-    """Rows dropped, by the first words they share."""
-
-    @property
-    def dropped(self) -> int:
-        return self.shared.total()
-
-    def __str__(self) -> str:
-        short = f"; {self.too_short} are too short to tell" if self.too_short else ""
-        example = f'; row {self.examples[0][0] + 1} has "{self.examples[0][1]}"' if self.examples else ""
-        return f"{self.dropped} of {self.checked} training rows overlap the evaluation split{example}{short}"
-
-
-class Overlap:
-    """All runs of n words in the given rows; thirteen is the length of Brown et al. (arXiv 2005.14165, appendix C).
-    System messages do not count, because all rows of a task have the same one; an instruction that stands in every user
-    message does count, and the report then names it. Words are numbered, and a run is its numbers as bytes: exact, and
-    found in one look into a set.
-
-    Most rows share nothing, and that is seen sooner: n words in a row, wherever they begin, cover one of the blocks of
-    (n + 1) / 2 words that a text is cut into, so a text none of whose blocks is known is clean.
-    """
-
-    def __init__(self, rows: Sequence[Row], length: int = NGRAM_WORDS) -> None:
-        self._length, self._block = length, (length + 1) // 2
-        self._numbers: dict[str, int] = {}
-        self._runs, self._blocks = set[bytes](), set[bytes]()
-        for row in rows:
-            for words in texts(row):
-                code = array("i", [self._numbers.setdefault(word, len(self._numbers)) for word in words]).tobytes()
-                self._runs.update(_ngrams(code, length))
-                self._blocks.update(_ngrams(code, self._block))
-
-    def first(self, said: Sequence[Text]) -> str | None:
-        """The first words that are shared; None if none are."""
-        for words in said:
-            code = array("i", [self._numbers.get(word, -1) for word in words]).tobytes()
-            if not self._blocks.isdisjoint(_ngrams(code, self._block, step=self._block)):
-                for start, run in enumerate(_ngrams(code, self._length)):
-                    if run in self._runs:
-                        return " ".join(words[start : start + self._length])
-        return None
-
-
-def _ngrams(code: bytes, length: int, step: int = 1) -> list[bytes]:
-    return [code[4 * at : 4 * (at + length)] for at in range(0, len(code) // 4 - length + 1, step)]
-
-
-def texts(row: Row) -> list[Text]:
-    """The words of each message but the system's; of a row of tokens, the tokens."""
-    if "messages" not in row:
-        return [[f"#{token}" for token in row.get("input_token_ids", ())]]
-    heard = (message for message in row["messages"] if message.get("role") not in ("system", "developer"))
-    return [normalise_text(_text(message.get("content"))) for message in heard]
-
-
-def normalise_text(text: str) -> Text:
-    """
-    >>> normalise_text("Janet's ducks lay 16 EGGS, per day.")
-    ['janet', 's', 'ducks', 'lay', '16', 'eggs', 'per', 'day']
-    """
-    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
-
-
-def _text(content: str | list[dict] | None) -> str:
-    if isinstance(content, list):
-        return " ".join(part.get("text") or "" for part in content)
-    return content or ""
-
-
-def decontaminate(
-    rows: Sequence[Row], held_out: Sequence[Row], length: int = NGRAM_WORDS
-) -> tuple[Sequence[Row], ContaminationReport]:
-    """The rows that share no `length` words in a row with the held-out ones, and what happened to the others."""
-    overlap, report, kept = Overlap(held_out, length), ContaminationReport(), array("q")
-    for index, row in enumerate(rows):
-        said = texts(row)
-        report.checked += 1
-        if (words := overlap.first(said)) is not None:
-            report.shared[words] += 1
-            report.examples += [(index, words)] if len(report.examples) < EXAMPLES else []
-            continue
-        kept.append(index)
-        report.too_short += all(len(words) < length for words in said)
-    if report.checked and not kept:
-        words, count = report.shared.most_common(1)[0]
-        raise DataError(
-            f"all {report.checked} training rows overlap the evaluation split, {count} of them by "
-            f'"{words}": if that is an instruction to all, put it into the system message'
-        )
-    if not report.dropped:
-        return rows, report
-    return rows.keep(kept) if isinstance(rows, Mixture) else RowSubset(rows, kept), report
+def _part_cursor(rows: int, seed: int, name: str, curriculum: bool | CurriculumConfig) -> Cursor:
+    if curriculum is False:
+        return Cursor(rows, seed, name)
+    return Curriculum(rows, seed, name, None if curriculum is True else curriculum)

@@ -57,9 +57,11 @@ class Dispatcher:
         self._gate, self._ledger = gate, ledger
         gate.extra = config.extra_rollouts
         self.admission = GroupAdmission(config, envs, warn)
-        self._replay = Replay(config.replay, config.staleness)
+        self._replay = Replay(config.replay, config.staleness, config.seed, warn)
         self._replays: list[Group] = []
         """Groups that the batch being filled replays."""
+        self.replay_metrics: dict[str, float] = {}
+        """Of the batch that shipped last; none where replay is off."""
         self._refill_version = self._checked_version = gate.version
         """The versions that drawing and shipping have taken note of."""
         self._in_flight: dict[Ticket, GroupInFlight] = {}
@@ -238,6 +240,8 @@ class Dispatcher:
             del self._buffer[group.ticket]
         if self._gate.extra and not self._config.staleness and self._config.on_stale == "drop":
             self._drop_leftovers()
+        if self._config.replay.share:
+            self.replay_metrics = self._replay.metrics(self._replays, self._gate.version)
         for group in self._replays:  # under new tickets: drawn only now, they train before the next checkpoint
             again = self._replay.reissue(group, self._ledger.drawn)
             self._ledger.replay(again.ticket, first=group.ticket.number)

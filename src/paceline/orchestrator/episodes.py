@@ -17,7 +17,17 @@ from paceline.config import RunConfig
 from paceline.config.env import EnvConfig
 from paceline.config.filters import FailuresConfig
 from paceline.config.model import ModelRef
-from paceline.data import BadRows, Cursor, Row, Ticket, decontaminate, make_cursor, row_digest, skipped_rows
+from paceline.data import (
+    BadRows,
+    Cursor,
+    DataError,
+    Row,
+    Ticket,
+    clean_rows,
+    make_cursor,
+    row_digest,
+    skipped_rows,
+)
 from paceline.data.rollout import copy_value
 from paceline.envs import EnvError, Environment, Outcome, build_environment
 from paceline.envs.base import LARGEST_REWARD, JudgeFailed, short_repr
@@ -67,6 +77,8 @@ class TrainEnv:
     failures: FailuresConfig = field(default_factory=FailuresConfig)
     row_digest: dict[str, Any] = field(default_factory=dict)
     """Of the training rows: a checkpoint keeps it, and a resumed run compares."""
+    contamination: dict[str, Any] = field(default_factory=dict)
+    """Training rows that overlap held-out ones, as JSON; empty where they are not looked for."""
     bad_rows: frozenset[int] = frozenset()
     """Rows that cannot train: their draws are dropped."""
     skipped: int = 0
@@ -146,15 +158,23 @@ def _train_env(env: EnvConfig, config: RunConfig, given: Environment | None) -> 
         rows, eval_rows = environment.examples("train"), environment.examples("eval")
     if not rows:
         raise EnvError(f"environment `{env.name}` has no training rows")
-    if env.contamination:
-        rows, report = decontaminate(rows, eval_rows)
+    all_rows = rows
+    with user_code(f"the rows of environment `{env.name}`"):
+        try:
+            rows, report = clean_rows(rows, eval_rows, env.contamination)
+        except DataError as error:
+            raise EnvError(f"environment `{env.name}`: {error}") from error
+    contamination = report.table(all_rows) if report else {}
+    if report:
         note = f"{env.name}: {report}"
     with user_code(f"the rows of environment `{env.name}`"):
         digest = row_digest(rows)
     cursor = make_cursor(rows, config.seed, env.name, env.curriculum)
     draws, failures = None if config.epochs is None else config.epochs * len(rows), config.failures
     parts = (env, environment, algorithm, rows, eval_rows, cursor)
-    train_env = TrainEnv(*parts, draws=draws, note=note, failures=failures, row_digest=digest)
+    train_env = TrainEnv(
+        *parts, draws=draws, note=note, failures=failures, row_digest=digest, contamination=contamination
+    )
     train_env.skip(*skipped_rows(rows), *skipped_rows(eval_rows))
     return train_env
 

@@ -23,7 +23,7 @@ from paceline.orchestrator.episodes import EVAL, MATCH, RolloutRunner, TrainEnv
 from paceline.orchestrator.evaluation import evaluate
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
-from paceline.orchestrator.metrics import Stopwatch, batch_metrics, replay_metrics
+from paceline.orchestrator.metrics import Stopwatch, batch_metrics, row_metrics
 from paceline.orchestrator.pauses import Advisor, Pauses
 from paceline.orchestrator.replay import ReplayedGroup
 from paceline.rollout import Group, Rollout, SamplingClient
@@ -229,8 +229,8 @@ class Orchestrator:
             metrics["memory/trainer"] = report.memory
         if bad := sum(env.skipped for env in self._parts.envs.values()):
             metrics["data/bad_rows"] = float(bad)
-        if self._config.replay.share:
-            metrics |= replay_metrics(batch, self._gate.version - 1)
+        metrics |= self._dispatcher.replay_metrics
+        metrics |= row_metrics(self._parts.envs.values(), tally.resolved)
         metrics |= self._runner.metrics()
         metrics |= self._stopwatch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
         if report.skipped:
@@ -360,7 +360,8 @@ class Orchestrator:
             )
         for env in envs.values():
             try:
-                env.cursor.load(state["cursors"][env.name])
+                if how := env.cursor.load(state["cursors"][env.name]):
+                    self._notes.append(f"{env.name}: going on with other settings than {path.name}: {how}")
             except DataError as error:
                 raise CheckpointError(f"{path}, environment `{env.name}`: {error}") from error
             env.algorithm.load(state["algorithms"][env.name])

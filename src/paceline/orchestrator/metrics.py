@@ -1,12 +1,13 @@
 """Computes the metrics of one batch, under their public names."""
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from statistics import fmean, pstdev
 
-from paceline.data import Sample
+from paceline.data import Mixture, Sample
 from paceline.orchestrator.admission import Tally, reward_before_penalty
+from paceline.orchestrator.episodes import TrainEnv
 from paceline.orchestrator.gate import staleness
 from paceline.orchestrator.replay import ReplayedGroup
 from paceline.rollout import Group, Rollout
@@ -116,10 +117,24 @@ def batch_metrics(batch: Sequence[Group], samples: Sequence[Sample], tally: Tall
     return metrics | {"drop_ratio": dropped / (dropped + fresh)}
 
 
-def replay_metrics(batch: Sequence[Group], version: int) -> dict[str, float]:
-    replayed = [group for group in batch if isinstance(group, ReplayedGroup)]
-    ages = [staleness(sample, version) for group in replayed for sample in group.samples()]
-    return {"replay/groups": float(len(replayed)), "replay/age": fmean(ages or [0])}
+def row_metrics(envs: Iterable[TrainEnv], groups: Sequence[Group]) -> dict[str, float]:
+    """How each environment's rows are drawn: what its curriculum knows, and by part of a mixture the share of the
+    groups that finished and their mean reward."""
+    metrics: dict[str, float] = {}
+    for env in envs:
+        metrics |= {f"curriculum/{env.name}/{name}": value for name, value in env.cursor.metrics().items()}
+        own = [group for group in groups if group.ticket.env == env.name]
+        if not isinstance(env.rows, Mixture) or not own:
+            continue
+        parts: dict[int, list[Group]] = {}
+        for group in own:
+            parts.setdefault(env.rows.locate(group.ticket.row)[0], []).append(group)
+        for part, label in enumerate(env.rows.labels):
+            some = parts.get(part, [])
+            metrics[f"mixture/{env.name}/{label}/share"] = len(some) / len(own)
+            if rewards := [reward_before_penalty(rollout) for group in some for rollout in group.rollouts]:
+                metrics[f"mixture/{env.name}/{label}/reward"] = fmean(rewards)
+    return metrics
 
 
 def _rewards(prefix: str, rollouts: Sequence[Rollout], spread: bool) -> dict[str, float]:

@@ -33,7 +33,7 @@ from paceline.config.env import (
 )
 from paceline.config.hardware import unsupported_settings, uses_mlx
 from paceline.config.model import ModelConfig
-from paceline.data import Row, parse_address, part_problem
+from paceline.data import DataError, Row, clean_rows, parse_address, part_problem
 from paceline.data.sources import hub_name
 from paceline.envs import EnvError, build_environment
 from paceline.envs.base import dataset_rows, limit_rows
@@ -222,6 +222,29 @@ def _try_environment(env: BaseEnvConfig, found: Preflight) -> None:
             for place, message in enumerate(row.get("messages") or ()):
                 if problem := part_problem(message.get("content")):  # it shows the policy what is no text
                     raise EnvError(f"environment `{env.name}`, {split} row {number}: messages[{place}]: {problem}")
+
+
+def check_contamination(config: RunConfig, found: Preflight) -> None:
+    """Say how many training rows overlap held-out ones, of environments that leave such rows out. It reads all rows,
+    which `train` does anyway: so only `paceline check` asks."""
+    for env in config.env:
+        if env.contamination is False:
+            continue
+        sources = {key: getattr(env, key) for key in ("dataset", "eval_dataset") if getattr(env, key, None)}
+        elsewhere = any(_local_part(source, Preflight()) != source for source in sources.values())
+        own = isinstance(env, CustomEnvConfig) and not sources  # made by user code, which is not run here
+        if isinstance(env, ArenaEnvConfig | VerifiersConfig) or elsewhere or own:
+            found.note(f"environment `{env.name}`: its rows are compared with held-out ones when the run loads them")
+            continue
+        try:
+            rows, held_out = _examples(env)
+            _, report = clean_rows(rows, held_out, env.contamination)
+        except DataError as error:
+            found.add([f"environment `{env.name}`: {error}"])
+        except PacelineError as error:
+            found.add(str(error).splitlines())
+        else:
+            found.note(f"environment `{env.name}`: {report}")
 
 
 def _examples(env: BaseEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:

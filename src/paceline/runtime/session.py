@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import json
 import logging
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -30,6 +31,7 @@ from paceline.observe.monitor import (
     summary,
     watch_run,
 )
+from paceline.observe.monitor.directory import replace_file
 from paceline.observe.monitor.text import register_path, restore_paths
 from paceline.observe.record import RolloutRecorder
 from paceline.observe.record.advice import AdviceMemory
@@ -254,6 +256,7 @@ class RunSession:
                     if not directory.begun:
                         directory.begin(dump_with_absolute_paths(config))
                         write_plan(config, directory.root)
+                        _write_contamination(directory, parts)
                         monitor.begin(
                             RunPlan(
                                 name=config.name,
@@ -281,6 +284,12 @@ class RunSession:
                     if directory.begun and newest is None:
                         raise
                     config = rollbacks.config_after_rollback(config, newest, cause, monitor)
+
+
+def _write_contamination(directory: RunDirectory, parts: RunParts) -> None:
+    if tables := {name: env.contamination for name, env in parts.envs.items() if env.contamination}:
+        text = json.dumps(tables, indent=1, ensure_ascii=False)
+        replace_file(directory.contamination_file, [text.encode("utf-8", "backslashreplace")])
 
 
 def result_of(directory: RunDirectory, outcome: RunOutcome) -> RunResult:

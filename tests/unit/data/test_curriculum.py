@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.config.env import CurriculumConfig
 from paceline.data import Cursor, DataError, make_cursor
 from paceline.data.sampler import Curriculum, Mixture, MixtureCursor, SumTree
 
@@ -19,34 +20,85 @@ LIVES = st.lists(st.tuples(st.integers(0, 6), REWARDS), max_size=30)
 """Rows and how they went."""
 
 
-def lived(rows: int, life, seed: int = 0, name: str = "env") -> Curriculum:
-    curriculum = Curriculum(rows, seed, name)
+SETTINGS = st.builds(
+    CurriculumConfig,
+    beta=st.floats(0.01, 1),
+    sharpness=st.floats(0, 20),
+    floor=st.floats(1e-6, 1),
+    start=st.floats(0, 1),
+    pass_at=st.sampled_from([-0.5, 0.5, 2.0]),
+)
+
+
+def lived(rows: int, life, seed: int = 0, name: str = "env", settings: CurriculumConfig | None = None) -> Curriculum:
+    curriculum = Curriculum(rows, seed, name, settings)
     for row, rewards in life:
         curriculum.update(row % rows, rewards)
     return curriculum
 
 
 @laws
-@given(st.integers(1, 7), LIVES)
-def test_probabilities_are_the_formula(rows, life):
-    accuracy = [0.5] * rows
+@given(st.integers(1, 7), LIVES, SETTINGS)
+def test_probabilities_are_the_formula(rows, life, c):
+    accuracy, seen = [c.start] * rows, set()
     for row, rewards in life:
         orders = [accuracy[row % rows]] * math.factorial(len(rewards))
         for at, order in enumerate(permutations(rewards)):
             for reward in order:
-                orders[at] = 0.95 * orders[at] + 0.05 * (reward >= 0.5)
+                orders[at] = (1 - c.beta) * orders[at] + c.beta * (reward >= c.pass_at)
         accuracy[row % rows] = sum(orders) / len(orders)
-    curriculum = lived(rows, life)
-    np.testing.assert_allclose(curriculum.accuracy, accuracy, rtol=1e-5)
-    weights = [math.exp(3 * (1 - a)) for a in accuracy]
-    expected = [(1 - 1e-3) * w / sum(weights) + 1e-3 / rows for w in weights]
-    np.testing.assert_allclose(curriculum.probabilities(), expected, rtol=1e-5)
+        seen |= {row % rows} if rewards else set()
+    curriculum = lived(rows, life, settings=c)
+    np.testing.assert_allclose(curriculum.accuracy, accuracy, rtol=1e-5, atol=1e-7)
+    weights = [math.exp(c.sharpness * (1 - a)) for a in accuracy]
+    expected = [(1 - c.floor) * w / sum(weights) + c.floor / rows for w in weights]
+    np.testing.assert_allclose(curriculum.probabilities(), expected, rtol=1e-4)
     assert curriculum.probabilities().sum() == pytest.approx(1)
+    assert curriculum.probabilities().min() >= c.floor / rows * (1 - 1e-12)
+    metrics = curriculum.metrics()
+    assert metrics["accuracy"] == pytest.approx(sum(accuracy) / rows, rel=1e-5, abs=1e-7)
+    assert metrics["seen"] == len(seen) / rows
+    assert metrics["effective_rows"] == pytest.approx(1 / sum(p * p for p in expected), rel=1e-4)
+    assert metrics["effective_rows"] + 1e-9 >= 1
+    assert metrics["effective_rows"] <= rows + 1e-6
+
+
+def test_the_defaults_are_those_of_the_formula_as_it_is_told():
+    c = CurriculumConfig()
+    assert (c.beta, c.sharpness, c.floor, c.start, c.pass_at) == (0.05, 3.0, 1e-3, 0.5, 0.5)
+    plain, given_ = lived(3, [(0, [1.0])]), lived(3, [(0, [1.0])], settings=c)
+    assert plain.state() == given_.state()
+
+
+def test_mastered_and_hopeless_rows_are_counted_once_they_were_seen():
+    c = CurriculumConfig(start=1.0, mastered_at=0.9, hopeless_at=0.1)
+    curriculum = lived(10, [(0, [1.0] * 8), *[(1, [0.0] * 100)], (2, [0.0] * 4)], settings=c)
+    metrics = curriculum.metrics()
+    assert (metrics["seen"], metrics["mastered"], metrics["hopeless"]) == (0.3, 0.1, 0.1)
+
+
+def test_other_settings_on_resume_are_told_and_hold_from_then_on():
+    before = lived(9, [(0, [1.0] * 8), (1, [0.0] * 8)])
+    state = json.loads(json.dumps(before.state()))
+    same = Curriculum(9, 0, "env")
+    assert same.load(state) == ""
+    assert same.state() == before.state()
+    other = Curriculum(9, 0, "env", CurriculumConfig(sharpness=6.0, start=0.25, floor=0.1))
+    assert (
+        other.load(state) == "the curriculum's sharpness from 3 to 6, floor from 0.001 to 0.1, start from 0.5 to 0.25"
+    )
+    assert list(other.accuracy[:2]) == list(before.accuracy[:2])
+    assert list(other.accuracy[2:]) == [0.25] * 7
+    weights = np.exp(6.0 * (1 - other.accuracy.astype(float)))
+    np.testing.assert_allclose(other.probabilities(), 0.9 * weights / weights.sum() + 0.1 / 9)
+    old = {name: value for name, value in state.items() if name not in ("settings", "seen")}  # of an earlier version
+    assert same.load(old) == ""
+    assert same.seen.tolist() == before.seen.tolist()
 
 
 @laws
-@given(st.integers(1, 7), LIVES, LIVES, st.integers(0, 2**63), st.text(max_size=3), st.integers(0, 20))
-def test_a_draw_is_a_pure_function_of_seed_index_and_state(rows, before, after, seed, name, draws):
+@given(st.integers(1, 7), LIVES, LIVES, st.integers(0, 2**63), st.text(max_size=3), st.integers(0, 20), SETTINGS)
+def test_a_draw_is_a_pure_function_of_seed_index_and_state(rows, before, after, seed, name, draws, c):
     def go_on(curriculum):
         drawn = []
         for row, rewards in after:
@@ -54,11 +106,11 @@ def test_a_draw_is_a_pure_function_of_seed_index_and_state(rows, before, after, 
             curriculum.update(row % rows, rewards)
         return [*drawn, curriculum.draw()]
 
-    unbroken = lived(rows, before, seed, name)
+    unbroken = lived(rows, before, seed, name, c)
     for _ in range(draws):
         unbroken.draw()
     state = json.loads(json.dumps(unbroken.state()))
-    resumed = lived(rows, after, seed, name)  # whatever it did before, it goes on from the checkpoint
+    resumed = lived(rows, after, seed, name, c)  # whatever it did before, it goes on from the checkpoint
     resumed.load(state)
     assert resumed.state() == state
     drawn = go_on(unbroken)
@@ -141,6 +193,8 @@ def test_a_state_that_does_not_fit_is_one_sentence():
     state = Curriculum(3, 0, "env").state()
     for broken, sentence in (
         (3, "made without a curriculum"),
+        ({**state, "seen": "!"}, "cannot be read"),
+        ({**state, "seen": Curriculum(20, 0, "env").state()["seen"]}, "marks 24 rows as seen, not 3"),
         ({**state, "rows": 4}, "knows 4 rows, the dataset has 3"),
         ({**state, "accuracy": "!"}, "cannot be read"),
         ({**state, "accuracy": "AAAA"}, "cannot be read"),
@@ -164,3 +218,30 @@ def test_the_order_is_chosen_once():
         before = listening.state()
         listening.update(1, [1.0])
         assert listening.state() != before
+
+
+def test_a_mixtures_parts_have_metrics_of_their_own():
+    mixture = Mixture(
+        {"data/x.jsonl": [{"prompt": "a"}], "y.csv": [{"prompt": "b"}] * 3}, {"data/x.jsonl": 1, "y.csv": 1}
+    )
+    cursor = make_cursor(mixture, 0, "env", CurriculumConfig(beta=1.0))
+    cursor.update(0, [1.0])
+    cursor.update(2, [0.0])
+    metrics = cursor.metrics()
+    assert {name: metrics[name] for name in ("x/accuracy", "x/seen", "y/accuracy", "y/seen")} == pytest.approx(
+        {"x/accuracy": 1.0, "x/seen": 1.0, "y/accuracy": 1 / 3, "y/seen": 1 / 3}
+    )
+    assert make_cursor(mixture, 0, "env").metrics() == {}
+
+
+def test_a_checkpoint_of_another_kind_of_order_is_one_sentence():
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    mixture = Mixture({"x": rows, "y": rows}, {"x": 1, "y": 1})
+    plain, mixed = make_cursor(rows, 0, "env"), make_cursor(mixture, 0, "env")
+    for cursor, state, sentence in (
+        (plain, Curriculum(2, 0, "env").state(), "was made with a curriculum"),
+        (plain, mixed.state(), "mixes several datasets"),
+        (mixed, plain.state(), "mixes 1 datasets, the run file 2"),
+    ):
+        with pytest.raises(DataError, match=sentence):
+            cursor.load(state)

@@ -28,7 +28,7 @@ from paceline.data import (
     skipped_rows,
     sources,
 )
-from paceline.data.sampler import Mixture, MixtureCursor, normalise_text, open_dataset
+from paceline.data.sampler import Mixture, MixtureCursor, open_dataset
 from paceline.data.sources import Scheme
 from paceline.rollout import Renderer, RenderError
 
@@ -507,70 +507,6 @@ def test_datasets_are_mixed_by_uri(tmp_path):
         open_dataset({})
     with pytest.raises(DataError, match="the checkpoint mixes 1 datasets, the run file 2"):
         order.load([0])
-
-
-# --- contamination
-
-
-def said(*texts: str) -> dict:
-    return {"messages": [{"role": "user", "content": text} for text in texts]}
-
-
-WORDS = st.lists(st.sampled_from("abc"), max_size=12).map(" ".join)
-DOCUMENTS = st.lists(st.lists(WORDS, min_size=1, max_size=2).map(lambda texts: said(*texts)), min_size=1, max_size=6)
-
-
-def runs(rows: list[dict], length: int) -> set[tuple[str, ...]]:
-    texts = [normalise_text(message["content"]) for row in rows for message in row["messages"]]
-    return {tuple(words[i : i + length]) for words in texts for i in range(len(words) - length + 1)}
-
-
-@settings(max_examples=40, deadline=None)
-@given(DOCUMENTS, DOCUMENTS, st.integers(1, 6))
-def test_a_row_is_dropped_exactly_when_it_shares_a_run_of_words(rows, held_out, length):
-    clean = [row for row in rows if not runs([row], length) & runs(held_out, length)]
-    if not clean:
-        with pytest.raises(DataError, match=f"all {len(rows)} training rows overlap the evaluation split"):
-            decontaminate(rows, held_out, length)
-        return
-    kept, report = decontaminate(rows, held_out, length)
-    assert list(kept) == clean
-    assert (report.checked, report.dropped) == (len(rows), len(rows) - len(clean))
-    assert report.too_short == sum(not runs([row], length) for row in clean)
-    for index, words in report.examples:
-        assert tuple(words.split()) in runs([rows[index]], length) & runs(held_out, length)
-
-
-def test_thirteen_words_in_a_row_are_too_many_and_twelve_are_not():
-    text = "Janet’s ducks lay 16 eggs per day. She eats three for breakfast every morning, and bakes."
-    words = normalise_text(text)
-    others = [f"other{i}" for i in range(20)]
-    share = [said(" ".join([*others, *words[2 : 2 + n], *others])) for n in (12, 13)]
-    loud = said(text.upper().replace(" ", "\n--  "))
-    split = said(" ".join(words[:8]), " ".join(words[8:]))
-    system = {"messages": [{"role": "system", "content": text}, *said("hello")["messages"]]}
-    kept, report = decontaminate([*share, loud, split, system], [said(text)])
-    assert list(kept) == [share[0], split, system]
-    assert str(report) == (
-        "2 of 5 training rows overlap the evaluation split; "
-        f'row 2 has "{" ".join(words[2:15])}"; 2 are too short to tell'
-    )
-    assert decontaminate(share[:1], [said(text)])[0] == share[:1]
-
-
-def test_rows_of_tokens_are_compared_by_token_and_never_with_words():
-    tokens = [{"input_token_ids": list(range(n, n + 20))} for n in (0, 7, 8)]
-    words = said(" ".join(map(str, range(20))))
-    kept, _ = decontaminate([*tokens[1:], words], tokens[:1])
-    assert list(kept) == [tokens[2], words]
-
-
-def test_a_mixture_stays_one_when_rows_are_dropped():
-    parts = {"x": [said("a b c"), said("d")], "y": [said("e"), said("a b c d"), said("f")]}
-    kept, report = decontaminate(Mixture(parts, {"x": 1, "y": 2}), [said("a b c")], length=3)
-    assert isinstance(kept, Mixture)
-    assert (kept.sizes, kept.weights, report.dropped) == ((1, 2), (1, 2), 2)
-    assert list(kept) == [said("d"), said("e"), said("f")]
 
 
 # --- rows as the model will see them

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 import scripted_run
 from paceline.config import BreakerConfig, CheckpointConfig, ConfigWarning, FiltersConfig, ReplayConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
+from paceline.config.filters import PriorityConfig
 from paceline.data import Cursor, Ledger, Sample, State, Ticket
 from paceline.data.ledger import LedgerError
 from paceline.orchestrator import Checkpoints, Gate, RunStopped
 from paceline.orchestrator.checkpoint import read_groups
 from paceline.orchestrator.dispatcher import Dispatcher
 from paceline.orchestrator.replay import Replay as Memory
-from paceline.orchestrator.replay import ReplayedGroup
+from paceline.orchestrator.replay import ReplayedGroup, group_priority
 from paceline.rollout import Group, Rollout
 from paceline.trainer import StepReport
 from scripted_run import CoinFlips, ScriptedEngine, conduct, states
@@ -57,6 +58,7 @@ def keep_the_laws(trainer, log, conductor, staleness: int, share: float, batch: 
         assert metrics["drop_ratio"] == pytest.approx(lost / (lost + fresh))
 
 
+@pytest.mark.filterwarnings("ignore::paceline.config.ConfigWarning")
 @settings(max_examples=15, deadline=None)
 @given(
     staleness=st.integers(1, 3),
@@ -67,10 +69,11 @@ def keep_the_laws(trainer, log, conductor, staleness: int, share: float, batch: 
     on_stale=st.sampled_from(["drop", "mask"]),
     failing=st.sampled_from([0.0, 0.2]),
     inflight=st.sampled_from([8, 16, None]),
+    priority=st.sampled_from(["newest", "rubric", "advantage", PriorityConfig(importance=1.0)]),
     seed=st.integers(0, 1000),
 )
 def test_whatever_is_replayed_the_books_balance_and_nothing_old_trains(
-    tmp_path_factory, staleness, share, batch, group, times, on_stale, failing, inflight, seed
+    tmp_path_factory, staleness, share, batch, group, times, on_stale, failing, inflight, priority, seed
 ):
     run = conduct(
         tmp_path_factory.mktemp("run"),
@@ -82,7 +85,7 @@ def test_whatever_is_replayed_the_books_balance_and_nothing_old_trains(
         batch_size=batch,
         group_size=group,
         max_inflight=inflight,
-        replay=ReplayConfig(share=share, times=times),
+        replay=ReplayConfig(share=share, times=times, priority=priority),
     )
     assert len(run[0].trained) == 6
     keep_the_laws(*run, staleness, share, batch, group)
@@ -250,18 +253,19 @@ class Dying(CoinFlips):
         return await super().play(example, seats)
 
 
-def test_a_run_that_died_goes_on_with_its_memory(tmp_path):
+@pytest.mark.parametrize("priority", ["newest", "rubric"])
+def test_a_run_that_died_goes_on_with_its_memory(tmp_path, priority):
     """Whether a checkpoint finds groups that were chosen already depends on how long it takes: one of several does."""
-    assert sum(died_and_resumed(tmp_path / str(after), after) for after in (30, 50, 70, 90)) > 0
+    assert sum(died_and_resumed(tmp_path / str(after), after, priority) for after in (30, 50, 70, 90)) > 0
 
 
-def died_and_resumed(tmp_path, after: int) -> int:
+def died_and_resumed(tmp_path, after: int, priority: str) -> int:
     """Nothing the checkpoint counted as trained trains again, nothing is lost, and what was to be replayed still is."""
     plain = {
         "staleness": 2,
         "deterministic": True,
         "filters": EVERYTHING,
-        "replay": ReplayConfig(share=0.5, times=2),
+        "replay": ReplayConfig(share=0.5, times=2, priority=priority),
         "checkpoint": CheckpointConfig(every=1),
     }
     with pytest.raises(RunStopped):
@@ -374,3 +378,151 @@ def test_replayed_groups_are_groups():
     assert isinstance(again, ReplayedGroup)
     assert isinstance(again, Group)
     assert {rollout.ticket.number for rollout in again.rollouts} == {s.ticket.number for s in again.samples()} == {7}
+
+
+# --- by priority
+
+
+def scored(number: int, *rewards: float | None, metrics: dict[str, float] | None = None, size: float = 1.0) -> Group:
+    """A group of rollouts with these rewards, sampled by version 5, with advantages of this size."""
+    ticket = Ticket(number, "a", 0, number, number)
+    sample = remembered(number, 5).samples()[0].with_streams(advantages=np.array([0.0, size], np.float32))
+    rollouts = [
+        Rollout(ticket=ticket, member=member, reward=reward, samples=[sample], metrics=metrics or {})
+        for member, reward in enumerate(rewards)
+    ]
+    return Group(ticket=ticket, rollouts=rollouts, size=2)
+
+
+def memory_of(groups: list[Group], seed: int = 0, warn=lambda text: None, **priority) -> Memory:
+    config = ReplayConfig(share=0.5, groups=1000, priority=PriorityConfig(**priority))
+    memory = Memory(config, 2, seed, warn)
+    memory.remember(groups)
+    return memory
+
+
+SCORES = st.lists(st.lists(st.floats(-2, 3), min_size=1, max_size=4), min_size=1, max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SCORES, st.floats(0, 20), st.floats(1e-6, 1), st.floats(0.1, 3), st.floats(0, 1))
+def test_chances_and_importance_weights_are_the_formulas(scores, sharpness, floor, best, importance):
+    groups = [scored(number, *rewards) for number, rewards in enumerate(scores)]
+    memory = memory_of(groups, sharpness=sharpness, floor=floor, best=best, importance=importance)
+    priorities = [min(1.0, max(0.0, 1 - np.mean(rewards) / best)) for rewards in reversed(scores)]
+    weights = np.exp(sharpness * np.array(priorities))
+    expected = (1 - floor) * weights / weights.sum() + floor / len(scores)
+    np.testing.assert_allclose(memory.probabilities(), expected, rtol=1e-9)
+    assert memory.probabilities().min() >= floor / len(scores) * (1 - 1e-12)
+    largest = max((len(scores) * p) ** -importance for p in expected)
+    offered = memory.choose(6, 1000)
+    assert sorted(g.ticket.number for g in offered) == list(range(len(scores)))
+    for group in offered:
+        (sample, *_) = memory.reissue(group, 100).samples()
+        chance = expected[len(scores) - 1 - group.ticket.number]
+        weight = (len(scores) * chance) ** -importance / largest
+        np.testing.assert_allclose(sample.rl_token_weights, [0.0, weight], rtol=1e-5)
+        assert np.array_equal(sample.advantages, group.samples()[0].advantages)
+
+
+def test_groups_are_drawn_as_often_as_their_chances_say_and_without_replacement():
+    groups = [scored(number, number / 9) for number in range(10)]
+    memory = memory_of(groups, sharpness=2.0, seed=3)
+    chances = dict(zip(reversed(range(10)), memory.probabilities(), strict=True))
+    draws = 4000
+    first, second = Counter(), Counter()
+    for version in range(draws):
+        memory._is_fresh = lambda group, version: True  # so that one memory can be asked at thousands of versions
+        one, two = (group.ticket.number for group in memory.choose(version, 4))
+        assert one != two
+        first[one] += 1
+        second[one, two] += 1
+    squares = sum((first[n] - draws * p) ** 2 / (draws * p) for n, p in chances.items())
+    assert squares < 9 + 5 * np.sqrt(18)  # chi-squared with 9 degrees of freedom
+    assert max(chances.values()) / min(chances.values()) > 4  # so that equal chances would fail
+    pairs = {(a, b): draws * p * q / (1 - p) for a, p in chances.items() for b, q in chances.items() if a != b}
+    assert sum((second[pair] - mean) ** 2 / mean for pair, mean in pairs.items()) < 89 + 5 * np.sqrt(2 * 89)
+
+
+def test_a_choice_depends_on_the_seed_the_version_and_the_groups_alone():
+    groups = [scored(number, number % 3) for number in range(30)]
+
+    def chosen(memory: Memory, version: int) -> list[int]:
+        return [group.ticket.number for group in memory.choose(version, 12)]
+
+    unbroken, other = memory_of(groups), memory_of(groups, seed=1)
+    first = chosen(unbroken, 6)
+    assert first != sorted(first, reverse=True)
+    resumed = memory_of([scored(99, 0.0)])
+    resumed.load(unbroken.state())
+    assert chosen(resumed, 7) == chosen(unbroken, 7) != first
+    assert chosen(other, 7) != chosen(unbroken, 7)
+    assert chosen(unbroken, 8) == []  # too old
+
+
+def test_a_score_is_made_of_the_named_parts_of_the_rubric_or_of_the_reward():
+    c = PriorityConfig(metrics={"format": 1.0, "correct": 3.0})
+    parts = {"format": 1.0, "correct": 0.2, "other": 9.0}
+    assert group_priority(scored(0, 0.0, metrics=parts), c) == pytest.approx(1 - (1.0 + 0.6) / 4)
+    assert group_priority(scored(0, 0.25), c) == 0.75  # no such metrics: the reward
+    assert group_priority(scored(0, 0.25, metrics={"format": 1.0, "correct": float("nan")}), c) == 0.0
+    assert group_priority(scored(0, 1.5, 0.5), PriorityConfig(best=2.0)) == 0.5
+    assert group_priority(scored(0, None), PriorityConfig()) == 0.0
+    assert group_priority(scored(0, 1.0, size=-2.5), PriorityConfig(by="advantage")) == 2.5
+    assert group_priority(scored(0, 1.0, size=float("nan")), PriorityConfig(by="advantage")) == 0.0
+    bare = scored(0, 1.0)
+    bare.rollouts[0].samples = [bare.samples()[0].with_streams(advantages=None)]
+    assert group_priority(bare, PriorityConfig(by="advantage")) == 0.0
+
+
+def test_metrics_that_no_rollout_has_are_told_once():
+    told: list[str] = []
+    memory = memory_of([scored(0, 1.0, metrics={"format": 1.0})], warn=told.append, metrics={"formt": 1.0})
+    memory.remember([scored(1, 1.0, metrics={"format": 1.0})])
+    assert told == ["replay.priority.metrics: no rollout of `a` has `formt`, so its reward stands in; it has `format`"]
+
+
+class Graded(CoinFlips):
+    """Rewards that tell nothing and a rubric's part that does: every third row is formatted badly."""
+
+    async def play(self, example, seats):
+        outcome = await super().play(example, seats)
+        return type(outcome)(outcome.rewards, {"format": float(example["row"] % 3 != 0)})
+
+
+def test_a_run_replays_what_the_rubric_scores_low(tmp_path):
+    """The same groups are sampled in both runs; which of them train again differs."""
+    shares = {}
+    for name, priority in (("newest", "newest"), ("rubric", PriorityConfig(metrics={"format": 1.0}, sharpness=20.0))):
+        _, log, _ = conduct(
+            tmp_path / name,
+            Graded(),
+            steps=20,
+            batch_size=32,
+            max_inflight=8,
+            staleness=4,
+            filters=EVERYTHING,
+            replay=ReplayConfig(share=0.125, priority=priority),
+        )
+        row = {r["number"]: r["row"] for r in log.records}
+        bad = [row[number] % 3 == 0 for number in replays(log)]
+        shares[name] = sum(bad) / len(bad)
+        told = [m for m in log.metrics if "replay/priority" in m]
+        assert bool(told) == (name == "rubric")
+        if told:
+            assert all(0 <= m["replay/priority"] <= 1 for m in told)
+            means = [np.mean([m[key] for m in told]) for key in ("replay/priority", "replay/remembered_priority")]
+            assert means[0] > means[1] + 0.2
+        assert all(m["replay/remembered"] >= m["replay/groups"] for m in log.metrics)
+        assert max(m["replay/remembered_age"] for m in log.metrics) <= 4
+    assert shares["newest"] < 0.6 < 0.9 < shares["rubric"]
+
+
+@pytest.mark.filterwarnings("ignore::paceline.config.ConfigWarning")
+def test_wrong_settings_of_priority_are_sentences():
+    with pytest.warns(ConfigWarning, match="replay.priority has no effect at replay.share = 0"):
+        RunConfig(replay=ReplayConfig(priority="rubric"))
+    with pytest.raises(ValueError, match="the weight of the metric `a` must be above 0"):
+        PriorityConfig(metrics={"a": 0.0})
+    with pytest.raises(ValueError, match='leave metrics out, or write by = "failure"'):
+        PriorityConfig(by="advantage", metrics={"a": 1.0})

@@ -9,6 +9,8 @@ from paceline.config.base import FilePath, Hook, ImportPath, PathKey, check_toml
 from paceline.config.env.base import (
     ArenaEnvConfig,
     BaseEnvConfig,
+    ContaminationConfig,  # noqa: F401
+    CurriculumConfig,  # noqa: F401
     CustomEnvConfig,
     DatasetEnvConfig,
     LeagueConfig,  # noqa: F401 - public here, as every section of an environment

@@ -18,6 +18,43 @@ class SeatConfig(Section):
     """The algorithm that credits this actor, in place of the environment's `algo`."""
 
 
+class CurriculumConfig(Section):
+    """How rows are drawn by their accuracy, a moving average over each row's rollouts that starts at `start`:
+
+    p = (1 - floor) softmax(sharpness (1 - accuracy)) + floor / rows."""
+
+    beta: float = Field(default=0.05, gt=0, le=1)
+    """Weight of the newest rollout in its row's accuracy."""
+    sharpness: float = Field(default=3.0, ge=0, le=100)
+    """How strongly rows of low accuracy are preferred: the inverse temperature of the softmax. 0 draws all alike."""
+    floor: float = Field(default=1e-3, gt=0, le=1)
+    """Share of draws that ignore accuracy, so that no row is ever out of reach."""
+    start: float = Field(default=0.5, ge=0, le=1)
+    """Accuracy of a row that was never played."""
+    pass_at: float = 0.5
+    """Rewards from this on count as passed."""
+    mastered_at: float = Field(default=0.9, gt=0, le=1)
+    """Accuracy from which a row counts as mastered, in metrics alone."""
+    hopeless_at: float = Field(default=0.1, ge=0, lt=1)
+    """Accuracy down to which a row counts as hopeless, in metrics alone."""
+
+    def check_keys(self) -> None:
+        if self.hopeless_at >= self.mastered_at:
+            raise ValueError(
+                f"hopeless_at = {self.hopeless_at:g} must be below mastered_at = {self.mastered_at:g}: no row is both"
+            )
+
+
+class ContaminationConfig(Section):
+    """When a training row counts as a copy of a held-out one, and how many copies a run puts up with."""
+
+    words: int = Field(default=13, ge=1)
+    """Words in a row that two rows must share; of rows of tokens, tokens."""
+    max_share: float = Field(default=1.0, ge=0, le=1)
+    """A larger share of overlapping training rows ends the run before it starts. At 1 they are left out, however many
+    there are, as long as one row is left."""
+
+
 class BaseEnvConfig(Section):
     """Keys that every environment has."""
 
@@ -33,10 +70,12 @@ class BaseEnvConfig(Section):
     """This environment's algorithm; the run's `algo` when left out."""
     seats: list[SeatConfig] = Field(default_factory=list)
     """Actors with an algorithm of their own; `algo` credits all others."""
-    curriculum: bool = False
-    """Draw rows the policy fails at more often than those it masters, by a running accuracy of each row."""
-    contamination: bool = False
-    """Leave out training rows that share thirteen words in a row with a held-out one."""
+    curriculum: bool | CurriculumConfig = False
+    """Draw rows the policy fails at more often than those it masters, by a running accuracy of each row; a table sets
+    how."""
+    contamination: bool | ContaminationConfig = False
+    """Leave out training rows that share thirteen words in a row with a held-out one; a table sets how many words, and
+    how many such rows are too many."""
     timeout: float = Field(default=120.0, gt=0)
     """Seconds an episode may take before it counts as failed; one that is played again has them again."""
     pause: list[AdvisoryName] | None = None

@@ -207,6 +207,8 @@ class RunDirectory:
         self.batches = self.root / "batches"
         self.export = self.root / "export"
         self.plot = self.root / "rewards.png"
+        self.contamination_file = self.root / "contamination.json"
+        """Training rows that were left out for what they share with held-out ones."""
         self.live = self.root / ".live"
         """Files that the processes of a running run share: weights in transfer, and each one's log."""
         self._lock: int | None = None
