@@ -6,14 +6,15 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from paceline.config.env import EqualityConfig, GSM8KConfig, MathConfig, TokenInConfig
+from paceline.config.env import EqualityConfig, GSM8KConfig, MathConfig, TaggedAnswerConfig, TokenInConfig
 from paceline.data import BadRow, Row
 from paceline.envs.answers import (
+    TOKENS,
     accepted_answers,
-    conversation,
     extract_boxed,
     extract_tag,
     last_number,
+    normalise_answer,
     normalise_spaces,
     only_number,
     question_and_answers,
@@ -25,8 +26,37 @@ from paceline.rollout import Reply, Seat
 from paceline.util.importing import import_object
 
 
+async def ask(seat: Seat, example: Row) -> Reply:
+    """The policy's reply to a row: to its exact tokens where it has any, else to its messages."""
+    ids = example.get(TOKENS)
+    return await (seat.chat(example["messages"]) if ids is None else seat.complete(ids))
+
+
 class Equality(DatasetEnvironment[EqualityConfig], SingleTurn):
+    """The reply's answer equals one of the row's but for case, punctuation and white space: 1, else 0."""
+
+    require = ("answer",)
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        return self.score(example, await ask(seats[POLICY], example))
+
+    def score(self, example: Row, reply: Reply) -> Outcome:
+        given = extract_tag(reply.text.lower())  # whatever case the tags are in
+        said = normalise_answer(reply.text if given is None else given)
+        correct = float(said in map(normalise_answer, example["answer"]))
+        return Outcome.solo(correct, correct=correct, format=float(given is not None))
+
+    def _row(self, row: Row) -> Row:
+        return question_and_answers(row, self._config.system)
+
+
+class TaggedAnswer(DatasetEnvironment[TaggedAnswerConfig], SingleTurn):
     """The last `<answer>...</answer>` of a reply must equal one of the row's answers."""
+
+    require = ("answer",)
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        return self.score(example, await ask(seats[POLICY], example))
 
     def score(self, example: Row, reply: Reply) -> Outcome:
         given = extract_tag(reply.text)
@@ -50,11 +80,13 @@ class GSM8K(DatasetEnvironment[GSM8KConfig]):
     """Grade-school maths over its original files (arXiv 2110.14168). Asks, says when the answer is wrong, and lets the
     policy try again. The last try is what counts."""
 
+    require = ("answer",)
+
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
-        messages, right = list(example["messages"]), only_number(example["answer"])
+        seat, messages, right = seats[POLICY], list(example.get("messages", ())), only_number(example["answer"])
         tries = 0
         while True:
-            reply = await seats[POLICY].chat(messages)
+            reply = await (seat.chat(messages) if tries else ask(seat, example))
             tries += 1
             answer = final_number(reply.text)
             correct = answer is not None and answer == right
@@ -71,7 +103,9 @@ class GSM8K(DatasetEnvironment[GSM8KConfig]):
         _, mark, answer = accepted_answers(row)[0].rpartition(ANSWER_MARK)
         if not mark or only_number(answer) is None:
             raise BadRow(f"`answer` must end in `{ANSWER_MARK} 18`, with the row's own number")
-        return row | {"messages": conversation(row, self._config.system), "answer": answer.strip()}
+        if TOKENS in row and self._config.max_turns > 1:
+            raise BadRow(f"a row of `{TOKENS}` has no messages to try again in: set max_turns = 1")
+        return question_and_answers(row, self._config.system) | {"answer": answer.strip()}
 
 
 def final_number(text: str) -> Fraction | None:
@@ -96,6 +130,8 @@ class Math(DatasetEnvironment[MathConfig]):
     `correct`, `parsed` (there was something to compare), `check_failed` and under it the share of each kind of failure.
     """
 
+    require = ("answer",)
+
     def __init__(self, config: MathConfig, check: str = CHECK_FUNCTION) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise EnvError(f'environment `{config.name}` needs math-verify: pip install "paceline[tasks]"')
@@ -104,7 +140,7 @@ class Math(DatasetEnvironment[MathConfig]):
         self._workers = Workers(config.workers, config.memory_mb)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
-        reply = await seats[POLICY].chat(example["messages"])
+        reply = await ask(seats[POLICY], example)
         return await self.grade(reply.text, example["answer"])
 
     async def grade(self, text: str, answers: Sequence[str]) -> Outcome:
@@ -130,7 +166,7 @@ class TokenIn(DatasetEnvironment[TokenInConfig]):
     """Prompts as exact tokens: for base models, prompts another program made, or templates of one's own. The policy
     continues a row's `input_token_ids`; no chat template touches them."""
 
-    require = ("input_token_ids",)
+    require = (TOKENS,)
 
     def __init__(self, config: TokenInConfig) -> None:
         super().__init__(config)
@@ -145,7 +181,7 @@ class TokenIn(DatasetEnvironment[TokenInConfig]):
         self._scorer = partial(scorer, **config.scorer.kwargs)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
-        reply = await seats[POLICY].complete(example["input_token_ids"])
+        reply = await seats[POLICY].complete(example[TOKENS])
         if self._scorer is None:
             correct = normalise_spaces(reply.text) in map(normalise_spaces, example["answer"])
             return Outcome.solo(float(correct), correct=float(correct))
