@@ -204,7 +204,7 @@ def _shared_engine(arms: Mapping[str, RunConfig]) -> Generator[Callable[[str], P
             config: RunConfig, run_folder: Path, phase: Callable[[str], None], given: Given
         ) -> AsyncGenerator[RunParts]:
             phase("preparing environments")
-            envs = build_train_envs(config, given)
+            envs = build_train_envs(config, given, len(tokenizer))
             if league_envs(envs):
                 raise PacelineError("a league's past would speak for both arms: leave [env.league] out of a comparison")
             driver = DriverParts(share_cores(config, loaded.parameters), tokenizer, envs)

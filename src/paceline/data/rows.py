@@ -173,6 +173,10 @@ def _check_row(row: object, place: str) -> Row:
 
 
 PROMPTS = ("prompt", "question")
+TOKENS = "input_token_ids"
+"""A prompt as exact tokens."""
+ANSWER, GIVEN_ANSWER = "answer", "gt_answer"
+"""The right answer; the second name is taken where a reader needs one and a row has no `answer`."""
 
 
 class BadRow(Exception):
@@ -203,11 +207,15 @@ class RowShape:
     def __call__(self, row: Row) -> Row:
         taken = {ours: _value(row, theirs) for theirs, ours in self.fields.items()}
         row = {name: value for name, value in row.items() if name not in self.fields} | taken
-        if "input_token_ids" in row:
-            row["input_token_ids"] = _token_ids(row["input_token_ids"])
+        if ANSWER in self.require and row.get(ANSWER) is None and GIVEN_ANSWER in row:
+            row[ANSWER] = row[GIVEN_ANSWER]
+        if row.get(TOKENS) is None:  # a table of both kinds of rows has the column in all
+            row.pop(TOKENS, None)
+        else:
+            row[TOKENS] = _token_ids(row[TOKENS])
         if (messages := _messages(row, self.demonstrations)) is not None:
             row["messages"] = messages
-        elif self.prompted and "input_token_ids" not in row:
+        elif self.prompted and TOKENS not in row:
             names = ", ".join(f"`{name}`" for name in row) or "nothing"
             raise BadRow(
                 "a row needs `messages`, `prompt`, `question` or `input_token_ids` and has "

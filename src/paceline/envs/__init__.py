@@ -30,6 +30,7 @@ BUILDERS: dict[type[config.BaseEnvConfig], str] = {
     config.AlphabetSortConfig: "paceline.envs.alphabet_sort:AlphabetSort",
     config.CalculatorConfig: "paceline.envs.calculator:Calculator",
     config.EqualityConfig: "paceline.envs.questions:Equality",
+    config.TaggedAnswerConfig: "paceline.envs.questions:TaggedAnswer",
     config.MathConfig: "paceline.envs.questions:Math",
     config.GSM8KConfig: "paceline.envs.gsm8k:GSM8K",
     config.CodeConfig: "paceline.envs.code:Code",

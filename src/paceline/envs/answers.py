@@ -1,9 +1,11 @@
 """Reads the answers that rows accept and replies give, in a form that can be compared."""
 
 import re
+import string
 from fractions import Fraction
 
 from paceline.data import BadRow, Row
+from paceline.data.rows import TOKENS
 from paceline.rollout import Message
 
 # Longer ones are no answer to any question here, and Python takes quadratic time over them.
@@ -12,6 +14,8 @@ MAX_DIGITS = 60
 _NUMBER = re.compile(
     r"(?:(?<![\w)\].])-\$?|\$-?)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _LATEX_SPACES = re.compile(r"\\[,;:! ]|~")
 
 
@@ -78,6 +82,17 @@ def normalise_spaces(text: str, ignore_case: bool = False) -> str:
     return text.casefold() if ignore_case else text
 
 
+def normalise_answer(text: str, *, articles: bool = True) -> str:
+    """The text in lower case, without punctuation and spare white space; without `articles` as SQuAD compares answers.
+    Where nothing would be left the text stays, for `+` and `A` are answers too.
+
+    >>> normalise_answer(" The  Sea of Brand. "), normalise_answer("The Sea", articles=False), normalise_answer("+")
+    ('the sea of brand', 'sea', '+')
+    """
+    plain = text.lower().translate(_NO_PUNCTUATION)
+    return normalise_spaces(plain if articles else _ARTICLES.sub(" ", plain)) or text.strip().lower()
+
+
 # --- answers that a row accepts
 
 
@@ -95,9 +110,12 @@ def accepted_answers(row: Row) -> list[str]:
     answers = [answer] if isinstance(answer, str) else answer
     if not isinstance(answers, list) or not answers or not all(isinstance(text, str) for text in answers):
         raise BadRow(f"`answer` must be a string or a list of strings, not {answer!r}")
+    if not all(map(str.strip, answers)):
+        raise BadRow(f"`answer` must not be empty: it is {answer!r}")
     return answers
 
 
 def question_and_answers(row: Row, system: str) -> Row:
-    """A row whose answer is text to compare with."""
-    return row | {"messages": conversation(row, system), "answer": accepted_answers(row)}
+    """A row whose answer is text to compare with. A prompt of exact tokens stays as it is."""
+    asked = {} if TOKENS in row else {"messages": conversation(row, system)}
+    return row | asked | {"answer": accepted_answers(row)}

@@ -7,10 +7,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from paceline.config.env import CustomEnvConfig, DatasetEnvConfig, ReasoningGymConfig, RetrievalConfig, TextArenaConfig
-from paceline.data import Row, listed_rows, open_dataset
+from paceline.data import BadRow, Row, listed_rows, open_dataset
+from paceline.data.rows import TOKENS
 from paceline.errors import PacelineError
 from paceline.rollout import Message, Reply, Seat
 
@@ -143,6 +145,19 @@ def import_extra(package: str) -> Any:
         raise EnvError(f"{name} needs `{missing}`, which is not installed: pip install {missing} ({error})") from error
 
 
+_VOCABULARY: ContextVar[int | None] = ContextVar("tokens there are", default=None)
+
+
+@contextmanager
+def known_vocabulary(size: int | None) -> Generator[None]:
+    """Refuse rows of exact tokens that hold an id the policy does not have; None takes them all."""
+    token = _VOCABULARY.set(size)
+    try:
+        yield
+    finally:
+        _VOCABULARY.reset(token)
+
+
 _ROW_LIMIT: ContextVar[int | None] = ContextVar("rows of each dataset", default=None)
 
 
@@ -195,10 +210,16 @@ class DatasetEnvironment(Environment, Generic[C]):
         """Rows that are objects of this process, in place of those that the section names."""
 
     def examples(self, split: Split) -> Sequence[Row]:
+        refine = partial(self._checked_row, _VOCABULARY.get())
         if split in self._rows:
             name = "dataset" if split == "train" else "eval_dataset"
-            return listed_rows(self._rows[split], name, self._config.fields, prompted=self.prompted, refine=self._row)
-        return dataset_rows(self._config, split, self._row, require=self.require, prompted=self.prompted)
+            return listed_rows(self._rows[split], name, self._config.fields, prompted=self.prompted, refine=refine)
+        return dataset_rows(self._config, split, refine, require=self.require, prompted=self.prompted)
+
+    def _checked_row(self, vocabulary: int | None, row: Row) -> Row:
+        if vocabulary is not None and (largest := max(row.get(TOKENS, (0,)))) >= vocabulary:
+            raise BadRow(f"`{TOKENS}` holds {largest}, and the model's vocabulary ends at {vocabulary - 1}")
+        return self._row(row)
 
     def _row(self, row: Row) -> Row:
         """A row in the environment's form. Raises `BadRow`, and the reader adds file and line."""

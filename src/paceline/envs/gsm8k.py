@@ -8,9 +8,9 @@ from fractions import Fraction
 
 from paceline.config.env import GSM8KConfig
 from paceline.data import BadRow, Row
-from paceline.envs.answers import accepted_answers, conversation, extract_boxed, only_number
+from paceline.envs.answers import TOKENS, accepted_answers, extract_boxed, only_number, question_and_answers
 from paceline.envs.base import POLICY, DatasetEnvironment, Outcome
-from paceline.envs.questions import CHECK_FUNCTION
+from paceline.envs.questions import CHECK_FUNCTION, ask
 from paceline.envs.workers import WorkerFailed, Workers, failure_metrics
 from paceline.rollout import Seat
 
@@ -33,6 +33,8 @@ class GSM8K(DatasetEnvironment[GSM8KConfig]):
     nothing, or is not installed, the number decides.
     """
 
+    require = ("answer",)
+
     def __init__(self, config: GSM8KConfig, rows: Mapping | None = None) -> None:
         super().__init__(config, rows)
         self._workers = Workers(config.workers, config.memory_mb)
@@ -42,10 +44,10 @@ class GSM8K(DatasetEnvironment[GSM8KConfig]):
             log.warning(text, config.name, 'to check expressions too, pip install "paceline[tasks]"')
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
-        messages, right = list(example["messages"]), only_number(example["answer"])
+        seat, messages, right = seats[POLICY], list(example.get("messages", ())), only_number(example["answer"])
         tries, failed = 0, None
         while True:
-            reply = await seats[POLICY].chat(messages)
+            reply = await (seat.chat(messages) if tries else ask(seat, example))
             tries += 1
             correct = readable = False
             try:
@@ -76,11 +78,13 @@ class GSM8K(DatasetEnvironment[GSM8KConfig]):
         solution, mark, answer = accepted_answers(row)[0].rpartition(ANSWER_MARK)
         if not mark or only_number(answer) is None:
             raise BadRow(f"`answer` must end in `{ANSWER_MARK} 18`, with the row's own number")
+        if TOKENS in row and self._config.max_turns > 1:
+            raise BadRow(f"a row of `{TOKENS}` has no messages to try again in: set max_turns = 1")
         answer = answer.strip()
         if not self._config.calculator_marks:
             solution = _CALCULATOR_MARK.sub("", solution)
         shown = f"{solution.strip()}\n\\boxed{{{answer}}}".lstrip()
-        return {"completion": shown, **row, "messages": conversation(row, self._config.system), "answer": answer}
+        return {"completion": shown} | question_and_answers(row, self._config.system) | {"answer": answer}
 
 
 def final_answer(text: str) -> str | None:

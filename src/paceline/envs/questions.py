@@ -5,13 +5,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from paceline.config.env import EqualityConfig, MathConfig, TokenInConfig
+from paceline.config.env import EqualityConfig, MathConfig, TaggedAnswerConfig, TokenInConfig
 from paceline.data import Row
 from paceline.envs.answers import (
+    TOKENS,
     accepted_answers,
     extract_boxed,
     extract_tag,
     last_number,
+    normalise_answer,
     normalise_spaces,
     only_number,
     question_and_answers,
@@ -23,8 +25,37 @@ from paceline.rollout import Reply, Seat
 from paceline.util.importing import import_object
 
 
+async def ask(seat: Seat, example: Row) -> Reply:
+    """The policy's reply to a row: to its exact tokens where it has any, else to its messages."""
+    ids = example.get(TOKENS)
+    return await (seat.chat(example["messages"]) if ids is None else seat.complete(ids))
+
+
 class Equality(DatasetEnvironment[EqualityConfig], SingleTurn):
+    """The reply's answer equals one of the row's but for case, punctuation and white space: 1, else 0."""
+
+    require = ("answer",)
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        return self.score(example, await ask(seats[POLICY], example))
+
+    def score(self, example: Row, reply: Reply) -> Outcome:
+        given = extract_tag(reply.text.lower())  # whatever case the tags are in
+        said = normalise_answer(reply.text if given is None else given)
+        correct = float(said in map(normalise_answer, example["answer"]))
+        return Outcome.solo(correct, correct=correct, format=float(given is not None))
+
+    def _row(self, row: Row) -> Row:
+        return question_and_answers(row, self._config.system)
+
+
+class TaggedAnswer(DatasetEnvironment[TaggedAnswerConfig], SingleTurn):
     """The last `<answer>...</answer>` of a reply must equal one of the row's answers."""
+
+    require = ("answer",)
+
+    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        return self.score(example, await ask(seats[POLICY], example))
 
     def score(self, example: Row, reply: Reply) -> Outcome:
         given = extract_tag(reply.text)
@@ -50,6 +81,8 @@ class Math(DatasetEnvironment[MathConfig]):
     `correct`, `parsed` (there was something to compare), `check_failed` and under it the share of each kind of failure.
     """
 
+    require = ("answer",)
+
     def __init__(self, config: MathConfig, check: str = CHECK_FUNCTION) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise EnvError(f'environment `{config.name}` needs math-verify: pip install "paceline[tasks]"')
@@ -58,7 +91,7 @@ class Math(DatasetEnvironment[MathConfig]):
         self._workers = Workers(config.workers, config.memory_mb)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
-        reply = await seats[POLICY].chat(example["messages"])
+        reply = await ask(seats[POLICY], example)
         return await self.grade(reply.text, example["answer"])
 
     async def grade(self, text: str, answers: Sequence[str]) -> Outcome:
@@ -84,7 +117,7 @@ class TokenIn(DatasetEnvironment[TokenInConfig]):
     """Prompts as exact tokens: for base models, prompts another program made, or templates of one's own. The policy
     continues a row's `input_token_ids`; no chat template touches them."""
 
-    require = ("input_token_ids",)
+    require = (TOKENS,)
 
     def __init__(self, config: TokenInConfig) -> None:
         super().__init__(config)
@@ -99,7 +132,7 @@ class TokenIn(DatasetEnvironment[TokenInConfig]):
         self._scorer = partial(scorer, **config.scorer.kwargs)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
-        reply = await seats[POLICY].complete(example["input_token_ids"])
+        reply = await seats[POLICY].complete(example[TOKENS])
         if self._scorer is None:
             correct = normalise_spaces(reply.text) in map(normalise_spaces, example["answer"])
             return Outcome.solo(float(correct), correct=float(correct))

@@ -3,9 +3,9 @@
 import asyncio
 import os
 import re
-import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx
@@ -13,6 +13,7 @@ import httpx
 from paceline.config.env import RetrievalConfig as Config
 from paceline.config.secret import redact
 from paceline.data import BadRow, Row, open_rows
+from paceline.envs.answers import normalise_answer
 from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, Split
 from paceline.envs.search.index import DEFAULT_TOP_K, MAX_QUERY_CHARS, QUESTIONS, open_index
 from paceline.rollout import Seat
@@ -27,8 +28,6 @@ HINT = "Write <search>some words</search> to look something up, or <answer>your 
 NO_RESULTS = "Nothing was found."
 
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 ResultDict = dict[str, Any]
 """`id`, `title`, `text` and `score` of a document."""
@@ -40,6 +39,9 @@ class Move(NamedTuple):
     kind: str
     text: str
     formed: bool
+
+
+normalise = partial(normalise_answer, articles=False)
 
 
 class Retrieval(DatasetEnvironment[Config]):
@@ -75,7 +77,7 @@ class Retrieval(DatasetEnvironment[Config]):
             else:
                 messages += [reply.message, {"role": "user", "content": HINT}]
         accepted = example["answer"]
-        correct = max(float(normalise_answer(answer) == normalise_answer(one)) for one in accepted)
+        correct = max(float(normalise(answer) == normalise(one)) for one in accepted)
         metrics = {"correct": correct, "searches": float(searches), "format": float(formed)}
         if self._config.score == "exact":
             return Outcome.solo(correct, **metrics)
@@ -121,19 +123,9 @@ def format_results(found: Sequence[ResultDict], most: int) -> str:
     return "\n".join(["<information>", *(lines or [NO_RESULTS]), "</information>"])
 
 
-def normalise_answer(answer: str) -> str:
-    """Without case, punctuation, articles and spare white space, as SQuAD compares answers.
-
-    >>> normalise_answer(" The Sea of  Brand. ")
-    'sea of brand'
-    """
-    plain = " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
-    return plain or answer.strip().lower()  # "A" and "?" are answers too
-
-
 def f1(given: str, wanted: str) -> float:
     """Harmonic mean of precision and recall over words."""
-    ours, theirs = normalise_answer(given).split(), normalise_answer(wanted).split()
+    ours, theirs = normalise(given).split(), normalise(wanted).split()
     if not ours or not theirs:
         return float(ours == theirs)
     common = (Counter(ours) & Counter(theirs)).total()

@@ -30,7 +30,7 @@ from paceline.data import (
 )
 from paceline.data.rollout import copy_value
 from paceline.envs import EnvError, Environment, Outcome, build_environment
-from paceline.envs.base import LARGEST_REWARD, JudgeFailed, short_repr
+from paceline.envs.base import LARGEST_REWARD, JudgeFailed, known_vocabulary, short_repr
 from paceline.envs.workers import WorkerFailed
 from paceline.errors import EngineError, Mismatch, RequestError, RunStopped
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
@@ -114,12 +114,16 @@ class TrainEnv:
         return Ticket(number, self.name, epoch, draw, row)
 
 
-def build_train_envs(config: RunConfig, given: dict[str, Environment] | None = None) -> dict[str, TrainEnv]:
-    """The run's environments by name. `given` ones replace those the run file names."""
+def build_train_envs(
+    config: RunConfig, given: dict[str, Environment] | None = None, vocabulary: int | None = None
+) -> dict[str, TrainEnv]:
+    """The run's environments by name. `given` ones replace those the run file names. Rows of exact tokens beyond the
+    `vocabulary` are bad rows."""
     given = given or {}
     if unknown := given.keys() - {env.name for env in config.env}:
         raise EnvError(f"environments {sorted(unknown)} are not in the run file: add an [[env]] of that name")
-    return {env.name: _train_env(env, config, given.get(env.name)) for env in config.env}
+    with known_vocabulary(vocabulary):
+        return {env.name: _train_env(env, config, given.get(env.name)) for env in config.env}
 
 
 @asynccontextmanager

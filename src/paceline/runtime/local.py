@@ -200,13 +200,14 @@ class DriverParts:
 def prepare(
     config: RunConfig, phase: Callable[[str], None], environments: dict[str, Environment] | None = None, then: str = ""
 ) -> DriverParts:
-    """Lay out the environments and load the tokenizer, which is in the phase `then` where one is given."""
+    """Load the tokenizer and lay out the environments; the phase `then` follows where one is given."""
     phase("preparing environments")
-    envs = build_train_envs(config, environments)
+    tokenizer = load_tokenizer(config.model)
+    envs = build_train_envs(config, environments, len(tokenizer))
     if then:
         phase(then)
     past = sum(member.league.size for member in league_envs(envs))
-    return DriverParts(with_adapter_slots(config, past), load_tokenizer(config.model), envs, past)
+    return DriverParts(with_adapter_slots(config, past), tokenizer, envs, past)
 
 
 @asynccontextmanager

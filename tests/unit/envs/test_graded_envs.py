@@ -39,6 +39,9 @@ class Says:
     async def chat(self, messages: Sequence[dict]) -> Reply:
         return Reply(self._text, truncated=False)
 
+    async def complete(self, token_ids: Sequence[int]) -> Reply:
+        return Reply(f"{self._text} after {len(token_ids)} tokens", truncated=False)
+
 
 def write(path: Path, *rows: dict) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -98,6 +101,18 @@ def test_equal_answers_pay_however_they_are_written_and_others_do_not():
         assert (await environment.grade(r"\boxed{17}", ["18"])).metrics["parsed"] == 1
 
     asyncio.run(run())
+
+
+@needs_math_verify
+def test_a_question_in_exact_tokens_is_graded_like_one_in_words(tmp_path):
+    rows = [{"input_token_ids": [4, 2], "gt_answer": r"\frac{1}{2}"}, {"question": "half of 1?", "gt_answer": 0.5}]
+    environment = maths(dataset=write(tmp_path / "rows.jsonl", *rows))
+    tokens, words = environment.examples("train")
+    assert "messages" not in tokens
+    assert words["messages"][-1]["content"] == "half of 1?"
+    for row in (tokens, words):
+        outcomes = plays(environment, row, r"It is \boxed{0.5}", r"It is \boxed{2}")
+        assert [outcome.rewards[POLICY] for outcome in outcomes] == [1, 0]
 
 
 @needs_math_verify

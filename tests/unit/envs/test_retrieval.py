@@ -21,7 +21,7 @@ from paceline.config.inference import SamplingConfig
 from paceline.data import DataError, Ticket
 from paceline.engine import Completion, GenerateRequest
 from paceline.envs import POLICY, EnvError, Outcome
-from paceline.envs.retrieval import HINT, Retrieval, f1, format_results, normalise_answer, read_move
+from paceline.envs.retrieval import HINT, Retrieval, f1, format_results, normalise, read_move
 from paceline.rollout import Renderer, Rollout, SamplingClient, Seat, SessionMap, assemble
 
 laws = settings(max_examples=30, deadline=None)
@@ -190,10 +190,10 @@ def test_a_reply_may_do_nothing(text):
 @given(WORDS, WORDS)
 def test_answers_are_compared_without_case_punctuation_and_articles(first, second):
     first = f"x{first}"
-    assert normalise_answer(f" the {first.upper()}! ") == normalise_answer(first)
+    assert normalise(f" the {first.upper()}! ") == normalise(first)
     assert 0 <= f1(first, second) == f1(second, first) <= 1
     assert f1(first, first) == 1
-    if normalise_answer(first) == normalise_answer(second):
+    if normalise(first) == normalise(second):
         assert f1(first, second) == 1
 
 

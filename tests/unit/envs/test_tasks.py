@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 
 from paceline.config import ConfigError
 from paceline.config import env as config
-from paceline.config.load import examples_folder
+from paceline.config.load import examples_folder, load
 from paceline.data import DataError
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs.alphabet_sort import AlphabetSort
 from paceline.envs.answers import extract_boxed, extract_tag, last_number, normalise_spaces, numbers, only_number
+from paceline.envs.base import known_vocabulary
 from paceline.envs.calculator import MAX_CHARACTERS, BadExpression, Calculator, calculate, format_number
 from paceline.envs.gsm8k import GSM8K
-from paceline.envs.questions import Equality, TokenIn
+from paceline.envs.questions import Equality, TaggedAnswer, TokenIn
 from paceline.rollout import Reply
 from paceline.util.importing import import_object
 
@@ -98,9 +99,39 @@ def test_an_absurdly_large_number_is_none(number):
 
 
 @laws
+@given(st.text("aB.! \n", max_size=6), st.text("aB.! \n", min_size=1, max_size=6).filter(str.strip))
+def test_equality_pays_one_for_the_same_letters_and_else_nothing_with_tags_or_without(said, answer):
+    def letters(text):
+        return re.sub(r"[.!]", "", text.lower()).split() or text.lower().strip()
+
+    environment = Equality(config.EqualityConfig(dataset="rows.jsonl"))
+    row = {"messages": [{"role": "user", "content": "?"}], "answer": ["other", answer]}
+    same = float(letters(said) == letters(answer))
+    for text, tagged in ((said, 0.0), (f"no <Answer>{said}</ANSWER>.", 1.0)):
+        outcome, _ = play(environment, row, text)
+        assert outcome == Outcome.solo(same, correct=same, format=tagged)
+
+
+def test_a_reply_of_punctuation_is_no_answer_of_other_punctuation_nor_is_an_empty_one():
+    environment = Equality(config.EqualityConfig(dataset="rows.jsonl"))
+    row = {"messages": [{"role": "user", "content": "the sign?"}], "answer": ["+"]}
+    assert [pays(environment, row, said) for said in ("+", " + ", "-", "", "<answer></answer>")] == [1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("key", ["ignore_case = true", "format_reward = 0.2"])
+def test_the_keys_of_the_strict_comparison_say_where_they_went(tmp_path, key):
+    file = tmp_path / "run.toml"
+    file.write_text(f"[[env]]\ntype = 'equality'\ndataset = 'a.csv'\n{key}\n")
+    with pytest.raises(ConfigError, match=r'it belongs to env\.0\.type = "tagged-answer"'):
+        load(file)
+
+
+@laws
 @given(st.text("aB \n", max_size=6), st.text("aB \n", min_size=1, max_size=6), st.booleans())
-def test_equality_pays_for_the_same_text_between_tags(said, answer, ignore_case):
-    environment = Equality(config.EqualityConfig(dataset="rows.jsonl", ignore_case=ignore_case, format_reward=0.25))
+def test_a_tagged_answer_pays_for_the_same_text_between_tags(said, answer, ignore_case):
+    environment = TaggedAnswer(
+        config.TaggedAnswerConfig(dataset="rows.jsonl", ignore_case=ignore_case, format_reward=0.25)
+    )
     row = {"messages": [{"role": "user", "content": "?"}], "answer": ["other", answer]}
     same = said.split() == answer.split() or (ignore_case and said.lower().split() == answer.lower().split())
     outcome, _ = play(environment, row, f"so <answer>{said}</answer>")
@@ -137,15 +168,18 @@ def test_equality_takes_rows_of_every_shape_and_tells_the_policy_of_the_tags(tmp
         ),
         ((Equality, config.EqualityConfig), {"prompt": "q"}, "a row needs `answer`"),
         ((Equality, config.EqualityConfig), {"prompt": "q", "answer": []}, "`answer` must be"),
+        ((Equality, config.EqualityConfig), {"prompt": "q", "answer": ["a", " "]}, "`answer` must not be empty"),
+        ((TaggedAnswer, config.TaggedAnswerConfig), {"prompt": "q", "gt_answer": " "}, "`answer` must not be empty"),
         ((Equality, config.EqualityConfig), {"prompt": ["q"], "answer": "a"}, "prompt[0] must be an object"),
         ((GSM8K, config.GSM8KConfig), {"question": "q", "answer": "18"}, "must end in `#### 18`"),
+        ((GSM8K, config.GSM8KConfig), {"input_token_ids": [5], "answer": "#### 18"}, "set max_turns = 1"),
         ((TokenIn, config.TokenInConfig), {"input_token_ids": ["5"], "answer": "a"}, "`input_token_ids` must hold"),
         ((TokenIn, config.TokenInConfig), {"input_token_ids": [5]}, "a row needs `answer`"),
     ],
 )
 def test_a_bad_row_is_named_with_what_is_wrong_in_it(tmp_path, build, bad, complaint):
-    good = {"question": "q", "prompt": "q", "answer": "#### 1", "input_token_ids": [1]}
     environment, section = build
+    good = {"question": "q", "answer": "#### 1"} | ({"input_token_ids": [1]} if environment is TokenIn else {})
     path = write(tmp_path, [good, bad])
     with pytest.raises(DataError, match=re.escape(complaint)) as error:
         environment(section(dataset=path)).examples("train")
@@ -519,6 +553,30 @@ def test_a_scorer_of_the_users_own_judges_instead(tmp_path):
     assert play(dropping, row, "yes")[0] is None
     with pytest.raises(EnvError, match="must be a function"):
         TokenIn(config.TokenInConfig.model_validate({"dataset": path, "scorer": {"import_path": f"{__file__}:TOOLS"}}))
+
+
+def test_any_question_may_be_asked_in_exact_tokens_and_its_answer_be_called_gt_answer(tmp_path):
+    path = write(tmp_path, [{"input_token_ids": [5, 0, 12], "gt_answer": "#### 4"}])
+    sections = {
+        Equality: config.EqualityConfig(dataset=path),
+        TaggedAnswer: config.TaggedAnswerConfig(dataset=path),
+        GSM8K: config.GSM8KConfig(dataset=path, max_turns=1),
+    }
+    for kind, section in sections.items():
+        (row,) = (environment := kind(section)).examples("train")
+        outcome, speaker = play(environment, row, "<answer>#### 4</answer>")
+        assert (speaker.prompts, speaker.heard) == ([[5, 0, 12]], [])
+        assert outcome.rewards[POLICY] == outcome.metrics["correct"] == 1.0
+
+
+def test_a_token_that_the_policy_does_not_have_makes_a_bad_row(tmp_path):
+    rows = [{"input_token_ids": [token], "answer": "a"} for token in (9, 10, 3)]
+    environment = TokenIn(config.TokenInConfig(dataset=(path := write(tmp_path, rows))))
+    with known_vocabulary(10):
+        found = environment.examples("train")
+    assert [row["input_token_ids"] for row in found] == [[9], [3]]
+    assert f"{path}:2: `input_token_ids` holds 10, and the model's vocabulary ends at 9" in str(found.bad)
+    assert len(environment.examples("train")) == 3  # where the vocabulary is not known, the engine says so
 
 
 @laws

@@ -58,8 +58,9 @@ class RetrievalConfig(BaseEnvConfig):
 
 
 class MathConfig(DatasetEnvConfig):
-    """Mathematics checked by the `math-verify` package. Rows have `messages`, `prompt` or `question`, and `answer`: a
-    string or a list of strings of which any will do. The last `\\boxed{}` of the reply counts, or else all of it."""
+    """Mathematics checked by the `math-verify` package. Rows have `messages`, `prompt`, `question` or exact tokens in
+    `input_token_ids`; and `answer` or `gt_answer`, a string or a list of strings of which any will do. The last
+    `\\boxed{}` of the reply counts, or else all of it."""
 
     type: Literal["math"] = "math"
     system: str = "Reason step by step, then put your final answer within \\boxed{}."
@@ -118,12 +119,25 @@ class ArithmeticConfig(BaseEnvConfig):
     """Held-out rows generated for evaluation."""
 
 
+TAGS_PROMPT = "Think as long as you need, then write your final answer between <answer> and </answer>."
+
+
 class EqualityConfig(DatasetEnvConfig):
-    """Questions with one right text. Rows have `messages`, `prompt` or `question`, and `answer`: a string or a list of
-    strings of which any will do. The last `<answer>...</answer>` of the reply is compared."""
+    """Questions with one right text: 1 for it, else 0. Rows have `messages`, `prompt`, `question` or `input_token_ids`,
+    and `answer`: a string or a list of strings of which any will do. The last `<answer>...</answer>` of the reply is
+    compared, or all of a reply without tags. Case, punctuation and white space never count."""
 
     type: Literal["equality"] = "equality"
-    system: str = "Think as long as you need, then write your final answer between <answer> and </answer>."
+    system: str = TAGS_PROMPT
+    """System message put before rows that have none; empty for none."""
+
+
+class TaggedAnswerConfig(DatasetEnvConfig):
+    """Questions with one right text, which must stand between tags. Rows are those of `equality`. The last
+    `<answer>...</answer>` of the reply is compared, punctuation included."""
+
+    type: Literal["tagged-answer"] = "tagged-answer"
+    system: str = TAGS_PROMPT
     """System message put before rows that have none; empty for none."""
     ignore_case: bool = False
     """Whether `Paris` and `paris` are the same. White space never counts."""
@@ -217,7 +231,8 @@ class GSM8KConfig(DatasetEnvConfig):
     """Grade-school maths over the original files: `question`, and `answer` ending in `#### 18`. A wrong answer may be
     tried again; the last try counts. Answers are read from `\\boxed{}` or after `####`: numbers are compared, and
     expressions (`\\boxed{36/2}`) checked by the `math-verify` package where it is installed. With `sft` and
-    `demonstrations = true` the worked solutions are learnt, each ending in `\\boxed{18}`."""
+    `demonstrations = true` the worked solutions are learnt, each ending in `\\boxed{18}`. Rows of `input_token_ids`
+    have one try (`max_turns = 1`)."""
 
     type: Literal["gsm8k"] = "gsm8k"
     max_turns: int = Field(default=2, ge=1, le=20)
@@ -368,6 +383,7 @@ EnvConfig = Annotated[
     | AlphabetSortConfig
     | CalculatorConfig
     | EqualityConfig
+    | TaggedAnswerConfig
     | MathConfig
     | GSM8KConfig
     | CodeConfig
