@@ -178,6 +178,45 @@ asyncio.run(work())
 """
 
 
+@pytest.mark.parametrize("part", ["engine", "trainer"])
+def test_a_process_may_end_at_once_after_a_thread_that_computed(part):
+    """mlx frees what it compiled for a thread after Python's part of the thread has ended, with Python's lock; it
+    aborted a process that had begun to end. Here the main thread keeps the lock until then."""
+    said = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, part], capture_output=True, text=True, timeout=600)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.split() == ["computed"]
+
+
+ENDS_AT_ONCE = """
+import asyncio, sys
+sys.modules["torch"] = sys.modules["peft"] = None  # which give the lock away at their own end
+import mlx.core as mx
+from paceline.config.inference import EngineConfig
+from paceline.config.model import ModelConfig
+from paceline.config.trainer import TrainerConfig
+from paceline.engine.mlx.engine import MlxEngine
+from paceline.model.mlx.loading import load_model
+from paceline.trainer.mlx.trainer import MlxTrainer
+
+model = load_model(ModelConfig(name="paceline:quickstart"))
+functions = [mx.compile(lambda x, n=n: x + n) for n in range(100)]  # the more there are to free, the surer the abort
+
+def compute():
+    mx.eval(model.hidden(mx.array([[1, 2, 3]])), [function(mx.ones(3)) for function in functions])
+
+if sys.argv[1] == "engine":
+    part = MlxEngine(model, EngineConfig())
+    part.start()
+    asyncio.run(part._run_between_steps(compute))
+else:
+    part = MlxTrainer(model, TrainerConfig())
+    asyncio.run(part._run(compute))
+print("computed", flush=True)
+sys.setswitchinterval(100)
+part.close()
+"""
+
+
 # -- adapters, over packed weights too --------------------------------------------------------------------------------
 
 SCALES = {"": 0.5, "named": 1.25}

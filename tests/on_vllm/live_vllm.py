@@ -16,6 +16,8 @@ from paceline.model import load_model, load_tokenizer
 from paceline.runtime.torch_parts import external_engine
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+CONTEXT = 512
+"""All that the quickstart's model has: requests that must outlive an update ask for as much."""
 ARGS = ["--enforce-eager", "--block-size", "32"]
 """Blocks shorter than a prompt, so that prompts are really shared."""
 ARGS += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "16", "--lora-target-modules"]
@@ -30,7 +32,7 @@ def process(tmp_path_factory):
         engine=inference.EngineConfig(
             backend="vllm",
             max_running=16,
-            max_context=128,
+            max_context=CONTEXT,
             threads=1,
             launch=LaunchConfig(python=str(PYTHON), args=ARGS, env={"VLLM_CPU_KVCACHE_SPACE": "1"}, seconds=400),
         )

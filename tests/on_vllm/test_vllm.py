@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from live_vllm import CONTEXT
 from transformers import DynamicCache
 
 from paceline.clients import Pool
@@ -21,10 +22,14 @@ from paceline.model.loading import trained_adapter
 from paceline.weights.update import Adapter
 
 pytestmark = [
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(os.environ.get("PACELINE_VLLM") != "1", reason="needs a live vLLM: `make vllm`"),
 ]
 PROMPT = tuple(range(10, 50))
+LONG = CONTEXT - len(PROMPT) - 1
+"""Tokens of a request that must be there when this process next looks, however late that is."""
+ATTEMPTS = 5
+"""At requests that live through two updates: how far vLLM gets meanwhile is the machine's affair."""
 
 
 def moved(seed: int, by: float = 0.02):
@@ -62,7 +67,7 @@ def asked(noise: int = 0, **more) -> GenerateRequest:
 
 def run(work):
     """Everything of one test in one event loop, within a bound."""
-    return asyncio.run(asyncio.wait_for(work, 240))
+    return asyncio.run(asyncio.wait_for(work, 900))
 
 
 def test_tokens_come_with_the_log_probabilities_the_trainer_computes_and_repeat_by_their_key(attached):
@@ -87,7 +92,7 @@ def test_tokens_come_with_the_log_probabilities_the_trainer_computes_and_repeat_
     assert [place[0][0] for place in top.top] == top.token_ids
     assert {len(place) for place in top.top} == {3}
     assert policy.version == 3
-    assert (limits.max_context, stats.capacity) == (128, 16)
+    assert (limits.max_context, stats.capacity) == (CONTEXT, 16)
     assert stats.tokens > 60
     assert engine.busy_seconds > 0
 
@@ -96,12 +101,11 @@ def test_tokens_come_with_the_log_probabilities_the_trainer_computes_and_repeat_
 def test_a_request_that_lives_through_updates_says_which_version_drew_each_token(attached, recompute):
     """Each log probability is that of the weights named for it, over the keys that `on_swap` says: with `recompute` as
     if these weights had computed the whole sequence, with `keep` over what each version left behind."""
-    engine = attached(recompute=recompute)
     models = {version: moved(version) for version in (1, 2, 3)}
 
-    async def work():
+    async def work(engine):
         await engine.load_weights(update(models[1], 1))
-        running = [asyncio.create_task(engine.generate(asked(n))) for n in range(6)]
+        running = [asyncio.create_task(engine.generate(asked(n, max_tokens=LONG))) for n in range(6)]
         for version in (2, 3):
             await drawn(engine, 12)
             await engine.pause()  # frozen with tokens to come, however long the weights take to write
@@ -109,11 +113,14 @@ def test_a_request_that_lives_through_updates_says_which_version_drew_each_token
         late = await engine.generate(asked(99, max_tokens=5))
         return await asyncio.gather(*running), late
 
-    said, late = run(work())
+    for _ in range(ATTEMPTS):
+        said, late = run(work(attached(recompute=recompute)))
+        if any(set(one.versions) == {1, 2, 3} for one in said):
+            break
+    else:
+        pytest.fail(f"no request lived through both updates in {ATTEMPTS} attempts")
     assert set(late.versions) == {3}
     np.testing.assert_allclose(late.logprobs, truth(models[3], PROMPT, late.token_ids), atol=2e-4)
-    assert {version for one in said for version in one.versions} == {1, 2, 3}
-    assert any(set(one.versions) == {1, 2, 3} for one in said), "no request lived through both updates"
     for one in said:
         assert one.versions == sorted(one.versions)
         expected = kept(models, PROMPT, one)
@@ -148,6 +155,14 @@ def test_a_request_sent_before_an_update_and_begun_after_it_is_drawn_from_the_ne
         assert bool(after.cached) == (2 in before.versions)
         expected = kept(models, PROMPT, after, [(1, after.cached)] if after.cached else [])
     np.testing.assert_allclose(after.logprobs, expected, atol=2e-4)
+
+
+async def under_way(engine) -> asyncio.Task:
+    """A request of which some tokens are drawn and more are to come, however late an update is."""
+    running = asyncio.create_task(engine.generate(asked(1, max_tokens=LONG)))
+    await drawn(engine, 2)
+    await engine.pause()
+    return running
 
 
 async def drawn(engine, more: int) -> None:
@@ -187,8 +202,7 @@ def test_weights_that_are_not_what_they_claim_are_refused_until_good_ones_come(a
 
     async def work():
         await engine.load_weights(update(good, 1))
-        running = asyncio.create_task(engine.generate(asked(1)))
-        await asyncio.sleep(0.1)
+        running = await under_way(engine)
         with pytest.raises(Mismatch, match="version 2 failed its canary"):
             await engine.load_weights(update(other, 2, canary_of=good))
         for work in (running, engine.generate(asked(2)), engine.score([PROMPT])):
@@ -229,9 +243,7 @@ def test_an_adapter_is_exchanged_while_older_requests_end_with_their_own(attache
         await engine.load_weights(second)
         late = await engine.generate(asked(7, max_tokens=12))
         said = await asyncio.gather(*running)
-        for _ in range(100):
-            if len(after := await names()) == 1:
-                break
+        while len(after := await names()) > 1:  # noqa: ASYNC110 - it cannot call us
             await asyncio.sleep(0.05)
         with pytest.raises(Mismatch):
             await engine.load_weights(dataclasses.replace(first, version=3, canary=second.canary))
@@ -259,7 +271,7 @@ def test_what_it_cannot_do_is_said(attached):
         return [
             await refused(engine.generate(asked(top_p=0.9))),
             await refused(engine.score([PROMPT], temperature=0.5)),
-            await refused(engine.generate(asked(prompt_ids=(1,) * 200))),
+            await refused(engine.generate(asked(prompt_ids=(1,) * (CONTEXT + 72)))),
             await refused(engine.generate(asked(model="nobody"))),
             await refused(engine.generate(asked(temperature=1e-3))),
         ]
@@ -314,8 +326,7 @@ def test_a_reload_that_fails_is_told_and_nothing_is_sampled_after_it(attached):
 
     async def work():
         await engine.load_weights(update(model, 1))
-        running = asyncio.create_task(engine.generate(asked(1)))
-        await asyncio.sleep(0.05)
+        running = await under_way(engine)
         broken = update(model, 2)
         tensors = {**broken.tensors, "model.norm.weight": torch.ones(7)}
         with pytest.raises(EngineError, match="Attempted to load weight"):

@@ -6,6 +6,8 @@ model with another base runs on and talks nonsense.
 """
 
 import inspect
+import sys
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,28 @@ from paceline.config.model import ModelConfig
 from paceline.errors import first_line
 from paceline.model.dtypes import resolve_dtype
 from paceline.model.source import ROPE_OF_WHOLE_BATCH, ModelError, base_name, check_source, resolve
+
+
+class ThreadCleanup:
+    """Frees what mlx keeps for the thread that owns it, as that thread ends.
+
+    mlx-lm compiles its activations, and mlx keeps the result until the system's thread is over: after Python's is, and
+    then it takes Python's lock, which aborts a process that is ending too.
+    """
+
+    def __del__(self, is_ending=sys.is_finalizing, free=mx.clear_streams) -> None:  # noqa: ANN001 - bound: ours may be gone
+        if not is_ending():
+            free()
+
+
+class ThreadState(threading.local):
+    """Holds each thread's cleanup. Python drops it on that thread, before whatever joins the thread goes on."""
+
+    def __init__(self) -> None:
+        self.cleanup = ThreadCleanup()
+
+
+_state = ThreadState()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +79,7 @@ class MlxModel:
 
     def hidden(self, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:
         """The last hidden states of [rows, tokens], after the final norm."""
+        _ = _state.cleanup  # made by the first call on each thread
         return self.net.model(tokens, cache)
 
     def logits(self, hidden: mx.array) -> mx.array:
