@@ -42,7 +42,7 @@ class ScriptedEngine:
         count = len(versions)
         return Completion(token_ids=[1] * count, logprobs=[-1.0] * count, versions=versions, finish="stop")
 
-    async def score(self, sequences, temperature=1.0):
+    async def score(self, sequences, temperature=1.0, model=""):
         return [[0.0] * len(s) for s in sequences]
 
     async def load_weights(self, update: WeightUpdate) -> float:

@@ -330,6 +330,6 @@ def make_cursor(rows: Sequence[Row], seed: int, name: str, curriculum: bool | Cu
 
 
 def _part_cursor(rows: int, seed: int, name: str, curriculum: bool | CurriculumConfig) -> Cursor:
-    if curriculum is False:
+    if not curriculum:
         return Cursor(rows, seed, name)
     return Curriculum(rows, seed, name, None if curriculum is True else curriculum)

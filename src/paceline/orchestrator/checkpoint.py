@@ -30,6 +30,8 @@ from paceline.util.deadlines import named_wait
 from paceline.weights.manifest import MANIFEST, find_problems, has_manifest, join_first, write_manifest
 
 LATEST = "latest"
+PROMOTED = "promoted"
+"""Names the checkpoint of the last version that passed [upgrade]."""
 STATE = "state.json"
 GROUPS_FILE = "groups.msgpack"
 GROUPS_VERSION = 1
@@ -79,8 +81,27 @@ class Checkpoints:
                 f"checkpoint {final} could not be written ({error.strerror or error}): {then}; {self.list_resumable()}"
             ) from error
         for old in self.all()[: -self._keep]:
-            self._remove(old)
+            if old.name != self.promoted_name:
+                self._remove(old)
         return final
+
+    def promote(self, step: int) -> bool:
+        """Point `promoted` at the checkpoint of a step, by one rename; False if there is no such checkpoint."""
+        final = self._folder / f"step-{step:06d}"
+        if final.is_dir():
+            self._point_at(final, PROMOTED)
+        return final.is_dir()
+
+    @property
+    def promoted_name(self) -> str:
+        """The name of the promoted checkpoint; empty if there is none."""
+        link = self._folder / PROMOTED
+        return link.readlink().name if link.is_symlink() and link.is_dir() else ""
+
+    @property
+    def promoted(self) -> Path | None:
+        """The promoted checkpoint, which stays however old it is."""
+        return self._folder / name if (name := self.promoted_name) else None
 
     def find(self, resume: str) -> tuple[Path, dict]:
         """The checkpoint behind `latest`, the name of one of this run (`step-000020`) or a path, and the orchestrator's
@@ -137,6 +158,8 @@ class Checkpoints:
         survivor = self._folder / f"step-{step:06d}"
         if survivor.is_dir():
             self._point_at(survivor)  # first of all: `latest` never names what is half gone
+        if self.promoted_name > survivor.name:
+            (self._folder / PROMOTED).unlink()
         for path in [p for p in self.all() if p.name > survivor.name]:
             self._remove(path)
         for path in self._folder.glob(".*.tmp"):
@@ -154,11 +177,11 @@ class Checkpoints:
         _sync(self._folder)
         self._point_at(final)
 
-    def _point_at(self, final: Path) -> None:
-        link = self._folder / f".{LATEST}.tmp"
+    def _point_at(self, final: Path, name: str = LATEST) -> None:
+        link = self._folder / f".{name}.tmp"
         link.unlink(missing_ok=True)
         link.symlink_to(final.name)
-        link.replace(self._folder / LATEST)
+        link.replace(self._folder / name)
         _sync(self._folder)
 
     def _remove(self, path: Path) -> None:

@@ -26,6 +26,7 @@ from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
 from paceline.orchestrator.metrics import Stopwatch, batch_metrics, row_metrics
 from paceline.orchestrator.pauses import Advisor, Pauses
 from paceline.orchestrator.replay import ReplayedGroup
+from paceline.orchestrator.upgrade import UpgradeGate
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.trainer import StepReport, Trainer, TrainerError, TrainerLost
 from paceline.util.deadlines import Clock, gather_or_cancel
@@ -64,12 +65,11 @@ class OrchestratorParts:
 
 
 class RollBack(PacelineError):
-    """Roll back to the latest checkpoint and skip this batch."""
+    """Roll back to a checkpoint, the latest one if none is named, and never train these draws."""
 
-    def __init__(self, cause: str, batch: Sequence[Group]) -> None:
+    def __init__(self, cause: str, draws: Iterable[tuple[str, int]], checkpoint: Path | None = None) -> None:
         super().__init__(cause)
-        tickets = [group.ticket for group in batch if not isinstance(group, ReplayedGroup)]
-        self.draws = frozenset((ticket.env, ticket.draw) for ticket in tickets)
+        self.draws, self.checkpoint = frozenset(draws), checkpoint
 
 
 class Orchestrator:
@@ -92,6 +92,8 @@ class Orchestrator:
         self._dispatcher = Dispatcher(config, parts.envs, self._runner, self._gate, self._ledger, parts.monitor.note)
         self._dispatcher.skipped_draws = skipped_draws
         self._league_checkpoints = LeagueCheckpoints(parts.envs, parts.pool, parts.monitor.note)
+        upgrade = (parts.pool, parts.envs, config.eval.concurrency)
+        self._upgrade = None if config.upgrade is None else UpgradeGate(config.upgrade, *upgrade)
         advisor = parts.advisor(config.model_dump()) if parts.advisor else None
         self._pauses = Pauses(config, parts.envs, advisor, parts.monitor.note)
         self._stopwatch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
@@ -125,11 +127,16 @@ class Orchestrator:
                 with self._stopwatch.phase("train"):
                     report = await self._parts.trainer.step(samples)
                 if report.roll_back:
-                    raise RollBack(f"step {self.step + 1}: {report.trouble}", batch)
+                    fresh = [group.ticket for group in batch if not isinstance(group, ReplayedGroup)]
+                    draws = {(ticket.env, ticket.draw) for ticket in fresh}
+                    raise RollBack(f"step {self.step + 1}: {report.trouble}", draws)
                 self._update_curriculum(batch, report)
                 with self._stopwatch.phase("publish"):
                     await self._publish(self.step + 1)
                 await self._finish_step(batch, samples, report)
+            if self._upgrade and not self._stopping and self._upgrade.checked_step < self.step:  # the rows are used up
+                metrics = await self._evaluate()
+                await self._upgrade_or_refuse(metrics, (await self._upgrade.compare(self.step, metrics))[1])
             await self._save()
             if not self._finished and (solved := self._dispatcher.admission.solved_reason):
                 self.solved_reason = solved
@@ -167,8 +174,14 @@ class Orchestrator:
             self._saved_at = None  # what it resumed from is another run's
             await self._save()
         await self._publish(self.step)
-        if self._config.eval.every and self.step == 0:
-            self._parts.monitor.step(0, await self._evaluate())
+        is_first = bool(self._config.eval.every) and self.step == 0
+        is_unguarded = self._upgrade is not None and self._upgrade.promoted is None
+        if is_first or is_unguarded:
+            metrics = await self._evaluate()
+            if is_first:
+                self._parts.monitor.step(0, metrics)
+            if is_unguarded:  # the weights a run starts from are promoted as they are
+                await self._promote(metrics)
         self._stopwatch.restart()
 
     async def _train_early(self, groups: Sequence[Group]) -> None:
@@ -235,10 +248,19 @@ class Orchestrator:
         metrics |= self._stopwatch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
         if report.skipped:
             self._parts.monitor.note(f"step {self.step}: {report.trouble}")
-        every = self._config.eval.every
-        if every and (self.step % every == 0 or self.step == self._config.steps):
+        every, upgrade, reasons = self._config.eval.every, self._upgrade, None
+        is_upgrade_due = upgrade is not None and upgrade.is_due(self.step, self._config.steps)
+        if is_upgrade_due or (every and (self.step % every == 0 or self.step == self._config.steps)):
             metrics |= await self._evaluate()
+        if upgrade is not None:
+            upgrade.add_trained(batch)
+            if is_upgrade_due:
+                with self._stopwatch.phase("eval"):
+                    compared, reasons = await upgrade.compare(self.step, metrics)
+                metrics |= compared
         self._record(batch, samples, tally, metrics, report.skipped)
+        if reasons is not None:
+            await self._upgrade_or_refuse(metrics, reasons)
         if self._config.checkpoint.every and self.step % self._config.checkpoint.every == 0:
             await self._save()
         self._stopwatch.restart()
@@ -248,12 +270,52 @@ class Orchestrator:
             parts, config = self._parts, self._config
             progress, played = parts.monitor.phase, partial(parts.monitor.finished_rollouts, self.step)
             runner = RolloutRunner(parts.eval_client, parts.clock, config.seed, EVAL)
-            metrics = await evaluate(parts.envs, runner, config.eval, progress, partial(played, "evaluated"))
+            if self._upgrade is not None:
+                self._upgrade.clear_replies()
+
+            def evaluated(rollouts: Sequence[Rollout]) -> None:
+                played("evaluated", rollouts)
+                if self._upgrade is not None:
+                    self._upgrade.add_replies(rollouts)
+
+            metrics = await evaluate(parts.envs, runner, config.eval, progress, evaluated)
             runner = RolloutRunner(parts.eval_client, parts.clock, config.seed, MATCH)
             metrics |= await self._league_checkpoints.rate_version(
                 runner, self._gate.version, config.eval.concurrency, progress, partial(played, "matched")
             )
         return metrics | {"time/eval": self._stopwatch.seconds("eval")}
+
+    async def _upgrade_or_refuse(self, evaluation: Gauges, reasons: Sequence[str]) -> None:
+        """Promote the version that was compared, or do what the run file says of one that failed."""
+        assert self._upgrade is not None
+        if not reasons:
+            await self._promote(evaluation)
+            return
+        assert self._config.upgrade is not None
+        assert self._upgrade.promoted is not None
+        how, stays = self._config.upgrade.on_fail, f"`promoted` stays at step {self._upgrade.promoted.step}"
+        cause = f"step {self.step} is not promoted: {'; '.join(reasons)}; {stays}"
+        if how == "roll_back":
+            raise RollBack(cause, self._upgrade.draws, self._parts.checkpoints.promoted)
+        self._parts.monitor.note(cause)
+        if how == "stop":
+            self.halt_reason = f"{cause}. Lower trainer.optimizer.lr, or let [upgrade] allow more, and go on with "
+            self.halt_reason += "--resume promoted"
+            self.stop()
+
+    async def _promote(self, evaluation: Gauges) -> None:
+        """The checkpoint of this step, which says so itself, is the promoted one from now on. Killed in between, a
+        resumed run finds the checkpoint and points `promoted` at it."""
+        assert self._upgrade is not None
+        await self._upgrade.promote(self.step, evaluation)
+        self._saved_at = None  # one of this step may be there that does not know
+        await self._save()
+        self._parts.checkpoints.promote(self.step)
+
+    @property
+    def promoted(self) -> Path | None:
+        """The checkpoint of the last version that passed [upgrade]; None where nothing is promoted."""
+        return None if self._upgrade is None else self._parts.checkpoints.promoted
 
     def _record(
         self, batch: Sequence[Group], samples: Sequence[Sample], tally: Tally, metrics: dict[str, float], skipped: bool
@@ -309,11 +371,14 @@ class Orchestrator:
             "environments": {env.name: env.environment.state() for env in envs},
             "skipped_draws": sorted(self._dispatcher.skipped_draws),
             "leagues": [member.env.name for member in self._league_checkpoints.members],
+            "upgrade": {} if self._upgrade is None else self._upgrade.state(),
         }
 
         async def files(folder: Path) -> None:
             await self._parts.trainer.save(folder)
             self._league_checkpoints.save(folder)
+            if self._upgrade is not None:
+                self._upgrade.save(folder)
             (folder / GROUPS_FILE).write_bytes(groups)
 
         text = json.dumps(state)
@@ -367,7 +432,16 @@ class Orchestrator:
             env.algorithm.load(state["algorithms"][env.name])
             env.environment.load(state["environments"][env.name])
         await self._league_checkpoints.load(path)
+        if self._upgrade is not None:
+            self._upgrade.load(path, state.get("upgrade", {}))
         checkpoints.delete_after(self.step)
+        if (
+            self._upgrade is not None
+            and (promoted := self._upgrade.promoted)
+            and not checkpoints.promote(promoted.step)
+        ):
+            self._notes.append(f"the promoted checkpoint of step {promoted.step} is gone: {path.name} takes its place")
+            self._upgrade.promoted = None
 
     def _changed_rows(self, path: Path, saved: Mapping[str, Mapping]) -> set[str]:
         """Environments whose rows are not those the checkpoint was trained on; an error unless that is allowed."""

@@ -277,10 +277,15 @@ class RunSession:
                     if why := signals.why or orchestrator.halt_reason:
                         return RunOutcome("interrupted", step, why, checkpoint)
                     monitor.phase("exporting the model")
+                    if (promoted := orchestrator.promoted) is not None and promoted != checkpoint:
+                        monitor.note(f"export/ has the weights of {promoted.name}, the last that passed [upgrade]")
+                        await given.checkpoints.check(promoted)
+                        await parts.trainer.load(promoted)
                     await parts.trainer.export(directory.export, parts.tokenizer)
                     return RunOutcome("finished", step, orchestrator.solved_reason, checkpoint, directory.export)
                 except (RollBack, TrainerLost) as cause:
-                    newest = orchestrator.checkpoint if directory.begun else None
+                    chosen = cause.checkpoint if isinstance(cause, RollBack) else None
+                    newest = (chosen or orchestrator.checkpoint) if directory.begun else None
                     if directory.begun and newest is None:
                         raise
                     config = rollbacks.config_after_rollback(config, newest, cause, monitor)
@@ -325,7 +330,7 @@ class RollBackCount:
     def config_after_rollback(
         self, config: RunConfig, newest: Path | None, cause: PacelineError, monitor: Monitor
     ) -> RunConfig:
-        """The config that restarts the run from the newest checkpoint; raises after `MAX_ROLL_BACKS` times in a row."""
+        """The config that restarts the run from this checkpoint; raises after `MAX_ROLL_BACKS` times in a row."""
         if newest != self._at:
             self._at, self._times, self._first = newest, 0, str(cause)
         self._times += 1
@@ -338,7 +343,8 @@ class RollBackCount:
             monitor.note(f"{cause}; loading {config.resume} once more")
             return config
         monitor.note(f"{cause}; going back to {newest.name}")
-        return config.model_copy(update={"resume": "latest"})
+        chosen = isinstance(cause, RollBack) and cause.checkpoint
+        return config.model_copy(update={"resume": str(newest) if chosen else "latest"})
 
 
 @contextmanager

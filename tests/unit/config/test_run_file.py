@@ -441,7 +441,7 @@ def test_command_line_errors(arguments, sentence):
         ("lr = 1", "lr: there is no key `lr` at the top level; "
          "did you mean `trainer.optimizer.lr` or `trainer.critic.lr`?"),
         ("every = 1", "every: there is no key `every` at the top level; "
-         "did you mean `eval.every` or `checkpoint.every`?"),
+         "did you mean `eval.every`, `checkpoint.every` or `upgrade.every`?"),
         ("temprature = 1", "temprature: there is no key `temprature` at the top level; "
          "did you mean `sampling.temperature`?"),
         ("eval.max_new_tokens = 1", "eval.max_new_tokens: there is no key `max_new_tokens` in [eval]; "
