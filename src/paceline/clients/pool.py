@@ -124,6 +124,11 @@ class Pool:
         """A further engine takes part as soon as it holds the current weights."""
         self._registry.add(engine)
 
+    @property
+    def published_version(self) -> int:
+        """The policy's version that every engine in service has applied; 0 before the first update."""
+        return self._registry.published.get("", 0)
+
     async def policies(self) -> list[ServedPolicy]:
         """The policy that each engine in service really serves."""
         return list(await asyncio.gather(*(member.engine.policy() for member in self._registry.serving)))

@@ -176,6 +176,9 @@ class TrainerConfig(Section):
     """Weight of the entropy bonus."""
     clip_skip_threshold: float | None = Field(default=None, gt=0, lt=1)
     """Leave out a sample with a larger share than this (say 0.3) of ratios outside 0.8 to 1.2; off when left out."""
+    clip_skip_scope: Literal["sample", "micro_batch"] = "sample"
+    """Judge each sample by its own tokens, whatever it is packed with, and keep its place in the normaliser; or leave
+    out a whole micro-batch by its tokens together, which then counts nowhere (needs `stream = true`)."""
     critic: CriticConfig | None = None
     """A value model, needed by algorithms that give rewards instead of advantages; none when left out."""
     parallel: ParallelConfig = ParallelConfig()
@@ -209,6 +212,11 @@ class TrainerConfig(Section):
         # Its bounds are so narrow that the engine's rounding alone would leave them.
         if isinstance(self.loss, GSPOConfig) and self.proximal is None:
             self.proximal = ProximalConfig()
+        if self.clip_skip_scope == "micro_batch" and not self.stream:
+            raise ValueError(
+                'trainer.clip_skip_scope = "micro_batch" normalises by the micro-batches that were not left out, which '
+                'are known once they have run: set trainer.stream = true, or clip_skip_scope = "sample"'
+            )
         if self.stream and self.minibatches > 1:
             raise ValueError(
                 "trainer.stream sums one gradient while a batch comes in: set minibatches = 1, or leave stream out"

@@ -102,6 +102,15 @@ class Arena:
         """Episodes known beforehand, in a fixed order; those of `eval` are played for evaluation only."""
         return []
 
+    def get_eval_batch(self) -> Sequence[EpisodeRequest]:
+        """The episodes of an evaluation by `training_loop`: those of `requests("eval")`, else a draw of their own, the
+        same at each evaluation where `get_batch` depends on `rng` alone."""
+        if known := self.requests("eval"):
+            return known
+        apart = self.isolated_copy()
+        apart.rng = random.Random("evaluation")
+        return apart.get_batch()
+
     def matches(self) -> Sequence[EpisodeRequest]:
         """Episodes in which versions of the policy meet for a league's ratings; those of training when left out."""
         return self.requests("train") or _distinct(self.isolated_copy().get_batch())
@@ -182,6 +191,16 @@ class Arena:
     async def run_episode(self, request: EpisodeRequest, table: SessionMap) -> EpisodeResult:
         """One episode at a fresh table."""
         return await self.play(request, self.assign_seats(request, table))
+
+    async def step(self, concurrency: int = 8) -> Any:
+        """Play and credit the next batch on `client`: a `TrainingBatch` with its records. At most `concurrency`
+        episodes of `get_batch` run at once."""
+        if not hasattr(self.client, "play"):
+            raise ArenaError(
+                f"{type(self).__name__} has no client to play on: make it with one, as in "
+                f"{type(self).__name__}(OpenAIClient(base_url=...), credit_assigner=GRPOCredit())"
+            )
+        return await self.client.play(self, concurrency)
 
     async def call_model(
         self, state: EpisodeState, messages: Sequence[Message], actor: str | None = None, model: str = ""

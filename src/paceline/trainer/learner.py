@@ -63,10 +63,11 @@ class StreamedBatch:
         self.sums: list[LossStats] = []
         """Of the micro-batches that ran."""
         self.samples: list[Sample] = []
+        """Of the micro-batches that ran and were not left out."""
 
-    def add(self, samples: Sequence[Sample], budget: int, last: bool = False) -> list[MicroBatch]:
-        """The micro-batches to run now. The emptiest waits for what comes, unless these samples are the last."""
-        self.samples += samples
+    def add(self, samples: Sequence[Sample], budget: int, last: bool = False) -> list[tuple[MicroBatch, list[Sample]]]:
+        """The micro-batches to run now, with their samples. The emptiest waits for what comes, unless these samples are
+        the last."""
         # Now, while all of a rollout's samples are at hand: their lengths may count together.
         scales = token_scales(samples, self._config.normalise, self._config.fixed_length, ONE)
         self._waiting += zip(samples, scales, strict=True)
@@ -75,7 +76,8 @@ class StreamedBatch:
         emptiest = [] if last else min(bins, key=lambda members: sum(lengths[i] for i in members), default=[])
         waiting, self._waiting = self._waiting, [self._waiting[i] for i in sorted(emptiest)]
         full = [[waiting[i] for i in sorted(members)] for members in bins if members is not emptiest]
-        return [pack([sample for sample, _ in part], [scale for _, scale in part], budget)[0] for part in full]
+        parts = [([sample for sample, _ in part], [scale for _, scale in part]) for part in full]
+        return [(pack(own, own_scales, budget)[0], own) for own, own_scales in parts]
 
     @contextmanager
     def sum_component(self, name: str) -> Generator[None]:
@@ -175,12 +177,14 @@ class Learner:
         self.watch: Callable[[MicroBatch, TrainedTokens, TokenLosses], None] | None = None
         """Called for every micro-batch of a step with the losses of its tokens; `paceline replay` sets it."""
 
-    def feed(self, samples: Sequence[Sample], version: int) -> None:
-        """Run the micro-batches that samples of an unfinished batch fill. `learn` then gets only the other samples."""
+    def feed(self, samples: Sequence[Sample], version: int, whole: bool = False) -> int:
+        """Run the micro-batches that samples of an unfinished batch fill, with `whole` also one that is not full.
+        `learn` then gets only the other samples. Answers with how many of all that ran so far count."""
         self._stream = self._stream or StreamedBatch(self._config, self.optimizer)
         if samples:
             samples = self._prepare_local(samples).samples
-            self._run_fed(self._stream, self._stream.add(samples, self.policy.budget), version)
+            self._run_fed(self._stream, self._stream.add(samples, self.policy.budget, whole), version)
+        return len(self._stream.samples)
 
     def learn(self, samples: Sequence[Sample], version: int) -> tuple[dict[str, float], str]:
         """Train one batch, sampled by `version` or earlier: its metrics, and what was wrong with a step that was left
@@ -334,10 +338,15 @@ class Learner:
         assert again is not None  # what is fed has one step
         return again
 
-    def _run_fed(self, stream: StreamedBatch, packs: Sequence[MicroBatch], version: int) -> None:
+    def _run_fed(self, stream: StreamedBatch, packs: Sequence[tuple[MicroBatch, list[Sample]]], version: int) -> None:
         """Add to the sums of a batch that is still being gathered."""
+        by_micro_batch = self._config.clip_skip_scope == "micro_batch"
         with training(self.policy.net):
-            stream.sums += [self._add(stream, micro_batch, version) for micro_batch in packs]
+            for micro_batch, samples in packs:
+                sums = self._add(stream, micro_batch, version)
+                stream.sums.append(sums)
+                if not (by_micro_batch and float(sums.values.get("num_skipped", 0))):
+                    stream.samples += samples
 
     def _learn_whole(
         self, samples: Sequence[Sample], version: int

@@ -88,11 +88,14 @@ class Loss:
 
     def _skip_mask(self, ratio: Ratio, tokens: TrainedTokens) -> Array:
         """Sequences so many of whose tokens are far from the sampler that nothing in them can be trusted. Decided per
-        sequence, so that it does not depend on how a batch is split; skipped tokens still count in the normaliser."""
+        sequence, so that it does not depend on how a batch is split, and skipped tokens still count in the normaliser;
+        or for all sequences of the micro-batch together."""
         threshold, (low, high) = self._config.clip_skip_threshold, SKIP_RANGE
         with no_grad(tokens.logprobs):
             far = (ratio.value < low) | (ratio.value > high)
             outside, counts = tokens.per_sequence(where(far, ones_like(ratio.value), 0.0))
+            if self._config.clip_skip_scope == "micro_batch":
+                outside, counts = zeros_like(outside) + outside.sum(), counts.sum()
             return outside / counts > (inf if threshold is None else threshold)
 
 

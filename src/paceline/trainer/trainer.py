@@ -67,6 +67,11 @@ class LocalTrainer:
     async def feed(self, samples: Sequence[Sample]) -> None:
         await self._run(self._feed, samples)
 
+    async def accumulate(self, samples: Sequence[Sample]) -> int:
+        """Feed samples and run all of their micro-batches at once; answers with how many samples fed so far count.
+        Those of a micro-batch that `clip_skip_scope = "micro_batch"` left out do not."""
+        return await self._run(self._feed, samples, True)
+
     async def step(self, batch: Sequence[Sample]) -> StepReport:
         return await self._run(self._step, batch)
 
@@ -89,11 +94,12 @@ class LocalTrainer:
 
     # -- on the trainer's thread ------------------------------------------------------------------------------------
 
-    def _feed(self, samples: Sequence[Sample]) -> None:
+    def _feed(self, samples: Sequence[Sample], whole: bool = False) -> int:
         start = time.perf_counter()
+        count = self.learner.feed([truncate(sample, self.max_tokens) for sample in samples], self.version, whole)
         self._fed |= {id(sample): sample for sample in samples}  # held, so that no other sample gets its id
-        self.learner.feed([truncate(sample, self.max_tokens) for sample in samples], self.version)
         self._fed_seconds += time.perf_counter() - start
+        return count
 
     def _step(self, batch: Sequence[Sample]) -> StepReport:
         begun = time.perf_counter()

@@ -83,8 +83,8 @@ def test_what_was_renamed_fails_with_its_new_name():
         importlib.import_module("paceline.waits")
     with pytest.raises(ModuleNotFoundError, match=r"`paceline\.arena` is called `paceline\.selfplay` now"):
         importlib.import_module("paceline.arena.league")
-    with pytest.raises(ImportError, match=r"`Trainer` of paceline\.runtime\.selfplay is called `SelfPlayTrainer` now"):
-        selfplay.Trainer  # noqa: B018
+    with pytest.raises(ImportError, match=r"`Stage` of paceline\.runtime\.selfplay is called `ArenaRunner` now"):
+        selfplay.Stage  # noqa: B018
     with pytest.raises(ImportError, match=r"`Eval` of paceline\.config is called `EvalConfig` now"):
         from paceline.config import Eval  # noqa: F401
     with pytest.raises(AttributeError, match="no attribute 'Coach'"):
