@@ -20,7 +20,7 @@ from paceline.config.model import ModelRef
 from paceline.data import BadRows, Cursor, Row, Ticket, decontaminate, make_cursor, row_digest, skipped_rows
 from paceline.data.rollout import copy_value
 from paceline.envs import EnvError, Environment, Outcome, build_environment
-from paceline.envs.base import LARGEST_REWARD, JudgeFailed, short_repr
+from paceline.envs.base import LARGEST_REWARD, JudgeFailed, RefusedRollout, short_repr
 from paceline.envs.workers import WorkerFailed
 from paceline.errors import EngineError, Mismatch, RequestError, RunStopped
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
@@ -308,6 +308,8 @@ class RolloutRunner:
             raise stop_error(text, first.__cause__)
         if not policy.retries(failed) or isinstance(last.__cause__, AbandonedError):
             self.failure_counts[first.kind] += 1
+            if isinstance(first.__cause__, RefusedRollout):
+                self.failure_counts[f"{first.kind}/{first.__cause__.reason}"] += 1
             more = f"; at last: {last}" if str(last) != str(first) else ""
             text = f"{first} (failures.{first.kind} = {env.failures.handling(first.kind)}){more}"
             raise EpisodeLost(text, first.kind) from first.__cause__
