@@ -36,6 +36,7 @@ BUILDERS: dict[type[config.BaseEnvConfig], str] = {
     config.CodeConfig: "paceline.envs.code:Code",
     config.RetrievalConfig: "paceline.envs.retrieval:Retrieval",
     config.TokenInConfig: "paceline.envs.questions:TokenIn",
+    config.RemoteEnvConfig: "paceline.envs.remote:Remote",
     config.ModuleEnvConfig: "paceline.envs.custom:ModuleEnvironment",
     config.ReasoningGymConfig: "paceline.envs.reasoning_gym:ReasoningGym",
     config.TextArenaConfig: "paceline.envs.textarena:TextArena",

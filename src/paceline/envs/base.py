@@ -34,6 +34,14 @@ class JudgeFailed(PacelineError):
     `failures.judge` in the run file then says what becomes of the episode."""
 
 
+class RefusedRollout(EnvError):
+    """A rollout that cannot train: it is dropped, and counted as `failed/episode/REASON`."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How an episode ended for each seat."""

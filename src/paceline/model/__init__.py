@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.model.cpu import avoid_onednn_on_arm, set_cpu_threads, short_switch_interval
 from paceline.model.source import ModelError, resolve
-from paceline.model.tokenizer import end_tokens, load_tokenizer
+from paceline.model.tokenizer import end_tokens, load_tokenizer, tokenizer_digest
 from paceline.util.lazy_import import lazy_getattr
 from paceline.weights.update import Adapter, Canary, ServedPolicy, WeightUpdate, fingerprint
 
@@ -39,6 +39,7 @@ __all__ = [
     "set_cpu_threads",
     "short_switch_interval",
     "token_logprobs",
+    "tokenizer_digest",
     "trainable_parameters",
 ]
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ def _check_ids(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, source: 
             f"the tokenizer of `{source}` has ids up to {index} ({text!r}), and the model `{config.name}` has "
             f"embeddings for {rows}: set model.tokenizer to the tokenizer the model was trained with"
         )
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of the vocabulary and the chat template, to tell whether two processes have the same tokenizer."""
+    parts = [tokenizer.get_vocab(), tokenizer.chat_template]
+    return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, model: Any) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from paceline.data import (
 )
 from paceline.data.rollout import copy_value
 from paceline.envs import EnvError, Environment, Outcome, build_environment
-from paceline.envs.base import LARGEST_REWARD, JudgeFailed, known_vocabulary, short_repr
+from paceline.envs.base import LARGEST_REWARD, JudgeFailed, RefusedRollout, known_vocabulary, short_repr
 from paceline.envs.workers import WorkerFailed
 from paceline.errors import EngineError, Mismatch, RequestError, RunStopped
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
@@ -332,6 +332,8 @@ class RolloutRunner:
             raise stop_error(text, first.__cause__)
         if not policy.retries(failed) or isinstance(last.__cause__, AbandonedError):
             self.failure_counts[first.kind] += 1
+            if isinstance(first.__cause__, RefusedRollout):
+                self.failure_counts[f"{first.kind}/{first.__cause__.reason}"] += 1
             more = f"; at last: {last}" if str(last) != str(first) else ""
             text = f"{first} (failures.{first.kind} = {env.failures.handling(first.kind)}){more}"
             raise EpisodeLost(text, first.kind) from first.__cause__

@@ -130,6 +130,17 @@ class TextSeat(Seat):
         """No limit: the source that answers has tokens of its own."""
         return 2**31
 
+    @property
+    def version(self) -> int:
+        return 0
+
+    @property
+    def tokenizer_digest(self) -> str:
+        raise PacelineError(
+            "this environment speaks in tokens, and the model it is played with is asked in messages: "
+            "play it with the model in this process, or with a `paceline serve` of it"
+        )
+
     def record_reply(self, choice: dict[str, Any], messages: list[Message] | None, tools: Tools | None = None) -> Reply:
         answer = choice["message"]
         # Only what a conversation needs: endpoints add fields that they refuse when they come back.

@@ -46,7 +46,7 @@ _RUN_SETTINGS = ("temperature", "top_p", "top_k", "max_tokens", "max_completion_
 _UNSUPPORTED_SETTINGS = {
     **dict.fromkeys(("seed", "noise", "order", "regex", "reasoning_effort", "verbosity", "prediction")),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "top_logprobs"), 0),
-    **dict.fromkeys(("ignore_eos", "logprobs", "prompt_logprobs", "return_token_ids", "return_versions"), False),
+    **dict.fromkeys(("ignore_eos", "prompt_logprobs"), False),
     **{"stop": [], "response_format": {"type": "text"}, "repetition_penalty": 1, "logit_bias": {}},
     "parallel_tool_calls": True,
 }
@@ -182,9 +182,9 @@ class RecordingServer:
         body = await read_body(request, AgentBody)
         replies = await self._replies(request, session, body)
         if body.stream:
-            return await EventStream.begin(request, _chat_events(replies, body))
+            return await EventStream.begin(request, _chat_events(replies, body, session.seat))
         head = response_head("chat.completion", "chatcmpl", body.model or MODEL)
-        choices = [_choice(i, reply) for i, reply in enumerate(replies)]
+        choices = [_choice(i, reply) | _token_fields(reply, body, session.seat) for i, reply in enumerate(replies)]
         return FastJsonResponse(head | {"choices": choices, "usage": _usage(replies)})
 
     async def _responses(self, request: Request) -> Response:
@@ -279,7 +279,26 @@ def _choice(index: int, reply: Reply) -> dict[str, Any]:
     return {"index": index, "message": message, "logprobs": None, "finish_reason": _finish_reason(reply)}
 
 
-async def _chat_events(replies: list[Reply], body: ChatBody) -> AsyncGenerator[bytes]:
+def _token_fields(reply: Reply, body: ChatBody, seat: Seat) -> dict[str, Any]:
+    """Token ids, log probabilities and versions of a reply, as `paceline serve` spells them, where they were asked for
+    and recorded."""
+    fields: dict[str, Any] = {}
+    if (turn := reply.turn) is None:
+        return fields
+    if body.return_token_ids:
+        fields |= {"prompt_token_ids": turn.prompt_ids, "token_ids": turn.completion_ids}
+    if body.return_versions:
+        fields["versions"] = turn.versions
+    if body.logprobs:
+        content = [
+            {"token": seat.decode([token]), "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(turn.completion_ids, turn.logprobs, strict=True)
+        ]
+        fields["logprobs"] = {"content": content, "refusal": None}
+    return fields
+
+
+async def _chat_events(replies: list[Reply], body: ChatBody, seat: Seat) -> AsyncGenerator[bytes]:
     """A stream with each reply in one piece, since a reply is recorded when it is complete."""
     head = response_head("chat.completion.chunk", "chatcmpl", body.model or MODEL)
     options = body.stream_options
@@ -290,6 +309,7 @@ async def _chat_events(replies: list[Reply], body: ChatBody) -> AsyncGenerator[b
         if reply.tool_calls:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(reply.tool_calls)]
         first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        first |= _token_fields(reply, body, seat)
         last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": _finish_reason(reply)}
         usage = {"usage": _usage([reply]) if continuous_usage else None} if include_usage else {}
         yield sse_event(head | {"choices": [first], **usage})

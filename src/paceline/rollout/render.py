@@ -5,7 +5,7 @@ import re
 import types
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jinja2
@@ -20,6 +20,7 @@ from paceline.clients.tools import inline_tool_calls, template_message
 from paceline.data import part_problem
 from paceline.data.rollout import Message, Tools, Turn, copy_message, is_text
 from paceline.errors import PacelineError
+from paceline.model.tokenizer import tokenizer_digest
 
 V = TypeVar("V")
 
@@ -315,6 +316,11 @@ class Renderer:
         self.dropped_tools_error: ToolsDropped | None = None
         """The error, once it was raised: an agent behind a URL may turn it into another one."""
         self._tools_checked = False
+
+    @cached_property
+    def digest(self) -> str:
+        """Of vocabulary and chat template."""
+        return tokenizer_digest(self.tokenizer)
 
     def text(self, messages: Sequence[Message], tools: Tools | None = None, reply: bool = True) -> str:
         """The conversation as the template writes it, with the opening of a reply or without."""

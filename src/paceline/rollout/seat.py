@@ -49,6 +49,8 @@ class Reply:
     """To append to the conversation, with `tool_calls` if it made any."""
     tokens: int = 0
     prompt_tokens: int = 0
+    turn: Turn | None = field(default=None, repr=False, compare=False)
+    """What was recorded of it; None where no tokens are."""
 
     def __post_init__(self) -> None:
         if not self.message:
@@ -138,6 +140,20 @@ class Seat:
     def vocabulary(self) -> int:
         return len(self._client.renderer.tokenizer)
 
+    @property
+    def version(self) -> int:
+        """The policy's version at this moment."""
+        return self._client.pool.version
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """What another process compares, to know that it has the policy's tokenizer."""
+        return self._client.renderer.digest
+
+    def decode(self, completion_ids: Sequence[int]) -> str:
+        """The text of sampled tokens, without the one that ended them."""
+        return self._client.renderer.reply(completion_ids)
+
     def setting(self, name: str) -> Any:
         """The run's value of a sampling setting, by OpenAI's name for it; None if it has none."""
         return getattr(self._sampling, name.replace("max_completion_tokens", "max_tokens"), None)
@@ -197,7 +213,7 @@ class Seat:
         )
         self.turns.append(turn)
         truncated, message = completion.finish == "length", copy_message(turn.message)
-        return Reply(text, truncated, message, tokens=len(completion.token_ids), prompt_tokens=len(prompt))
+        return Reply(text, truncated, message, len(completion.token_ids), len(prompt), turn)
 
 
 SeatFactories = Mapping[str, Callable[[str], Seat]]

@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
@@ -265,6 +266,29 @@ class TokenInConfig(DatasetEnvConfig):
     """Your function `fn(row, text, **kwargs) -> reward`, sync or async; equality with `answer` when left out."""
 
 
+class RemoteEnvConfig(DatasetEnvConfig):
+    """Rows played by a rollout service: an HTTP server that is posted a row and an address to sample the policy at, and
+    answers with the turns' token ids and log probabilities, and the reward. Rows hold whatever the service wants."""
+
+    type: Literal["remote"] = "remote"
+    url: str
+    """Where rows are posted, such as `http://rollouts:8900/rollout`."""
+    api_key_env: str | None = None
+    """Environment variable that holds the service's key, sent as a bearer token; none is sent when left out."""
+    reconnect_seconds: float = Field(default=60.0, ge=0)
+    """Seconds a service may be away, to be started again, before its episodes count as failed."""
+    max_answer_mb: int = Field(default=64, ge=1)
+    """Larger answers are refused, in MiB."""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"`{url}` is no address of a service: write http://HOST:PORT/PATH")
+        return url
+
+
 class ModuleEnvConfig(DatasetEnvConfig):
     """A Python module with `reward_fn(messages, answer)` and, for several turns, `interact(messages)`. Rows have
     `messages`, `prompt` or `question`, and `answer`: a string or a list."""
@@ -389,6 +413,7 @@ EnvConfig = Annotated[
     | CodeConfig
     | RetrievalConfig
     | TokenInConfig
+    | RemoteEnvConfig
     | ModuleEnvConfig
     | ReasoningGymConfig
     | TextArenaConfig

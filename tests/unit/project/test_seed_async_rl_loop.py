@@ -1,0 +1,80 @@
+"""The run files of examples/seeds/async_rl_loop train, on the package's tiny model and a few rows."""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[3] / "examples" / "seeds" / "async_rl_loop"
+SHARED = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "train.jsonl"
+ROWS = [
+    {"question": f"{n}+{n}?", "answer": f"Twice {n} is {n}+{n} = <<{n}+{n}={2 * n}>>{2 * n}.\n#### {2 * n}"}
+    for n in range(40)
+]
+SHORT = {
+    "model": "paceline:quickstart",
+    "steps": 2,
+    "batch_size": 16,
+    "sampling": {"max_tokens": 12},
+    "filters": {"zero_advantage": False},
+    "eval": {"every": 2, "examples": 4, "concurrency": 4},
+    "device": "cpu",
+    "quiet": True,
+}
+"""Settings that make a run short, with a model of which no right answer is expected."""
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory) -> Path:
+    """A few short rows: of the dataset where it is beside the checkout, else made up."""
+    rows = ROWS
+    if SHARED.exists():
+        given = map(json.loads, SHARED.read_text(encoding="utf-8").splitlines())
+        rows = sorted(given, key=lambda row: len(row["question"]) + len(row["answer"]))[:40]
+    file = tmp_path_factory.mktemp("gsm8k") / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def trained(name: str, questions: Path, runs: Path, **settings) -> list[dict]:
+    """The metrics of a short run of an example."""
+    flags = ["--env.0.dataset", str(questions), "--env.0.eval_dataset", str(questions)]
+    result = paceline.train(load_config(FOLDER / name, flags), runs=str(runs), name="run", **SHORT | settings)
+    assert result.outcome.status == "finished"
+    return [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_warm_up_lowers_the_loss_of_the_solutions_and_phase_two_starts_from_its_export(questions, tmp_path):
+    keys = {"trainer": {"optimizer": {"lr": 1e-3}}, "eval": {"every": 0}}
+    steps = trained("gsm8k_warm_up.toml", questions, tmp_path / "warm-up", **keys | {"steps": 6})
+    assert steps[-1]["loss/ce"] < 0.8 * steps[0]["loss/ce"]
+    phase_two = {"staleness": 2, "trainer": {"minibatches": 2}, "model": str(tmp_path / "warm-up" / "run" / "export")}
+    steps = trained("gsm8k.toml", questions, tmp_path / "rl", **phase_two)
+    assert [step["optimizer_steps"] for step in steps] == [2.0, 2.0]
+    assert all(step["staleness/max"] <= 2 for step in steps)
+    assert all(1 <= step["metric/gsm8k/tries"] <= 2 for step in steps)
+
+
+def test_phase_one_is_one_optimizer_step_a_batch_at_most_one_version_behind(questions, tmp_path):
+    steps = trained("gsm8k.toml", questions, tmp_path)
+    assert [step["optimizer_steps"] for step in steps] == [1.0, 1.0]
+    assert all(step["staleness/max"] <= 1 and 0 <= step["wait_time_ratio"] <= 1 for step in steps)
+
+
+def test_the_token_in_example_makes_rows_that_train(questions, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(FOLDER / "token_in.py"), str(questions), str(rows), "--model", "paceline:quickstart"]
+    made = run(command)
+    assert made.returncode == 0, made.stderr
+    written, asked = (list(map(json.loads, file.read_text().splitlines())) for file in (rows, questions))
+    assert [row["answer"] for row in written] == [
+        row["answer"].rpartition("#### ")[2].replace(",", "") for row in asked
+    ]
+    steps = trained("token_in.toml", rows, tmp_path)
+    assert all(step["turns"] == 1 for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("so \\boxed{1080}", 1), ("#### $1,080", 1), ("1080", 0), ("\\boxed{7}", 0), ("\\boxed{", 0), ("", 0)],
+)
+def test_the_token_in_scorer_reads_the_final_number(text, reward):
+    score = import_object(f"{FOLDER / 'token_in.py'}:score")
+    assert score({"answer": "1080"}, text) == reward
