@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # `verifiers` wants an older openai than we test with, so it lives in an environment of its own.
 VERIFIERS := .venv-verifiers
+# Its older interface, by which most published environments are written, left the package in 0.4.
+CLASSIC := .venv-verifiers-classic
 # Agents and benchmarks of others, each with demands of its own.
 CLIENTS := .venv-clients
 # mlx, Apple's library, has a CPU build for Linux: slow, and enough to prove the code.
@@ -84,9 +86,13 @@ $(MLX)/.smoke: pyproject.toml $(CONSTRAINTS)
 $(VERIFIERS)/.smoke: pyproject.toml $(CONSTRAINTS)
 	$(call install,$(VERIFIERS),[test$(comma)verifiers])
 
-doors: $(VERIFIERS)/.ready ## Test and train other people's environments, `verifiers` among them (.venv-verifiers)
+doors: $(VERIFIERS)/.ready $(CLASSIC)/.ready ## Test and train other people's environments, `verifiers` among them (.venv-verifiers, .venv-verifiers-classic)
+	$(CLASSIC)/bin/python -m pytest tests/integration/test_verifiers_classic.py
 	$(VERIFIERS)/bin/python -m pytest -n 2 --dist worksteal tests/integration/test_doors_real.py \
 		tests/integration/test_doors_train.py tests/unit/rollout/test_bridge_renderer.py
+
+$(CLASSIC)/.ready: pyproject.toml $(CONSTRAINTS)
+	$(call install,$(CLASSIC),[test$(comma)verifiers-classic])
 
 $(VERIFIERS)/.ready: $(VERIFIERS)/.smoke
 	$(call install,$(VERIFIERS),[dev$(comma)verifiers])

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from live_server import MODEL, served
 
+from installed_verifiers import needs_tasksets
 from paceline.config.env import ReasoningGymConfig as GymSettings
 from paceline.config.env import TextArenaConfig as GameSettings
 from paceline.config.env import VerifiersConfig as VerifiersSettings
-from paceline.data import Ticket, open_rows
+from paceline.data import DataError, Ticket, open_rows
 from paceline.data.sources import Scheme
 from paceline.envs.base import EnvError
 from paceline.rollout import Rollout, assemble
@@ -288,6 +289,21 @@ TASKSETS = {
 
         __all__ = ["Sums"]
     """,
+    "halves_v1": """
+        from typing import Literal
+
+        import verifiers.v1 as vf
+
+        class Settings(vf.TasksetConfig):
+            split: Literal["train", "test"] = "train"
+
+        class Halves(vf.Taskset[vf.Task, Settings]):
+            def load(self):
+                split = self.config.split
+                return [vf.Task(vf.TaskData(idx=i, prompt=f"{split} {i}"), self.config.task) for i in range(3)]
+
+        __all__ = ["Halves"]
+    """,
     "look_v1": """
         import verifiers.v1 as vf
 
@@ -420,12 +436,12 @@ def tasksets(tmp_path_factory):
 
 
 def verifiers_environment(**settings):
-    from paceline.envs.verifiers import Verifiers
+    from paceline.envs.verifiers import verifiers_environment as build
 
-    return Verifiers(VerifiersSettings(**settings))
+    return build(VerifiersSettings(**settings))
 
 
-@needs("verifiers")
+@needs_tasksets
 def test_a_taskset_may_be_a_file_of_any_folder(tmp_path, monkeypatch):
     """The folder is importable afterwards, in this process and in those it starts."""
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -441,7 +457,7 @@ def test_a_taskset_may_be_a_file_of_any_folder(tmp_path, monkeypatch):
         verifiers_environment(id=str(file))
 
 
-@needs("verifiers")
+@needs_tasksets
 def test_a_taskset_runs_unchanged_with_its_rewards_and_metrics(stage, tasksets):
     environment = verifiers_environment(
         id="sums-v1", args={"count": 3}, eval_args={"first": 7, "count": 9}, eval_size=2
@@ -460,7 +476,7 @@ def test_a_taskset_runs_unchanged_with_its_rewards_and_metrics(stage, tasksets):
         assert check_tokens(table) > 0
 
 
-@needs("verifiers")
+@needs_tasksets
 def test_a_tasksets_tools_are_called_over_its_own_servers_and_the_call_is_recorded(tasksets):
     environment = verifiers_environment(id="look-v1")
     with open_stage(LESSON) as taught:
@@ -478,7 +494,7 @@ def test_a_tasksets_tools_are_called_over_its_own_servers_and_the_call_is_record
     assert int(np.sum(sample.loss_mask)) == len(first.completion_ids) + len(second.completion_ids)
 
 
-@needs("verifiers")
+@needs_tasksets
 def test_a_judge_speaks_from_its_own_endpoint_and_is_no_part_of_the_episode(stage, tasksets):
     with served() as server:
         judge = {"base_url": f"{server.url}/v1", "model": MODEL, "api_key_var": "NO_KEY_NEEDED"}
@@ -491,7 +507,7 @@ def test_a_judge_speaks_from_its_own_endpoint_and_is_no_part_of_the_episode(stag
     assert outcome.rewards == {"policy": 1.0 + len(said.choices[0].message.content)}
 
 
-@needs("verifiers")
+@needs_tasksets
 def test_agents_sit_in_seats_of_their_own_and_an_untrained_one_is_not_trained(stage, tasksets):
     environment = verifiers_environment(id="debate-v1")
     assert environment.actors == ("pro", "con", "judge")
@@ -509,7 +525,7 @@ def test_agents_sit_in_seats_of_their_own_and_an_untrained_one_is_not_trained(st
     assert table["judge"].turns[0].messages[-1]["content"] == f"sort: {said}"
 
 
-@needs("verifiers")
+@needs_tasksets
 def test_an_environment_that_fails_says_why_and_one_that_never_ends_must_be_bounded(stage, tasksets):
     with pytest.raises(EnvError, match="makes tasks without end: set `size`"):
         verifiers_environment(id="fails-v1").examples("train")
@@ -519,22 +535,41 @@ def test_an_environment_that_fails_says_why_and_one_that_never_ends_must_be_boun
             raise error
 
 
-@needs("verifiers")
-def test_a_taskset_is_a_dataset_for_other_environments_too(tasksets, monkeypatch):
+@needs_tasksets
+def test_a_taskset_is_a_dataset_for_other_environments_too(tasksets, monkeypatch, caplog):
     from paceline.envs.verifiers import verifiers_rows
 
     scheme = {"verifiers": Scheme(verifiers_rows)}
-    with pytest.raises(EnvError, match="name the verifiers environment with VERIFIERS_ENV_ID"):
+    monkeypatch.delenv("VERIFIERS_ENV_ID", raising=False)
+    with pytest.raises(EnvError, match=r"name the verifiers environment with .*VERIFIERS_ENV_ID"):
         open_rows("verifiers:train", schemes=scheme)
     monkeypatch.setenv("VERIFIERS_ENV_ID", "sums-v1")
     monkeypatch.setenv("VERIFIERS_ENV_ARGS", '{"first": 5}')
     rows = open_rows("verifiers:train?limit=2", schemes=scheme, require=("answer",))
     assert [(row["messages"][1]["content"], row["answer"]) for row in rows] == [("add: 5+5", "10"), ("add: 6+6", "12")]
-    with pytest.raises(EnvError, match=r"cannot be loaded: .*split"):
-        open_rows("verifiers:test", schemes=scheme)
+    assert [len(open_rows(f"verifiers:{name}", schemes=scheme)) for name in ("train", "train?limit=-1")] == [4, 4]
+    with caplog.at_level("WARNING"):
+        held_out = open_rows("verifiers:eval?limit=1", schemes=scheme)
+    assert [row["answer"] for row in held_out] == ["10"]
+    assert "`sums-v1` has no rows of its own for `eval`: the training rows are taken" in caplog.text
+    with pytest.raises(DataError, match="there is no split `best`; write one of train, training, eval"):
+        open_rows("verifiers:best", schemes=scheme)
 
 
-@needs("verifiers")
+@needs_tasksets
+@pytest.mark.parametrize("name", ["eval", "test", "dev"])
+def test_a_tasksets_own_split_is_found_whichever_of_its_names_is_asked_for(tasksets, name):
+    environment = verifiers_environment(id="halves-v1", eval_dataset=f"verifiers:{name}?limit=2")
+    assert [row["prompt"] for row in environment.examples("train")] == ["train 0", "train 1", "train 2"]
+    assert [row["prompt"] for row in environment.examples("eval")] == ["test 0", "test 1"]
+    assert environment._env.config.agent.max_turns is None
+    limited = verifiers_environment(id="halves-v1", dataset="verifiers:train?limit=2", max_turns=3)
+    assert limited._env.config.agent.max_turns == 3
+    assert len(limited.examples("train")) == 2
+    assert limited.examples("eval") == []
+
+
+@needs_tasksets
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -257,6 +257,10 @@ class DatasetUri:
             raise DataError(f"dataset {self.uri}: `{option}` must be a whole number from {least}, not `{text}`")
         return int(text)
 
+    def limit(self) -> int | None:
+        """How many rows are wanted at most; None for all, which may be written -1."""
+        return None if self.options.get("limit") == "-1" else self.integer("limit")
+
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
@@ -350,5 +354,5 @@ def _open(uri: str, shape: RowShape, limit: int | None, schemes: Mapping[str, Sc
     if unknown := sorted(address.options.keys() - {"limit", *scheme.options}):
         known = ", ".join(f"`{option}`" for option in ("limit", *scheme.options))
         raise DataError(f"dataset {uri}: there is no option `{unknown[0]}`; `{address.scheme}:` knows {known}")
-    limits = [n for n in (limit, address.integer("limit")) if n is not None]
+    limits = [n for n in (limit, address.limit()) if n is not None]
     return ListRows(scheme.open(address), f"dataset {uri}", shape, min(limits, default=None))

@@ -40,7 +40,7 @@ BUILDERS: dict[type[config.BaseEnvConfig], str] = {
     config.ModuleEnvConfig: "paceline.envs.custom:ModuleEnvironment",
     config.ReasoningGymConfig: "paceline.envs.reasoning_gym:ReasoningGym",
     config.TextArenaConfig: "paceline.envs.textarena:TextArena",
-    config.VerifiersConfig: "paceline.envs.verifiers:Verifiers",
+    config.VerifiersConfig: "paceline.envs.verifiers:verifiers_environment",
     config.ArenaEnvConfig: "paceline.selfplay.environment:arena_environment",
     config.RewardEnvConfig: "paceline.envs.reward:RewardEnvironment",
     config.CustomEnvConfig: "paceline.envs.custom:custom_environment",

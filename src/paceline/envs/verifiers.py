@@ -1,314 +1,96 @@
-"""Environments of the `verifiers` package (its `verifiers.v1` interface), with a harness that runs in this process.
+"""Finds environments of the `verifiers` package by id or file, and which of its two interfaces each speaks.
 
-The package's own chat harness starts a program in a fresh interpreter for every episode, and installs what that needs
-with `uv` from the network. This one speaks the same protocol (every model call goes through the endpoint it is given,
-every tool call through the gate and the tool servers) at the cost of a few requests on loopback.
+Below 0.4 a module has `load_environment(**args)`, which answers with a `vf.Environment`; since 0.4 it exports a
+`Taskset`. The module itself says which it is.
 """
 
-import asyncio
-import copy
 import importlib
 import importlib.util
-import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from operator import methodcaller
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from statistics import fmean
-from types import ModuleType
-from typing import Any
 
-import httpx
-from pydantic import ValidationError
-
+from paceline.config.env import SPLIT_NAMES
 from paceline.config.env import VerifiersConfig as Config
-from paceline.data import DatasetUri, Row
-from paceline.envs.base import POLICY, EnvError, Environment, Outcome, Split
-from paceline.rollout import Message, Seat
+from paceline.data import DataError, DatasetUri, Row
+from paceline.envs.base import EnvError
+from paceline.envs.verifiers_classic import ClassicEnvironment
+from paceline.envs.verifiers_tasksets import TasksetEnvironment
 
-HARNESS = "paceline_chat"
-"""Its id in `verifiers`."""
-CONNECT_SECONDS = 30.0
-
-
-class EndpointRefused(Exception):
-    """The model's endpoint answered with an error."""
+ID, ARGS = "VERIFIERS_ENV_ID", "VERIFIERS_ENV_ARGS"
+"""Variables that name the environment where the run file does not."""
 
 
-def register(vf: Any) -> str:
-    """Make the harness known to `verifiers`, which finds harnesses by the names of modules."""
-
-    class Chat(vf.Harness[vf.HarnessConfig]):
-        APPENDS_SYSTEM_PROMPT = True
-        SUPPORTS_MCP = True
-        SUPPORTS_RESUME = True
-        SUPPORTS_TOOL_INTERCEPTION = True
-        EXECUTES_CODE = False
-        NEEDS_CONTAINER = False
-
-        async def launch(
-            self,
-            ctx: Any,
-            trace: Any,
-            runtime: Any,
-            endpoint: str,
-            secret: str,
-            mcp_urls: dict[str, str],
-            data: Any,
-            tool_interception_url: str | None = None,
-        ) -> Any:
-            from verifiers.v1.dialects.chat import message_to_wire  # ty: ignore[import-not-found]
-
-            opening = _conversation(*self.resolve_prompt(data), message_to_wire)
-            specs = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
-            headers = {"Authorization": f"Bearer {secret}"}
-            timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)  # the episode has a deadline of its own
-            # Nothing here leaves the machine: no certificates are read, no proxy is asked.
-            async with httpx.AsyncClient(headers=headers, timeout=timeout, verify=False, trust_env=False) as client:
-                chat = _ChatLoop(client, endpoint, ctx.model, tool_interception_url)
-                try:
-                    await chat.run(opening, specs)
-                except EndpointRefused as refusal:
-                    # Whether a refusal is an error or how a task's own limit ends the episode, the package knows.
-                    return vf.ProgramResult(exit_code=1, stdout="", stderr=str(refusal))
-            return vf.ProgramResult(exit_code=0, stdout="", stderr="")
-
-    if HARNESS not in sys.modules:
-        module = ModuleType(HARNESS, __doc__)
-        vars(module).update(Chat=Chat, __all__=["Chat"])
-        sys.modules[HARNESS] = module
-    return HARNESS
+def verifiers_environment(config: Config) -> ClassicEnvironment | TasksetEnvironment:
+    """The environment that a section of the run file names, or the variables in its place."""
+    config = fill_in_variables(config)
+    assert config.id is not None
+    if importlib.util.find_spec("verifiers") is None:
+        raise EnvError('verifiers 0.4 is not installed: pip install "paceline[verifiers]"')
+    ident = _make_importable(Path(config.id)) if config.id.endswith(".py") else config.id
+    return (ClassicEnvironment if _is_classic(ident) else TasksetEnvironment)(config, ident)
 
 
-class _ChatLoop:
-    """One conversation until a reply calls no tool."""
-
-    def __init__(self, client: httpx.AsyncClient, endpoint: str, model: str, gate: str | None) -> None:
-        self._client, self._endpoint, self._model, self._gate = client, endpoint, model, gate
-
-    async def run(self, messages: list[dict[str, Any]], specs: dict[str, dict[str, Any]]) -> None:
-        from verifiers.v1.harnesses.utils.mcp import connect_mcp  # ty: ignore[import-not-found]
-
-        async with AsyncExitStack() as stack:
-            tools, dispatch, servers = await connect_mcp({"mcpServers": specs}, stack) if specs else ([], {}, {})
-            while (reply := await self._reply(messages, tools)) is not None:
-                messages.append(reply)
-                if not reply.get("tool_calls"):
-                    return
-                for call in reply["tool_calls"]:
-                    messages.append(await self._result(call, dispatch, servers))
-
-    async def _reply(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> dict | None:
-        """The model's next message; None if the conversation has grown too long for it."""
-        body = {"model": self._model, "messages": messages} | ({"tools": tools} if tools else {})
-        answer = await self._client.post(f"{self._endpoint.rstrip('/')}/chat/completions", json=body)
-        if answer.status_code == 400 and "context" in answer.text and any(m["role"] == "assistant" for m in messages):
-            return None
-        message = _json_of(answer)["choices"][0]["message"]
-        return {key: value for key, value in message.items() if value is not None or key == "content"}
-
-    async def _result(self, call: dict[str, Any], dispatch: dict[str, Any], servers: dict[str, Any]) -> dict[str, Any]:
-        """A tool's answer to a call, or why it was not asked."""
-        from verifiers.v1.harnesses.utils.mcp import call_mcp  # ty: ignore[import-not-found]
-
-        name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
-        problem = None
-        try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
-            problem = f"error: invalid JSON in tool arguments ({error}); resend with valid JSON"
-        else:
-            if not isinstance(arguments, dict):
-                problem = "error: tool arguments must be a JSON object"
-        if self._gate:  # the task may forbid the call, with its own words in place of the tool's
-            asked = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
-            decision = _json_of(await self._client.post(self._gate, json=asked))
-            if decision["action"] == "stop":
-                raise EndpointRefused(decision["reason"])
-            if decision["action"] == "deny":
-                return decision["message"]
-        if problem is None and name not in dispatch:
-            problem = f"error: unknown tool {name!r}"
-        content = problem or await call_mcp(servers, dispatch, name, arguments)
-        return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
-
-
-def _json_of(answer: httpx.Response) -> Any:
-    if answer.is_error:
-        raise EndpointRefused(f"{answer.status_code}: {answer.text[-2000:]}")
-    return answer.json()
-
-
-class Verifiers(Environment):
-    """Tasks, tools, rewards and judges are the package's business. Where it wants a model it is given a seat's address.
-
-    Every agent that names neither a model nor an endpoint is the policy: a lone one sits in the seat `policy`, several
-    in seats named after them. What an environment declares untrainable plays and is not trained. A seat's reward is
-    the mean over the runs of its agent.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._vf = _package()
-        self._chat = register(self._vf)
-        self._id = _make_importable(Path(config.id)) if config.id.endswith(".py") else config.id
-        self._env = self._build(config.args)
-        roles = [name for name, spec in _roles(self._env.config) if spec.model is None and spec.client is None]
-        if not roles:
-            raise EnvError(f"verifiers environment `{config.id}` leaves no agent to the policy: each names its model")
-        self._seats = {role: POLICY if len(roles) == 1 else role for role in roles}
-        self.actors = tuple(self._seats.values())
-        self._tasks: dict[Split, list[Any]] = {}
-        self._serving: asyncio.Task[None] | None = None
-
-    def examples(self, split: Split) -> Sequence[Row]:
-        if split == "train":
-            self._tasks[split] = self._load(self._env.taskset, self._config.size)
-        elif self._config.eval_args is not None:
-            held_out = self._build(self._config.args | self._config.eval_args)
-            self._tasks[split] = self._load(held_out.taskset, self._config.eval_size)
-        tasks = self._tasks.get(split, [])
-        return [{"split": split, "index": at, "prompt": task.data.prompt_text} for at, task in enumerate(tasks)]
-
-    async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
-        await self._serve()
-        task = self._tasks[example["split"]][example["index"]]
-        # The variable that would hold a key: the address itself is the secret.
-        key = {"api_key_var": "PACELINE_NO_KEY"}
-        addresses = {role: await seats[seat].base_url() for role, seat in self._seats.items()}
-        clients = {role: self._vf.EvalClientConfig(base_url=url, **key) for role, url in addresses.items()}
-        context = self._vf.ModelContext(model=POLICY, client=next(iter(clients.values())))
-        episode = await self._with_clients(clients).run_episode(task, context)
-        if not episode.ok:
-            raise EnvError(f"verifiers environment `{self._config.id}`: {_episode_error(episode)}")
-        for role, seat in self._seats.items():
-            runs = [trace for trace in episode.traces if self._role(trace) == role]
-            seats[seat].trained = any(trace.agent.trainable for trace in runs)
-        return self._outcome(episode.traces)
-
-    def _outcome(self, traces: Sequence[Any]) -> Outcome:
-        runs: dict[str, list[float]] = {}
-        metrics: dict[str, list[float]] = {}
-        for trace in traces:
-            role = self._role(trace)
-            if role in self._seats and trace.agent.trainable:
-                runs.setdefault(self._seats[role], []).append(trace.reward)
-            where = f"{role}/" if len(self._seats) > 1 or role not in self._seats else ""
-            said = {f"reward/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None}
-            for name, value in {**said, **trace.metrics}.items():
-                if value is not None:
-                    metrics.setdefault(where + name, []).append(value)
-        return Outcome(
-            {seat: fmean(rewards) for seat, rewards in runs.items()},
-            {name: fmean(values) for name, values in metrics.items()},
-        )
-
-    def _role(self, trace: Any) -> str:
-        return trace.agent.name or next(iter(self._seats))
-
-    def _with_clients(self, clients: Mapping[str, Any]) -> Any:
-        """The environment with this episode's addresses. A copy, because many episodes are played at once; without the
-        shared interception server, because that keeps a client for every address it ever saw."""
-        env = copy.copy(self._env)
-        agents = {role: getattr(env.config, role).model_copy(update={"client": c}) for role, c in clients.items()}
-        env.config = env.config.model_copy(update=agents)
-        env._interception = None
-        return env
-
-    async def _serve(self) -> None:
-        """Hold what all episodes share (tool servers, say) for as long as the event loop runs."""
-        if self._serving is None or self._serving.done():
-            ready = asyncio.get_running_loop().create_future()
-            self._serving = asyncio.create_task(self._keep_serving(ready), name=f"serving {self._config.id}")
-            self._ready = ready
-        await asyncio.shield(self._ready)  # bounded: by the episode's timeout
-
-    async def _keep_serving(self, ready: asyncio.Future[None]) -> None:
-        try:
-            async with self._env.serving():
-                ready.set_result(None)
-                await asyncio.Event().wait()  # unbounded: until the event loop ends
-        except Exception as error:
-            if ready.done():
-                raise
-            ready.set_exception(EnvError(f"verifiers environment `{self._config.id}` cannot be served: {error}"))
-
-    def _build(self, args: dict[str, Any]) -> Any:
-        try:
-            kind = self._vf.env_config_type(self._id, self._config.env)
-            agents = copy.deepcopy(self._config.agents)
-            for role, declared in _roles(kind):
-                self._apply_defaults(agents.setdefault(role, {}), declared)
-            raw = {"id": self._config.env, "taskset": {**args, "id": self._id}, **agents}
-            return self._vf.load_environment(self._vf.resolve_env_config(raw))
-        except (ImportError, AttributeError, TypeError, ValueError) as error:  # how the package refuses a setting
-            said: object = error
-            if isinstance(error, ValidationError):
-                problem = error.errors()[0]
-                said = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-            raise EnvError(f"verifiers environment `{self._config.id}` cannot be loaded: {said}") from error
-
-    def _apply_defaults(self, agent: dict[str, Any], declared: Any) -> None:
-        """Where neither the run file nor the environment's author chose, run here: no code, no remote sandbox. An
-        author's choice of `null`, which only chats, is that of the same protocol: it need not install a program."""
-        chosen = declared.harness
-        plain = chosen is None and self._vf.default_harness_id(self._id) != self._id
-        if plain or (chosen is not None and chosen.id == "null"):
-            agent.setdefault("harness", {"id": self._chat})
-        if isinstance(declared.runtime, self._vf.PrimeConfig):
-            agent.setdefault("runtime", {"type": "subprocess"})
-
-    def _load(self, taskset: Iterable[Any], size: int | None) -> list[Any]:
-        if size is None and not getattr(taskset, "bounded", True):
-            raise EnvError(f"verifiers environment `{self._config.id}` makes tasks without end: set `size`")
-        return list(itertools.islice(taskset, size))
+def fill_in_variables(config: Config) -> Config:
+    """The section with what VERIFIERS_ENV_ID and VERIFIERS_ENV_ARGS say where it has no `id`."""
+    if config.id is not None:
+        return config
+    return config.model_copy(update={"id": _variable_id(), "args": _variable_args() | config.args})
 
 
 def verifiers_rows(address: DatasetUri) -> list[Row]:
-    """The rows of `verifiers:train?limit=32`, for environments that judge answers themselves. Which taskset is meant
-    say VERIFIERS_ENV_ID and VERIFIERS_ENV_ARGS; a split other than `train` is its setting `split`."""
-    ident, written = os.environ.get("VERIFIERS_ENV_ID"), os.environ.get("VERIFIERS_ENV_ARGS") or "{}"
-    if not ident:
-        raise EnvError(f"dataset {address.uri}: name the verifiers environment with VERIFIERS_ENV_ID")
+    """The rows of `verifiers:train?limit=32`, for environments that judge answers themselves."""
+    if (name := address.name or "train") not in SPLIT_NAMES:
+        raise DataError(f"dataset {address.uri}: there is no split `{name}`; write one of {', '.join(SPLIT_NAMES)}")
+    return verifiers_environment(Config()).rows(name, address.limit())
+
+
+def _variable_id() -> str:
+    if not (ident := os.environ.get(ID)):
+        raise EnvError(f"name the verifiers environment with `id` in its [[env]], or with {ID}")
+    return ident
+
+
+def _variable_args() -> dict[str, object]:
+    written = os.environ.get(ARGS) or "{}"
     try:
         args = json.loads(written)
     except json.JSONDecodeError:
         args = None
     if not isinstance(args, dict):
-        raise EnvError(f"VERIFIERS_ENV_ARGS must be a JSON object, not {written:.80}")
-    split = {"split": address.name} if address.name not in ("", "train") else {}
-    environment = Verifiers(Config(id=ident, args=args | split, size=address.integer("limit")))
-    environment.examples("train")
-    dump = methodcaller("model_dump", exclude_none=True)
-    tasks = [task.data for task in environment._tasks["train"]]
-    return [
-        {"messages": _conversation(data.system_prompt, data.prompt, dump), "answer": getattr(data, "answer", "")}
-        for data in tasks
-    ]
+        raise EnvError(f"{ARGS} must be a JSON object, not {written:.80}")
+    return args
 
 
-def _conversation(system: str | None, prompt: Any, dump: Callable[[Any], Message]) -> list[Message]:
-    opening = [{"role": "system", "content": system}] if system else []
-    if isinstance(prompt, str):
-        return [*opening, {"role": "user", "content": prompt}]
-    return [*opening, *map(dump, prompt or [])]
+def _is_classic(ident: str) -> bool:
+    """Whether the module has `load_environment`, and not a taskset of the package's own that has its name."""
+    name = ident.rpartition("/")[2].partition("@")[0].replace("-", "_")
+    if _find(f"verifiers.v1.tasksets.{name}") or not _find(name):
+        return False  # the package says what it does not find
+    is_old = _find("verifiers.envs") is not None
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:
+        hint = "" if is_old else "; an environment with load_environment() needs pip install 'verifiers<0.4'"
+        raise EnvError(
+            f"verifiers environment `{ident}` cannot be imported: {type(error).__name__}: {error}{hint}"
+        ) from error
+    is_classic = callable(getattr(module, "load_environment", None))
+    if is_classic and not is_old and not getattr(module, "__all__", ()):
+        raise EnvError(
+            f"verifiers environment `{ident}` has load_environment() and no Taskset, as verifiers below 0.4 wants it: "
+            "pip install 'verifiers<0.4'"
+        )
+    return is_classic and is_old
 
 
-def _roles(config: Any) -> Iterable[tuple[str, Any]]:
-    """The agents an environment's config declares, or a config's class with their defaults."""
-    if isinstance(config, type):
-        fields = ((name, field.default) for name, field in config.model_fields.items())
-    else:
-        fields = iter(config)
-    return [(name, value) for name, value in fields if type(value).__name__.endswith("AgentConfig")]
-
-
-def _episode_error(episode: Any) -> str:
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    return f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed without saying why"
+def _find(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # a package above it
+        return None
 
 
 def _make_importable(file: Path) -> str:
@@ -320,7 +102,7 @@ def _make_importable(file: Path) -> str:
     if folder not in sys.path:
         sys.path.append(folder)
     for name in (f"verifiers.v1.tasksets.{file.stem}", file.stem):  # in the order of the package
-        spec = importlib.util.find_spec(name)
+        spec = _find(name)
         if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file.resolve():
             inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
             if folder not in inherited:
@@ -330,10 +112,3 @@ def _make_importable(file: Path) -> str:
             break
     other = "no module can have that name" if spec is None else f"`{name}` is another module, {spec.origin}"
     raise EnvError(f"verifiers environment `{file}`: {other}: rename the file")
-
-
-def _package() -> Any:
-    try:
-        return importlib.import_module("verifiers.v1")
-    except ImportError as error:
-        raise EnvError(f'verifiers 0.4 is not installed ({error}): pip install "paceline[verifiers]"') from error

@@ -40,6 +40,7 @@ from paceline.envs.base import dataset_rows, limit_rows
 from paceline.envs.custom import ASYNC_ONLY, NEEDS_ROWS, ModuleEnvironment
 from paceline.envs.questions import TokenIn
 from paceline.envs.search.index import load_corpus
+from paceline.envs.verifiers import fill_in_variables
 from paceline.errors import PacelineError
 from paceline.model import source as model_files
 from paceline.model.tokenizer import load_tokenizer
@@ -194,10 +195,11 @@ def check_environment(env: BaseEnvConfig, found: Preflight, given: bool) -> None
 def _try_environment(env: BaseEnvConfig, found: Preflight) -> None:
     """Raise a sentence where the environment cannot be made, or its first rows are none that it can play."""
     if isinstance(env, VerifiersConfig):
+        ident = str(fill_in_variables(env).id)
         if importlib.util.find_spec("verifiers") is None:
             build_environment(env)  # which says so
-        if env.id.endswith(".py") and not Path(env.id).is_file():
-            raise EnvError(f"environment `{env.name}`: no such file `{env.id}`")
+        if ident.endswith(".py") and not Path(ident).is_file():
+            raise EnvError(f"environment `{env.name}`: no such file `{ident}`")
         return
     if isinstance(env, CustomEnvConfig):  # a function must be async and needs rows; a class has its own
         defined = check_import(env.import_path)

@@ -1,5 +1,6 @@
 """Environments: where examples come from and how an episode is played. Built-in tasks, and those of other packages."""
 
+import re
 from functools import partial
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -377,28 +378,65 @@ class TextArenaConfig(BaseEnvConfig):
     _check_toml = field_validator("args")(partial(check_toml_values, key="args"))
 
 
+SPLIT_NAMES: dict[str, Literal["train", "eval"]] = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("eval", "evaluation", "test", "validation", "dev"), "eval"),
+}
+"""Names of a `verifiers` environment's splits."""
+_SPLIT_URI = re.compile(rf"verifiers:({'|'.join(SPLIT_NAMES)})(?:\?limit=(-1|[1-9][0-9]*))?")
+
+
 class VerifiersConfig(BaseEnvConfig):
-    """An environment of the `verifiers` package, unchanged: its tasks, tools, harness, rewards and judges."""
+    """An environment of the `verifiers` package, unchanged: its rows, tools, turns, rewards and judges. Both of its
+    interfaces are spoken: `load_environment()` (below 0.4) and tasksets (0.4)."""
 
     type: Literal["verifiers"] = "verifiers"
-    id: Annotated[str, PathKey("module")]
-    """Its id there: an installed package that exports a `Taskset`; or a file that does, `path/to/file.py` relative to
-    the run file, whose name is in lower case."""
+    id: Annotated[str, PathKey("module")] | None = None
+    """Its id there, an installed package; or a file, `path/to/file.py` relative to the run file, whose name is in lower
+    case. The variable VERIFIERS_ENV_ID when left out."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the taskset."""
+    """Settings of the environment. Where VERIFIERS_ENV_ID names it, they come on top of VERIFIERS_ENV_ARGS."""
+    dataset: str | None = None
+    """Training rows by split, `verifiers:train?limit=32`; `limit=-1` or none takes all. In place of `size`."""
+    eval_dataset: str | None = None
+    """Held-out rows likewise, `verifiers:eval?limit=32`; the training rows where the environment has no others."""
     eval_args: dict[str, Any] | None = None
-    """Settings that differ for the held-out rows (`{split = "test"}`); no evaluation when left out."""
+    """Settings that differ for the held-out rows (`{split = "test"}`). No evaluation when this and `eval_dataset` are
+    left out, unless the environment has an `eval_dataset` of its own."""
     size: int | None = Field(default=None, ge=1)
-    """Use only the first n tasks; needed where a taskset never ends."""
+    """Use only the first n rows; needed where a taskset never ends."""
     eval_size: int | None = Field(default=100, ge=1)
-    """Use only the first n held-out tasks."""
+    """Use only the first n held-out rows."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Most replies of the policy in an episode; the environment's own limit when left out."""
     env: str = ""
     """How agents interact, by its id there (`best-of-n`); the taskset's own way when left out."""
     agents: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Settings by agent, in that package's words (`{agent = {max_turns = 4}}`). Where no harness is chosen, agents
-    talk and call tools from this process; where no runtime is chosen, it is this machine."""
+    """Settings by agent of a taskset, in that package's words (`{agent = {max_turns = 4}}`). Where no harness is
+    chosen, agents talk and call tools from this process; where no runtime is chosen, it is this machine."""
 
     _check_toml = field_validator("args", "eval_args", "agents")(partial(check_toml_values, key="these settings"))
+
+    def check_keys(self) -> None:
+        for key in ("dataset", "eval_dataset"):
+            uri = getattr(self, key)
+            if uri is not None and not _SPLIT_URI.fullmatch(uri):
+                raise ValueError(
+                    f"{key} = {uri!r}: the rows are the environment's own: write verifiers:SPLIT?limit=N, with one of "
+                    f"{', '.join(SPLIT_NAMES)}, and N from 1, or -1 for all"
+                )
+        if self.dataset is not None and self.size is not None:
+            raise ValueError("`dataset` and `size` both limit the training rows: leave `size` out")
+
+    def rows_of(self, split: Literal["train", "eval"]) -> tuple[str, int | None]:
+        """The name of the split that a run trains on or evaluates, and how many of its rows."""
+        uri = self.dataset if split == "train" else self.eval_dataset
+        if uri is None:
+            return split, self.size if split == "train" else self.eval_size
+        found = _SPLIT_URI.fullmatch(uri)
+        assert found is not None
+        limit = int(found[2] or -1)
+        return found[1], None if limit < 0 else limit
 
 
 EnvConfig = Annotated[
