@@ -121,7 +121,7 @@ def _run_until_ready(words: list[str], folder: Path) -> None:
             assert process.stdout is not None
             assert re.search(r"http://\S+", process.stdout.readline())
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=240)
         except BaseException:
             process.kill()
             raise

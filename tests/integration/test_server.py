@@ -413,7 +413,7 @@ def test_a_client_that_leaves_frees_its_places(server, stream):
     if not stream:
         server.post("/pause")
     try:
-        with socket.create_connection((host, int(port)), timeout=60) as wire:
+        with socket.create_connection((host, int(port)), timeout=240) as wire:
             wire.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
             assert wire.recv(1) if stream else becomes(lambda: server.load() == 32)
             server.post("/pause")
@@ -430,7 +430,7 @@ def test_a_client_that_hangs_up_in_its_body_is_not_logged_as_a_bug(server):
     host, port = server.url.removeprefix("http://").split(":")
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99"
     head += f"\r\nAuthorization: {server.bearer['Authorization']}"
-    with socket.create_connection((host, int(port)), timeout=60) as wire:
+    with socket.create_connection((host, int(port)), timeout=240) as wire:
         wire.sendall(f'{head}\r\nContent-Type: application/json\r\n\r\n{{"pro'.encode())
         server.get("/health")
     for _ in range(5):  # by then the server has noticed
@@ -595,7 +595,7 @@ def test_the_key_is_asked_for_and_a_signal_lets_requests_finish(monkeypatch):
             return False
 
         with httpx.stream(
-            "POST", url + "/v1/chat/completions", json=LONG | {"stream": True}, headers=headers[-1], timeout=60
+            "POST", url + "/v1/chat/completions", json=LONG | {"stream": True}, headers=headers[-1], timeout=240
         ) as answer:
             lines = answer.iter_lines()
             next(lines)

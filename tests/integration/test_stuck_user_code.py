@@ -107,7 +107,7 @@ def test_signals_end_a_run_whatever_its_episodes_do(folder, play, signals):
             said += next(line for line in process.stdout if sign in line)
             process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            said += process.communicate(timeout=60)[0]
+            said += process.communicate(timeout=240)[0]
         process.kill()
     assert process.returncode == 130, said
     end = last_event(folder)

@@ -75,4 +75,4 @@ def test_a_node_that_joins_gets_an_engine_once_one_machine_has_room_for_it(clust
         while held():  # noqa: ASYNC110 - Ray removes them in its own time
             await asyncio.sleep(0.05)
 
-    asyncio.run(asyncio.wait_for(story(), 250))
+    asyncio.run(asyncio.wait_for(story(), 800))

@@ -65,7 +65,7 @@ def test_a_broadcast_reaches_all_engines_at_once_and_the_dead_by_the_object_stor
             tensors = ObjectTensors.put({name: tensor + version for name, tensor in update.tensors.items()})
             expected = fingerprint(tensors.items())
             await pool.load_weights(WeightUpdate(version, tensors, expected=expected))
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(600):
                 while len(held := await pool.policies()) < 2:  # noqa: ASYNC110 - another process comes back
                     await asyncio.sleep(0.05)
             assert held == [ServedPolicy(version, expected)] * 2
@@ -106,9 +106,9 @@ def test_weights_that_the_object_store_lost_are_told_at_once_and_lead_back_to_th
         engine = RayEngine(started, "engine-0")
         pool = Pool([engine])
         owner = ray.remote(Owner).options(num_cpus=1).remote()
-        (reference,) = ray.get(owner.put.remote(), timeout=60)
+        (reference,) = ray.get(owner.put.remote(), timeout=600)
         ray.kill(owner)  # the owner of the object is gone, and the object with it
-        async with asyncio.timeout(300):
+        async with asyncio.timeout(600):
             with pytest.raises(TrainerLost, match="weights"):
                 await pool.load_weights(WeightUpdate(1, ObjectTensors(reference)))
         assert (await engine.policy()).version == 0

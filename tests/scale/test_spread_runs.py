@@ -105,7 +105,7 @@ class Watcher(threading.Thread):
 
 
 def kill(run: str, part: str) -> None:
-    _, pid = ray.get(ray.get_actor(f"{run}/{part}", namespace=NAMESPACE).host_and_pid.remote(), timeout=60)
+    _, pid = ray.get(ray.get_actor(f"{run}/{part}", namespace=NAMESPACE).host_and_pid.remote(), timeout=600)
     os.kill(pid, signal.SIGKILL)
 
 

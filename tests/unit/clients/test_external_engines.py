@@ -156,7 +156,7 @@ def with_engine(server, folder, work):
         engine = SglangEngine(server.url, folder=folder)
         engine.start()
         try:
-            return await asyncio.wait_for(work(engine), 30)
+            return await asyncio.wait_for(work(engine), 240)
         finally:
             await engine.aclose()
 

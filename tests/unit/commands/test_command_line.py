@@ -360,8 +360,8 @@ with interrupt_ends_process():
 
 
 def test_ctrl_c_while_modules_are_loaded_ends_the_process_even_where_an_exception_would_be_lost():
-    done = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "paceline: stopped\n")
     code = LOADING.replace("sleep(5)", "sleep(0)")
-    ignored = subprocess.run([sys.executable, "-c", code, "nohup"], capture_output=True, text=True, timeout=60)
+    ignored = subprocess.run([sys.executable, "-c", code, "nohup"], capture_output=True, text=True, timeout=240)
     assert (ignored.returncode, ignored.stderr) == (0, "")

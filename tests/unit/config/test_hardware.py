@@ -101,7 +101,7 @@ def test_what_only_torch_can_do_says_so_where_it_is_missing():
         [sys.executable, "-c", code, "serve", "paceline:quickstart", "--backend", "torch"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 2
     assert "pip install 'paceline[torch]'" in done.stderr
@@ -109,6 +109,6 @@ def test_what_only_torch_can_do_says_so_where_it_is_missing():
 
 def test_the_way_to_a_run_and_to_a_server_needs_no_torch():
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH.format(modules=ON_THE_WAY)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WITHOUT_TORCH.format(modules=ON_THE_WAY)], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr

@@ -232,7 +232,7 @@ def test_a_request_that_is_abandoned_while_it_ends_harms_no_other(model):
         if doomed:
             future = doomed.pop()
             tell = future._invoke_callbacks
-            future._invoke_callbacks = lambda: (told.wait(60), tell())
+            future._invoke_callbacks = lambda: (told.wait(240), tell())
             threading.Thread(target=future.cancel, daemon=True).start()
             while not future.cancelled():
                 time.sleep(0.001)
@@ -243,7 +243,7 @@ def test_a_request_that_is_abandoned_while_it_ends_harms_no_other(model):
         engine._enqueue = lambda sequence: doomed.append(sequence.future) or enqueue(sequence)
         engine.submit(GenerateRequest(prompt_ids=(1, 2, 3), max_tokens=20, stop_token_ids=tuple(range(VOCABULARY))))
         engine._enqueue = enqueue
-        answer = engine.submit(GenerateRequest(prompt_ids=(1, 2, 3), max_tokens=4)).result(60)
+        answer = engine.submit(GenerateRequest(prompt_ids=(1, 2, 3), max_tokens=4)).result(240)
         assert len(answer.token_ids) == 4
         assert not doomed
     finally:

@@ -352,7 +352,7 @@ class TestRunDirectory:
             directory = RunDirectory.claim(Path(sys.argv[1]))
             directory.begin("")
             print("held", flush=True)
-            time.sleep(60)
+            time.sleep(600)
         """
         holder = python(code, tmp_path / "x")
         assert holder.stdout is not None
@@ -362,7 +362,7 @@ class TestRunDirectory:
                 RunDirectory.claim(tmp_path / "x", **choice)
         assert (tmp_path / "x" / "config.toml").exists()
         holder.send_signal(signal.SIGKILL)
-        holder.communicate(timeout=30)
+        holder.communicate(timeout=240)
         with RunDirectory.claim(tmp_path / "x", resume=True) as directory:
             assert directory.lock_file.read_text() == f"{os.getpid()}\n"
 

@@ -355,7 +355,7 @@ def test_readers_see_whole_rollouts_while_the_run_goes_on_and_goes_back(tmp_path
     writer.close()
     over.set()
     for reader in readers:
-        reader.join(30)
+        reader.join(240)
     assert failures == []
     assert open_run(tmp_path).rollouts.count == 8 * 4
 
@@ -364,7 +364,7 @@ def test_bodies_are_left_out_when_the_disk_is_slow_and_rows_never(tmp_path, monk
     gate, real = threading.Event(), RecordWriter.append
 
     def slow(self, *chunks) -> None:
-        assert gate.wait(30)
+        assert gate.wait(240)
         real(self, *chunks)
 
     monkeypatch.setattr(RecordWriter, "append", slow)

@@ -410,8 +410,8 @@ def test_the_command_says_where_it_listens_and_a_signal_ends_it_without_an_error
         told = process.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:\d+/", told)
         assert found, told
-        assert httpx.get(found[0], timeout=60).status_code == 200
-        with httpx.stream("GET", f"{found[0]}api/live", timeout=60) as answer:
+        assert httpx.get(found[0], timeout=240).status_code == 200
+        with httpx.stream("GET", f"{found[0]}api/live", timeout=240) as answer:
             next(answer.iter_lines())
             process.send_signal(signal.SIGTERM)
             _, said = process.communicate(timeout=240)
@@ -453,8 +453,8 @@ def _events(lines):
 
 def test_new_lines_are_pushed_and_so_is_a_death_that_wrote_nothing(tmp_path, address):
     told = Told(tmp_path, "alive").step(2)
-    mark = httpx.get(f"{address}/api/metrics", params={"run": "alive"}, timeout=60).json()["mark"]
-    with httpx.stream("GET", f"{address}/api/live", params={"run": "alive", "mark": mark}, timeout=60) as answer:
+    mark = httpx.get(f"{address}/api/metrics", params={"run": "alive"}, timeout=240).json()["mark"]
+    with httpx.stream("GET", f"{address}/api/live", params={"run": "alive", "mark": mark}, timeout=240) as answer:
         events = _events(answer.iter_lines())
         assert next(one for name, one in events if name == "standing")["status"]["state"] == "running"
         told.step(1)
@@ -471,7 +471,7 @@ def test_new_lines_are_pushed_and_so_is_a_death_that_wrote_nothing(tmp_path, add
 
 
 def test_the_table_hears_of_runs_that_come_and_go(tmp_path, address):
-    with httpx.stream("GET", f"{address}/api/live", timeout=60) as answer:
+    with httpx.stream("GET", f"{address}/api/live", timeout=240) as answer:
         events = _events(answer.iter_lines())
         told = Told(tmp_path, "new").step(1)
         assert next(one for _, one in events)["changed"][0]["name"] == "new"

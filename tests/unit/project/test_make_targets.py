@@ -41,7 +41,7 @@ def planned(target: str, folder: Path) -> list[str]:
     """What make would run for a target where no environment is there yet."""
     environments = [f"{name}={folder}/{name}" for name in ("VENV", "MLX", "VERIFIERS")]
     command = ["make", "--dry-run", "--no-print-directory", target, *environments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
