@@ -6,7 +6,7 @@ from pathlib import Path
 from paceline.config import RunConfig, load
 from paceline.errors import PacelineError
 from paceline.observe.monitor import RunDirectory
-from paceline.orchestrator.checkpoint import LATEST, Checkpoints
+from paceline.orchestrator.checkpoint import LATEST, PROMOTED, Checkpoints
 
 
 def step_of(checkpoint: Path) -> int:
@@ -36,11 +36,14 @@ class RunTarget:
 
 def find_run(text: str) -> RunTarget | None:
     """The run that `text` names, or None where it names none; a step that the run lacks is an error. Without a step it
-    is the newest complete checkpoint."""
+    is the newest complete checkpoint; `RUN@promoted` is the last that passed [upgrade]."""
     root, step = _split_target(text)
     if root is None:
         return None
-    whole = Checkpoints(RunDirectory(root).checkpoints, keep=1).all()
+    checkpoints = Checkpoints(RunDirectory(root).checkpoints, keep=1)
+    whole = checkpoints.all()
+    if step == PROMOTED and not (step := checkpoints.promoted_name):
+        raise PacelineError(f"{root} has no promoted checkpoint, which only a run with [upgrade] has: name a step")
     number = (step or "").removeprefix("step-")
     matching = [path for path in whole if step is None or (number.isdecimal() and step_of(path) == int(number))]
     if step is not None and not matching:

@@ -72,6 +72,8 @@ CHOSEN = {  # keys tied to one another by rules
     "base_url": st.from_regex(r"https?://[a-z0-9.]{1,9}(:[0-9]{1,4})?(/v1)?", fullmatch=True),
     "block": TEXT.map(lambda text: text + "{demonstration}"),
     "roles": st.dictionaries(NAMES, st.floats(0, 9, exclude_min=True), min_size=1, max_size=3),
+    "metrics": st.dictionaries(NAMES, st.floats(0, 9, exclude_min=True), max_size=3),
+    "hopeless_at": st.just(0.0),  # below every `mastered_at`
     "advertise": st.from_regex(r"[a-z0-9.-]{1,9}", fullmatch=True) | st.just("fe80::1"),
 }
 
@@ -129,6 +131,9 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
     table.get("cluster", {}).pop("most_engines", None)
     if table.get("deterministic"):
         table.pop("oversample", None)
+    priority = table.get("replay", {}).get("priority")
+    if isinstance(priority, dict) and priority.get("by") == "advantage":
+        priority.pop("metrics", None)
     if table.get("on_stale", "drop") != "drop":
         table.pop("cancel_stale", None)
     if table.get("group_size") == 1:
@@ -206,6 +211,7 @@ def test_a_dumped_config_loads_as_itself(table):
 OPEN = {
     "kwargs": {"my-key": 3, "my_key": {"-": [1]}},
     "roles": {"my-role": 0.5, "my_role": 0.25},
+    "metrics": {"my-part": 0.5, "my_part": 0.25},
     "env": {"my-word": "a", "MY_WORD": "b"},
 }
 """Tables whose keys are the user's own, with some that can be typed: none is empty or has a dot."""

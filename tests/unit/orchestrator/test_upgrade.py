@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import scripted_run
+from paceline.commands.targets import find_run
 from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig
 from paceline.config.inference import EngineConfig
 from paceline.config.run import UpgradeConfig
 from paceline.config.trainer import OptimizerConfig, TrainerConfig
 from paceline.data import Sample
 from paceline.envs import Outcome
+from paceline.errors import PacelineError
 from paceline.observe.monitor import read_jsonl
 from paceline.orchestrator import CheckpointError, Checkpoints, RollBack, RunStopped
 from paceline.orchestrator.upgrade import UPGRADE_FILE, kl_divergence
@@ -270,6 +272,13 @@ def test_a_collapsed_policy_is_not_exported(tmp_path):
     notes = [event["text"] for event in read_jsonl(bad.directory / "events.jsonl") if event["event"] == "note"]
     assert "export/ has the weights of step-000004, the last that passed [upgrade]" in notes
     assert Checkpoints(bad.directory / "checkpoints", 1).promoted.name == "step-000004"
+    for name in (f"{bad.directory}@promoted", str(bad.directory / "checkpoints" / "promoted")):
+        target = find_run(name)
+        assert target is not None
+        assert (target.step, target.checkpoint) == (4, bad.directory / "checkpoints" / "step-000004")
+    (bad.directory / "checkpoints" / "promoted").unlink()
+    with pytest.raises(PacelineError, match="no promoted checkpoint"):
+        find_run(f"{bad.directory}@promoted")
 
 
 def test_a_failed_gate_rolls_back_and_trains_other_draws(tmp_path, monkeypatch):
