@@ -28,6 +28,7 @@ from urllib.parse import parse_qsl
 
 from paceline.data import rows as parsing
 from paceline.data.rows import BadRow, BadRows, DataError, PlacedRows, Row, Rows, RowShape, wrap_read_errors
+from paceline.util.hub_retry import retry_hub
 from paceline.util.importing import FROM_PYTHON
 
 
@@ -227,7 +228,7 @@ def open_hub(uri: str, shape: RowShape, limit: int | None) -> ListRows:
         raise DataError(f"dataset {uri}: write `split@owner/name`, train@openai/gsm8k say")
     datasets = _import("datasets", f"dataset {uri}: datasets of the hub need the datasets package")
     try:
-        rows = datasets.load_dataset(name, config or None, split=split)
+        rows = retry_hub(f"dataset {uri}", lambda: datasets.load_dataset(name, config or None, split=split))
     # All it raises of its own: a missing name, split or config, no network, files it cannot parse.
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -2,6 +2,7 @@
 
 from paceline.config.hardware import HALF_DTYPES, compute_dtype, cpu_half_dtypes, stored_dtype
 from paceline.config.model import Dtype, ModelConfig
+from paceline.model.hub import HubBusy, fetch
 from paceline.model.source import ModelError, resolve
 
 
@@ -20,12 +21,11 @@ def checkpoint_dtype(name: str) -> Dtype | None:
         return None  # loading the model says what is wrong
     found = stored_dtype(source)
     if found is None and "/" in source and not source.startswith("/"):
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
         try:
-            hf_hub_download(source, "config.json")
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
+            fetch(source, weights=False)
+        except HubBusy:
+            raise
+        except ModelError:
             return None  # likewise
         found = stored_dtype(source)
     return found

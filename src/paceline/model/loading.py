@@ -23,6 +23,7 @@ from paceline.config.model import ModelConfig
 from paceline.model.attention import ATTENTION
 from paceline.model.cpu import warn_of_slow
 from paceline.model.dtypes import resolve_dtype
+from paceline.model.hub import fetch
 from paceline.model.source import ModelError, base_name, check_source, resolve, unloadable_message
 from paceline.model.support import build, check_supported, refusals_name, without_dropout
 from paceline.weights.manifest import join_first
@@ -53,6 +54,7 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> PreTr
 
 
 def _read(config: ModelConfig, source: str, device: str) -> PreTrainedModel:
+    fetch(source)
     try:
         load = partial(
             AutoModelForCausalLM.from_pretrained,
@@ -60,6 +62,7 @@ def _read(config: ModelConfig, source: str, device: str) -> PreTrainedModel:
             dtype=getattr(torch, resolve_dtype(config, device)),
             attn_implementation=ATTENTION,
             trust_remote_code=config.trust_remote_code,
+            local_files_only=not config.trust_remote_code,
             use_safetensors=True,
         )
         model, info = build(lambda: _loading_info(load))

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from paceline.config.model import ModelConfig
+from paceline.model.hub import fetch
 from paceline.model.source import ModelError, read_config, resolve, tokenizer_problem, unloadable_message
 
 
@@ -23,8 +24,10 @@ def find_tokenizer(config: ModelConfig) -> str:
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, with the run's chat template if it names one."""
     source = find_tokenizer(config)
+    fetch(source, "tokenizer", weights=False)
+    code = config.trust_remote_code  # which may be another repository's
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=code, local_files_only=not code)
     except (OSError, ValueError, json.JSONDecodeError) as error:
         raise ModelError(unloadable_message("tokenizer", source, error)) from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)

@@ -22,6 +22,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from paceline.config.model import ModelConfig
 from paceline.errors import first_line
 from paceline.model.dtypes import resolve_dtype
+from paceline.model.hub import fetch
 from paceline.model.source import ROPE_OF_WHOLE_BATCH, ModelError, base_name, check_source, resolve
 
 
@@ -142,16 +143,7 @@ def mlx_device() -> str:
 
 def find_folder(name: str) -> Path:
     """The folder behind a model's name; one of the hub is looked up in its cache, and fetched if it is not there."""
-    source = Path(resolve(name))
-    if source.is_dir():
-        return source
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=["*.json", "model*.safetensors", "*.jinja", "*.txt"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise ModelError(f"model `{name}` is not here and cannot be fetched: {first_line(error)}") from error
+    return fetch(resolve(name))
 
 
 def rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
