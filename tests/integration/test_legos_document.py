@@ -6,6 +6,7 @@ The blocks are read from the document where it is there, else from `docs/seeds/l
 import ast
 import asyncio
 import dataclasses
+import json
 import re
 import shutil
 import sys
@@ -129,7 +130,7 @@ def test_the_last_example_runs_as_printed(source, server, tmp_path, monkeypatch)
     """Its model's name is a folder here, its port this server's; it takes 3 steps instead of 1000."""
     shutil.copytree(ROOT / "src" / "paceline" / "quickstart", tmp_path / MODEL_NAME)
     monkeypatch.chdir(tmp_path)
-    text = block(source, "# 2. Run training")
+    text = block(source, "await training_loop(")
     for words, here in {"http://localhost:8000": server.url, "num_steps=1000": "num_steps=3"}.items():
         assert words in text
         text = text.replace(words, here)
@@ -148,12 +149,18 @@ def test_the_last_example_runs_as_printed(source, server, tmp_path, monkeypatch)
     assert server.get("/policy").json()["version"] == trainer.version
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_the_settings_are_those_printed_with_their_defaults(source):
+@pytest.mark.skipif(DOCUMENT is None, reason="shared/ is not here")
+def test_the_settings_are_those_printed_with_their_defaults():
     scope: dict[str, Any] = {"dataclass": dataclasses.dataclass}
-    exec("from typing import Optional\n" + block(source, "@dataclass\nclass TrainerConfig"), scope)
+    assert DOCUMENT is not None
+    exec("from typing import Optional\n" + block(DOCUMENT, "class TrainerConfig"), scope)
     printed = {field.name: field.default for field in dataclasses.fields(scope["TrainerConfig"])}
     assert printed == TrainerConfig().model_dump()
+
+
+def test_the_page_lists_all_settings_with_their_defaults():
+    rows = re.findall(r"(?m)^\| `(\w+)` \| ([^|]+) \|", PAGE.read_text(encoding="utf-8"))
+    assert {name: json.loads(default) for name, default in rows} == TrainerConfig().model_dump()
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -172,7 +179,7 @@ def test_the_formulas_give_the_numbers_that_the_trainer_computes_with(source):
     }
     names |= {"exp": np.exp, "clip": np.clip, "min": np.minimum, "mean": np.mean}
     names["ratio"] = np.exp(names["trainer_logprobs"] - sampled)
-    scope = scope_of(source, "# Per-token\n", **names)
+    scope = scope_of(source, "log_ratio = trainer_logprobs", **names)
     exec(block(source, "si_clipped"), gspo := scope | {"epsilon": TrainerConfig().gspo_clip_epsilon})
 
     ones = np.ones(n)
