@@ -106,7 +106,7 @@ $(MLX)/.ready: $(MLX)/.smoke
 
 scale: setup ## Train on several ranks and engines: a local Ray, colocated, tensor and context parallel (15 minutes)
 	PACELINE_SCALE=1 $(BIN)/python -m pytest tests/scale tests/integration/test_ray.py tests/integration/test_colocated.py \
-		tests/unit/trainer/test_sharding.py tests/unit/trainer/test_tensor_parallel.py tests/unit/trainer/test_context_parallel.py \
+		$(addprefix tests/unit/trainer/test_,$(addsuffix .py,sharding tensor_parallel context_parallel sharded_critic)) \
 		tests/integration/test_broadcast.py tests/integration/test_chaos.py
 
 vllm: setup ## Train and teach with a live vLLM, its CPU build (makes .venv-vllm, 3.5 GB)

@@ -38,6 +38,11 @@ class ParallelConfig(Section):
         """Shares a batch is cut into. Ranks `i * tensor * context` to `(i + 1) * tensor * context - 1` get the i-th."""
         return self.ranks // (self.tensor * self.context)
 
+    @property
+    def divides_model(self) -> bool:
+        """A rank holds only a part of the model."""
+        return self.shard != "none" or self.tensor > 1
+
     def check_keys(self) -> None:
         together = self.tensor * self.context
         if self.ranks % together:

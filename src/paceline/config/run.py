@@ -267,6 +267,11 @@ class RunConfig(Section):
                 f'trainer.parallel.ranks = {self.trainer.parallel.ranks} needs placement = "ray" or "colocated", and '
                 f'placement = "{self.placement}" trains in one process: change one of them'
             )
+        if self.trainer.parallel.tensor > 1 and self.model.lora is not None:
+            yield (
+                f"trainer.parallel.tensor = {self.trainer.parallel.tensor} cuts matrices and not the adapters beside "
+                'them: leave [model.lora] out, or set tensor = 1 and shard = "full"'
+            )
         if self.trainer.parallel.ranks > 1 and self.trainer.stream:
             yield "trainer.stream begins a batch before it can be dealt to several ranks: leave it out, or ranks = 1"
         if self.trainer.stream and self.deterministic:

@@ -216,20 +216,11 @@ class TrainerConfig(Section):
         if self.stream and self.critic is not None:
             raise ValueError("trainer.stream and trainer.critic do not go together: a critic judges whole batches")
         p = self.parallel
-        splits = (
-            (p.tensor > 1, "cut into parts", "matrices", f"tensor = 1 instead of {p.tensor}"),
-            (p.shard != "none", "sharded", "models", f'shard = "none" instead of "{p.shard}"'),
-        )
         groups = (
             (p.tensor * p.context > 1, "that share a sample", "tensor = 1 and context = 1"),
             (p.shard != "none", "of a sharded model", 'shard = "none"'),
         )
-        for (divided, how, whole, instead), (together, ranks, alone) in zip(splits, groups, strict=True):
-            if self.critic is not None and divided:
-                raise ValueError(
-                    f"trainer.critic is not {how}: its value model needs whole {whole}, so write {instead} in "
-                    "[trainer.parallel]"
-                )
+        for together, ranks, alone in groups:
             if self.stream and together:
                 raise ValueError(
                     f"trainer.stream runs a micro-batch when it comes, and ranks {ranks} run each together: "

@@ -1,14 +1,16 @@
 """The critic: a value model that turns rewards into advantages."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
-from paceline.data import MicroBatch, Sample, Scales, first_fit_decreasing, pack, token_scales
-from paceline.trainer.backend import BUDGET, DUMMY_SAMPLE, PolicyBackend, ValueTargets, score_samples, training
+from paceline.data import MicroBatch, Sample
+from paceline.data.packing import flatten_bins, restrict_cuts
+from paceline.trainer.backend import DUMMY_PACK, Batch, PolicyBackend, ValueTargets, score_samples, training
 from paceline.trainer.terms import clip, maximum, square
 from paceline.weights.update import Array
 
@@ -49,7 +51,6 @@ class Critic:
         assert c.critic is not None
         self._trainer, self._config, self._policy = c, c.critic, policy
         self._total = total_steps * c.minibatches if total_steps else None
-        self._budget = BUDGET if c.micro_batch_tokens == "auto" else c.micro_batch_tokens
         self._model: ValueModel | None = None
         self.batches = 0
 
@@ -66,37 +67,27 @@ class Critic:
             if s.advantages is None and s.rewards is not None and s.rl_token_weights.any()
         ]
 
-    def credit(
-        self, samples: Sequence[Sample], own: Sequence[int]
-    ) -> tuple[list[Sample], dict[int, ValueTargets], dict[str, float]]:
-        """Advantages for those of a batch that are this rank's and bring rewards instead, its own targets by index,
-        and metrics of all ranks; none where no sample brings rewards."""
-        lacking = set(self.lacking_advantages(samples))
+    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The batch with advantages for this rank's samples that bring rewards instead, and with their targets; and
+        metrics of all ranks, none where no sample brings rewards."""
+        lacking = frozenset(self.lacking_advantages(batch.samples))
         if not lacking:
-            return list(samples), {}, {}
-        chosen = [i for i in own if i in lacking]
-        wanted = [samples[i] for i in chosen]
-        bins = first_fit_decreasing([len(s) for s in wanted], self._budget)
-        values = score_samples(self.make().values, wanted, bins)  # on every rank, also on one without such samples
-        targets = [self._targets_of(sample, values[i].astype(np.float64)) for i, sample in enumerate(wanted)]
-        advantages = [one.returns - one.values for one in targets]
-        metrics = self._explained_variance(targets)
+            return batch, {}
+        bins = restrict_cuts(batch.cuts, lacking)[batch.rank]
+        values = score_samples(self.make().values, batch.samples, bins)
+        targets = {i: self._targets_of(batch.samples[i], values[i].astype(np.float64)) for i in flatten_bins(bins)}
+        advantages = [one.returns - one.values for one in targets.values()]
+        metrics = self._explained_variance(targets.values())
         if self._config.whiten:
-            advantages = self._whiten(wanted, advantages)
-        out = list(samples)
-        for i, stream in zip(chosen, advantages, strict=True):
-            out[i] = samples[i].with_streams(advantages=stream)
-        return out, dict(zip(chosen, targets, strict=True)), metrics
+            advantages = self._whiten([one.sample for one in targets.values()], advantages)
+        samples = list(batch.samples)
+        for i, stream in zip(targets, advantages, strict=True):
+            samples[i] = samples[i].with_streams(advantages=stream)
+        return replace(batch, samples=samples, value_targets=targets, valued=lacking), metrics
 
-    def update(self, targets: Sequence[ValueTargets], scales: Sequence[Scales]) -> dict[str, float]:
-        """One step on all ranks' targets, unless the gradient is not finite; a rank without any runs a dummy sample."""
+    def update(self, packs: Sequence[MicroBatch], targets: Mapping[int, ValueTargets]) -> dict[str, float]:
+        """One step on all ranks' targets, unless the gradient is not finite. Every rank brings equally many packs."""
         optimizer = self.make().optimizer
-        if not targets:
-            targets, scales = (
-                [ValueTargets(DUMMY_SAMPLE, np.zeros(len(DUMMY_SAMPLE)), np.zeros(len(DUMMY_SAMPLE)))],
-                token_scales([DUMMY_SAMPLE]),
-            )
-        packs = pack([one.sample for one in targets], scales, self._budget)
         loss, norm = self._gradient(packs, targets)
         while not np.isfinite(norm) and optimizer.schedule.lower_scale(bool(np.isfinite(loss))):
             optimizer.zero()
@@ -104,7 +95,7 @@ class Critic:
         optimizer.step() if np.isfinite([loss, norm]).all() else optimizer.zero()
         return {"critic/loss": loss, "critic/grad_norm": norm}
 
-    def _gradient(self, packs: Sequence[MicroBatch], targets: Sequence[ValueTargets]) -> tuple[float, float]:
+    def _gradient(self, packs: Sequence[MicroBatch], targets: Mapping[int, ValueTargets]) -> tuple[float, float]:
         """All ranks' gradient, clipped: the loss, and the norm it had."""
         model = self.make()
 
@@ -151,15 +142,15 @@ class Critic:
         returns[mask] = advantages + values[mask]
         return ValueTargets(sample, values, returns)
 
-    def _targets(self, micro_batch: MicroBatch, targets: Sequence[ValueTargets]) -> tuple[NDArray, list[NDArray]]:
+    def _targets(self, micro_batch: MicroBatch, targets: Mapping[int, ValueTargets]) -> tuple[NDArray, list[NDArray]]:
         """Places of a micro-batch that train, and of each its value at the batch's start, its return and its scale."""
         positions = micro_batch.regulariser_scale.nonzero()[0]
-        own = [targets[i] for i in micro_batch.members]
+        own = [] if micro_batch is DUMMY_PACK else [targets[i] for i in micro_batch.members]
         old, returns = _concatenate(x.values for x in own), _concatenate(x.returns for x in own)
         scales = micro_batch.regulariser_scale
         return positions, [stream[positions].astype(np.float32) for stream in (old, returns, scales)]
 
-    def _explained_variance(self, targets: Sequence[ValueTargets]) -> dict[str, float]:
+    def _explained_variance(self, targets: Collection[ValueTargets]) -> dict[str, float]:
         """How much of the returns' variance the values foresaw: 1 is all, 0 no better than a constant."""
         returns = _concatenate(x.returns[x.sample.loss_mask] for x in targets)
         values = _concatenate(x.values[x.sample.loss_mask] for x in targets)

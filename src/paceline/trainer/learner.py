@@ -271,11 +271,7 @@ class Learner:
         """Advantages for all, or a sentence on the sample that lacks them; and what the critic reports of the batch."""
         for sample in batch.samples:
             self._check(sample)
-        if self._critic is None:
-            return batch, {}
-        samples, targets, report = self._critic.credit(batch.samples, batch.own)
-        valued = frozenset(self._critic.lacking_advantages(batch.samples))
-        return replace(batch, samples=samples, value_targets=targets, valued=valued), report
+        return (batch, {}) if self._critic is None else self._critic.credit(batch)
 
     def _check(self, sample: Sample) -> None:
         distils = sample.ref_kl_weights is not None and sample.ref_kl_weights[sample.loss_mask].any()
@@ -303,7 +299,7 @@ class Learner:
             return score_samples(self.policy.forward.scores, batch.samples, own)
 
         need_prox: set[int] = set()
-        if self._config.proximal is not None:
+        if self._config.proximal:
             # The first step needs none: it is taken from the batch's start itself.
             later = batch.cuts[0 if shaping else 1 :]
             need_prox = {i for cut in later for i in all_members(cut) if samples[i].rl_token_weights.any()}
@@ -347,7 +343,8 @@ class Learner:
         self, samples: Sequence[Sample], version: int
     ) -> tuple[list[StepOutcome], dict[str, float], list[dict[str, float]]]:
         """K steps on a whole batch: how they went, and the critic's metrics of the batch and of each of its steps."""
-        if self._critic is not None and self._critic.lacking_advantages(samples):
+        measures = self._config.micro_batch_tokens == "auto"
+        if measures and self._critic is not None and self._critic.lacking_advantages(samples):
             self._critic.make()  # before the memory left for a micro-batch is measured
         batch, report = self._add_advantages(self.policy.gather(samples))
         critic = self._critic if batch.valued else None
@@ -412,10 +409,9 @@ class Learner:
 
     def _critic_step(self, critic: Critic, batch: Batch, number: int) -> dict[str, float] | None:
         """The critic's step beside one of the policy's; None where it has no targets."""
-        cut = batch.cuts[number]
-        members = [i for i in all_members(cut) if i in batch.valued]
-        own = [i for i in flatten_bins(cut[batch.rank]) if i in batch.value_targets]
+        cut = restrict_cuts([batch.cuts[number]], batch.valued)
+        members, bins = all_members(cut), cut[batch.rank]
         if not members:
             return None
-        scales = self._scales(batch, members, own)
-        return critic.update([batch.value_targets[i] for i in own], [scales[i] for i in own])
+        packs = collate_bins(batch.samples, self._scales(batch, members, flatten_bins(bins)), bins, {})
+        return critic.update(packs, batch.value_targets)

@@ -604,6 +604,10 @@ def test_a_key_with_a_letter_missing_is_recognised_wherever_it_stands():
         ({"sampling": {"top_k": 5}}, "allow_truncated_sampling = true"),
         ({"sampling": {"temperature": 0}, "allow_truncated_sampling": True}, "training at temperature 0"),
         ({"steps": 1, "epochs": 1}, "either `steps` or `epochs`"),
+        (
+            {"placement": "ray", "model": {"lora": {}}, "trainer": {"parallel": {"ranks": 2, "tensor": 2}}},
+            r"leave \[model.lora\] out, or set tensor = 1",
+        ),
     ],
 )
 def test_a_run_that_cannot_work_is_refused(keys, sentence):

@@ -14,6 +14,7 @@ from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import Sample
 from paceline.model import attach_lora
 from paceline.trainer import TrainerError
+from paceline.trainer.backend import Batch
 from paceline.trainer.critic import action_rewards, gae
 from samples import make_batch, rewarded
 from trainers import critic_of, shared_with_critic, trainer_of, value_slope, weights_of
@@ -73,6 +74,10 @@ def step(trainer, batch) -> dict[str, float]:
     return asyncio.run(trainer.step(batch)).metrics
 
 
+def credited(trainer, samples) -> tuple[Batch, dict[str, float]]:
+    return trainer.learner._critic.credit(trainer.policy.gather(samples))
+
+
 def weights(trainer) -> torch.Tensor:
     return torch.cat([p.view(-1) for _, p in sorted(weights_of(trainer).items())])
 
@@ -108,7 +113,7 @@ def test_a_value_is_of_the_moment_before_the_choice():
     other = sample.token_ids.copy()
     other[-1] = (other[-1] + 1) % 60
     changed = sample.with_streams(token_ids=other)
-    one, two = (trainer.learner._critic.credit([s], [0])[1][0].values for s in (sample, changed))
+    one, two = (credited(trainer, [s])[0].value_targets[0].values for s in (sample, changed))
     assert one[-1] != 0
     np.testing.assert_array_equal(one, two)
     trainer.close()
@@ -128,11 +133,11 @@ def test_a_reward_past_the_cut_is_earned_before_it():
 
 def test_whitened_advantages_have_mean_zero_and_variance_one():
     trainer = made()
-    samples, lessons, _ = trainer.learner._critic.credit(rewarded(1), range(6))
-    flat = np.concatenate([s.advantages[s.loss_mask] for s in samples])
+    batch, _ = credited(trainer, rewarded(1))
+    flat = np.concatenate([s.advantages[s.loss_mask] for s in batch.samples])
     assert flat.mean() == pytest.approx(0, abs=1e-6)
     assert flat.std() == pytest.approx(1, rel=1e-4)
-    assert len(lessons) == len(samples)
+    assert len(batch.value_targets) == len(batch.samples)
     trainer.close()
 
 

@@ -113,7 +113,6 @@ def test_a_plan_that_computes_something_else_is_refused():
 @pytest.mark.parametrize(
     ("parallel", "settings", "sentence"),
     [
-        ({"tensor": 2}, {"critic": config.CriticConfig()}, "write tensor = 1 instead of 2"),
         ({"tensor": 2}, {"stream": True}, "leave stream out, or set tensor = 1 and context = 1"),
         ({"context": 2}, {"stream": True}, "leave stream out, or set tensor = 1 and context = 1"),
         ({"context": 2}, {"micro_batch_tokens": "auto"}, "give a number"),

@@ -17,6 +17,7 @@ makes the same loss of them, of which only its own tokens' part flows back into 
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -318,6 +319,13 @@ class ForwardPass:
         self._context = context if context is not None and context.size > 1 else None
         self.head = LMHead(model, fp32_head)
         self.layout = RankLayout(model.dtype)
+
+    def of_copy(self, model: PreTrainedModel, layout: RankLayout, compiled: bool) -> "ForwardPass":
+        """The same for a copy of the model, of which only hidden states are asked."""
+        other = copy(self)
+        other._decoder, other.layout = model.get_decoder(), layout
+        other.is_compiled = other._compile = compiled
+        return other
 
     def compile(self) -> None:
         """Run compiled layers from the next micro-batch on."""

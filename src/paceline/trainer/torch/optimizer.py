@@ -49,7 +49,7 @@ class RankLayout:
         """What the model computes in and publishes."""
         self.is_sharded = ranks is not None
         """The model's tensors lie on several ranks: all must run equally many forward and backward passes."""
-        self._root, self._partial = root, partial
+        self._ranks, self._root, self._partial = ranks, root, partial
         named = [] if model is None else model.named_parameters()
         self._parameters = {name: p for name, p in named if isinstance(p, DTensor)}
         self._device = None if ranks is None else ranks.device
@@ -58,6 +58,11 @@ class RankLayout:
         """The ranks that share one model between them, where one is shared."""
         if ranks is not None and root is not None:
             self.shards = ranks.subgroup("shard", "context", "tensor")
+
+    def of_parent(self, parent: nn.Module, name: str) -> "RankLayout":
+        """The layout of a module that holds the model under this name, beside whole parameters of its own."""
+        partial = frozenset(f"{name}.{path}" for path in self._partial)
+        return RankLayout(self.dtype, parent, self._ranks, self._root, partial)
 
     def run(self, work: Callable[[], T]) -> T:
         """Do work that needs the model's own weights: a forward pass and the head after it."""

@@ -8,6 +8,7 @@ features; its last ones by their input, so that the ranks' results add up to the
 rank's own part; embeddings, norms and head are whole on every rank.
 """
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
@@ -107,14 +108,6 @@ def check_same(kind: str, before: tuple[float, ...], after: tuple[float, ...], t
         )
 
 
-def make_mesh(ranks: Ranks) -> DeviceMesh:
-    """Rows of ranks that share each layer's weights, of which several may hold a model each, and beside each rank those
-    it shares matrices with. Ranks that share sequences compute different tokens: here they are like any others."""
-    sizes = {"replica": ranks.grid.shape[0], "shard": -1, "tensor": ranks.grid.shape[3]}
-    kept = {name: size for name, size in sizes.items() if name == "shard" or size > 1}
-    return DeviceMesh(ranks.device.type, ranks.grid.reshape(tuple(kept.values())), mesh_dim_names=tuple(kept))
-
-
 class ShardedRoot(nn.Module):
     """The root of a sharded model. Work called through it finds embeddings, last norm and head whole; the trainer calls
     decoder and head apart from each other, so the model's own forward pass is no root."""
@@ -129,19 +122,20 @@ class ShardedRoot(nn.Module):
 
 def shard(model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig) -> RankLayout:
     """Cut a model up in place, layer by layer and then the rest. Each rank comes with the whole model; without tensor
-    parallelism it may still lie on the host, and of each layer only this rank's part stays on the device."""
-    if settings.shard == "none" and settings.tensor == 1:
+    parallelism it may still lie on the host, and of each layer only this rank's part stays on the device. The result of
+    `empty_copy` is cut alike."""
+    if not settings.divides_model:
         return RankLayout(model.dtype)
     plan = TensorParallelPlan(model, settings.tensor) if settings.tensor > 1 else None
-    head, dtype, mesh = LMHead(model), model.dtype, make_mesh(ranks)
-    before = make_canary(model, head) if plan is not None else None
+    head, dtype, mesh = LMHead(model), model.dtype, ranks.mesh
+    before = make_canary(model, head) if plan is not None and not _is_empty(model) else None
     if others := {p.dtype for p in model.parameters()} - {dtype}:
         raise TrainerError(
             f"parts of the model are {', '.join(map(str, others))} and the rest {dtype}, which cannot be sharded "
             'together: set trainer.parallel.shard = "none"'
         )
     adapters = set(trainable_parameters(model).values()) if hasattr(model, "peft_config") else set()
-    for adapter in adapters:
+    for adapter in () if _is_empty(model) else adapters:
         adapter.data = adapter.data.to(ranks.device)
     root = None if settings.shard == "none" else ShardedRoot(model)
     lists = [child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)]
@@ -161,6 +155,26 @@ def shard(model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig) -> Ran
             after = layout.run(lambda: make_canary(model, head, dtype))
         check_same(type(model).__name__, before.logprobs, after.logprobs, before.tolerance)
     return layout
+
+
+def empty_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model without its head, whose parameters are on the meta device and so take no memory."""
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
+    copied = copy.deepcopy(model, empty)
+    copied.set_output_embeddings(None)
+    return copied
+
+
+def _is_empty(model: nn.Module) -> bool:
+    return next(model.parameters()).is_meta
+
+
+def fill(copied: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Give an empty copy that `shard` has cut the weights of a model that it has cut alike: of what trains a copy, and
+    the very tensors of what is frozen."""
+    weights = {name: model.get_parameter(name).detach() for name, _ in copied.named_parameters()}
+    own = {name: weights[name].clone() if p.requires_grad else weights[name] for name, p in copied.named_parameters()}
+    copied.load_state_dict(own, strict=False, assign=True)  # after which FSDP pads uneven parts
 
 
 def _fully_shard(

@@ -1,5 +1,6 @@
 """Trains a Hugging Face model in torch, on one device or many ranks."""
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,7 +37,7 @@ from paceline.trainer.terms import TrainedTokens, streams_of, trained_positions
 from paceline.trainer.torch import checkpoint
 from paceline.trainer.torch.forward import ForwardPass
 from paceline.trainer.torch.optimizer import MasterAdamW, RankLayout, TorchTensors, local_shard
-from paceline.trainer.torch.sharding import shard
+from paceline.trainer.torch.sharding import empty_copy, fill, shard
 from paceline.trainer.torch.world import Ranks, gather_samples
 from paceline.trainer.trainer import LocalTrainer
 from paceline.util.gc_tuning import freeze_new_objects
@@ -80,9 +81,14 @@ class TorchPolicy(PolicyBackend):
         """Compiled code is made, or loaded, before the first step."""
         # The compiler is not asked to see through matrices that lie on several ranks.
         compiled = compiled and self.device.type == "cuda" and c.parallel.tensor == 1
+        if c.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         self.ranks = Ranks(group, self.device, c.parallel)
         self.forward = ForwardPass(model, fp32_head, compiled, c.stream, self.ranks.context, self.device)
-        self.layout = shard(model, self.ranks, c.parallel if group is not None else ParallelConfig())
+        self._parallel = c.parallel if group is not None else ParallelConfig()
+        needs_copy = c.critic is not None and self._parallel.divides_model
+        self._value_body = empty_copy(model) if needs_copy else None  # now: what is sharded cannot be copied
+        self.layout = shard(model, self.ranks, self._parallel)
         self.forward.layout, self.dtype, self.rank = self.layout, self.layout.dtype, self.ranks.data.rank
         steps = policy_steps(c, total_steps)
         self.optimizer = MasterAdamW(trainable_parameters(model), c.optimizer, steps, self.layout)
@@ -93,8 +99,6 @@ class TorchPolicy(PolicyBackend):
         self._found: int | None = None
         self._background = background
         self._eager_seconds, self._eager_steps, self._kept_code = 0.0, 0, False
-        if c.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -137,8 +141,17 @@ class TorchPolicy(PolicyBackend):
         return self.optimizer.clip()
 
     def value_model(self, c: config.OptimizerConfig, total_steps: int | None) -> "TorchValueModel":
-        compiled = self._config.compile is True and self.net.device.type == "cuda"
-        return TorchValueModel(self.net, c, total_steps, self.ranks, compiled)
+        compiled = self._config.compile is True and self.device.type == "cuda" and self._parallel.tensor == 1
+        if self._value_body is not None:
+            body = copy.deepcopy(self._value_body)
+            layout = shard(body, self.ranks, self._parallel)
+            fill(body, self.net)
+        else:
+            body, layout = clone_model(self.net), RankLayout(self.dtype)
+            body.set_output_embeddings(None)  # logits are not needed
+            for name, parameter in body.named_parameters():
+                parameter.requires_grad_(self.net.get_parameter(name).requires_grad)
+        return TorchValueModel(body, layout, self.forward.of_copy(body, layout, compiled), c, total_steps, self.ranks)
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 
@@ -221,7 +234,8 @@ class TorchPolicy(PolicyBackend):
 
     def read(self, folder: Path) -> tuple[dict[str, Tensor], dict]:
         def room(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            return self.layout.empty_shard(name.partition("/")[2], shape, dtype)
+            # A master or moment, the critic's under `critic/` and the name its value model has for the policy's body.
+            return self.layout.empty_shard(name.rpartition("/")[2].removeprefix("body."), shape, dtype)
 
         return checkpoint.read(folder, room, self.ranks.all.group)
 
@@ -274,32 +288,37 @@ class TorchPolicy(PolicyBackend):
 
 
 class TorchValueModel(nn.Module):
-    """The critic's value model on one device, or on ranks that each value their own samples. Frozen tensors are shared
-    with the policy, trainable ones are its own."""
+    """The critic's value model: a copy of the policy that lies on the ranks as the policy does, and a small head, whole
+    on every rank. Frozen tensors are shared with the policy, trainable ones are its own."""
 
     def __init__(
-        self, policy: PreTrainedModel, c: config.OptimizerConfig, total_steps: int | None, ranks: Ranks, compiled: bool
+        self,
+        body: PreTrainedModel,
+        layout: RankLayout,
+        forward_pass: ForwardPass,
+        c: config.OptimizerConfig,
+        total_steps: int | None,
+        ranks: Ranks,
     ) -> None:
         super().__init__()
-        self._ranks = ranks
-        self.body = clone_model(policy)
-        names = trainable_parameters(policy).keys()
-        unused = {id(p) for p in self.body.get_output_embeddings().parameters()}
-        unused -= {id(p) for p in self.body.get_input_embeddings().parameters()}
-        for name, parameter in self.body.named_parameters():
-            parameter.requires_grad_(name in names and id(parameter) not in unused)
-        self.value = nn.Linear(self.body.config.get_text_config().hidden_size, 1, device=policy.device)
+        self._ranks, self.body, self.forward_pass = ranks, body, forward_pass
+        self.value = nn.Linear(body.config.get_text_config().hidden_size, 1, device=ranks.device)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
-        self.forward_pass = ForwardPass(self.body, compiled=compiled, context=ranks.context)
         self.eval()
-        self.optimizer = MasterAdamW(trainable_parameters(self), c, total_steps, RankLayout(policy.dtype))
+        self._layout = layout.of_parent(self, "body")
+        self.optimizer = MasterAdamW(trainable_parameters(self), c, total_steps, self._layout)
 
     def forward(self, micro_batch: MicroBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Values of choosing at `positions`, read off the token before; and a zero that reaches every parameter."""
         dtype = self.value.weight.dtype
-        values, zero = self.forward_pass.read(micro_batch, positions, lambda before, _: self.value(before.to(dtype)))
-        return values[:, 0], zero + 0 * (self.value.weight.sum() + self.value.bias.sum())
+
+        def work() -> tuple[Tensor, Tensor]:
+            rows, zero = self.forward_pass.read(micro_batch, positions, lambda before, _: self.value(before.to(dtype)))
+            return rows[:, 0].clone(), zero  # FSDP must not hand out views
+
+        values, zero = self._layout.run(work)
+        return values, zero + 0 * (self.value.weight.sum() + self.value.bias.sum())
 
     @torch.no_grad()
     def values(self, micro_batch: MicroBatch) -> NDArray:
@@ -317,6 +336,7 @@ class TorchValueModel(nn.Module):
 
     def clip(self, losses: list[Tensor]) -> tuple[float, float]:
         self._ranks.tokens.sum_gradients(self.optimizer.unsummed_masters)
+        self._layout.sync_replicated(self.optimizer.masters)
         return self._ranks.data.sum(torch.stack(losses).sum()[None]).item(), self.optimizer.clip().item()
 
     def state(self) -> dict[str, int]:

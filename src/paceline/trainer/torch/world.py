@@ -4,11 +4,13 @@ import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.config.cluster import ParallelConfig
 from paceline.data import Sample, decode, encode
@@ -160,6 +162,7 @@ class Ranks:
         members = [0] if group is None else dist.get_process_group_ranks(group)
         sizes = (settings.replicas, -1, settings.context, settings.tensor) if group is not None else (1, 1, 1, 1)
         self.grid = torch.tensor(members).view(sizes)
+        self._subgroups: dict[tuple[str, ...], World] = {}
         self.all = World(group, device)
         self.data = self.subgroup("replica", "shard")
         """One of each data rank: what is counted here is counted once."""
@@ -168,8 +171,22 @@ class Ranks:
         self.context = self.subgroup("context")
         """Those that share sequences."""
 
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """Rows of ranks that share each layer's weights, of which several may hold a model each, and beside each rank
+        those it shares matrices with. Ranks that share sequences compute different tokens: here they are like any
+        others."""
+        sizes = {"replica": self.grid.shape[0], "shard": -1, "tensor": self.grid.shape[3]}
+        kept = {name: size for name, size in sizes.items() if name == "shard" or size > 1}
+        return DeviceMesh(self.device.type, self.grid.reshape(tuple(kept.values())), mesh_dim_names=tuple(kept))
+
     def subgroup(self, *dimensions: str) -> World:
         """The ranks that differ from this one only in these. Every rank must ask, in the same order."""
+        if dimensions not in self._subgroups:
+            self._subgroups[dimensions] = self._form_subgroup(*dimensions)
+        return self._subgroups[dimensions]
+
+    def _form_subgroup(self, *dimensions: str) -> World:
         at = [DIMENSIONS.index(name) for name in dimensions]
         others = [dim for dim in range(len(DIMENSIONS)) if dim not in at]
         rows = self.grid.permute(*others, *at).reshape(-1, prod(self.grid.shape[i] for i in at))
