@@ -8,7 +8,7 @@ From there two runs that differ in nothing but K and S:
   K=1, S=1   the policy is where the batch began when it is stepped: ppo_kl is 0 but for rounding
   K=2, S=2   its second step sees the first: ppo_kl and clip_fraction above 0; the trainer waits no longer than before
 
-`ppo_kl` and `clip_fraction` are measured from the policy at the batch's start (`trainer.proximal`).
+`ppo_kl` is the distance from the policy at the batch's start; at K=2 `clip_fraction` is measured from there too.
 """
 
 import json
@@ -82,7 +82,7 @@ def warmed_up(model: str, rows: Path, runs: Path, quick: bool) -> str:
 
 def trial(policy: str, rows: Path, runs: Path, quick: bool, k: int, s: int) -> tuple[list[dict], list[str]]:
     """Lines of a run's metrics, and the names of its checkpoints."""
-    trainer = {"minibatches": k, "proximal": {}, "loss": {"type": "ppo"}, "optimizer": {"lr": 2e-5}}
+    trainer = {"minibatches": k, "loss": {"type": "ppo"}, "optimizer": {"lr": 2e-5}}
     name = f"k{k}-s{s}"
     config = run_file(name, policy, rows, runs, quick, staleness=s, trainer=trainer)
     result = train(config, overwrite=True, screen=sys.stdout)

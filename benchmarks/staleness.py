@@ -29,9 +29,9 @@ from trials import ROOT, evaluations, metrics, train
 FILE = "examples/learn/staleness.toml"
 STALENESS = (0, 1, 2, 4, 8, 16)
 LOSSES = {
-    "naive": ("--trainer.loss.type", "ppo"),
+    "naive": ("--trainer.loss.type", "ppo", "--trainer.proximal", "false"),
     "decoupled": ("--trainer.loss.type", "ppo", "--trainer.proximal.cap", "5.0"),
-    "dppo": ("--trainer.loss.type", "dppo"),
+    "dppo": ("--trainer.loss.type", "dppo", "--trainer.proximal", "false"),
 }
 COMPARED = (0, 4)
 ALL_CELLS = 3

@@ -21,7 +21,7 @@ def _train(runs: Path) -> None:
         "steps": 3,
         "batch_size": 16,
         "group_size": 4,
-        "trainer": {"minibatches": 2, "proximal": {}, "kl": {"kind": "k3"}, "optimizer": {"lr": 1e-3}},
+        "trainer": {"minibatches": 2, "kl": {"kind": "k3"}, "optimizer": {"lr": 1e-3}},
         "eval": {"every": 0},
         "checkpoint": {"every": 1, "keep": 2},
         "record": {"batches": 2},

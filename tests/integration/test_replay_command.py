@@ -10,6 +10,7 @@ from paceline.commands import main
 from paceline.commands.replay import as_json, replay
 from paceline.config import load
 from paceline.errors import PacelineError
+from paceline.observe.monitor import read_jsonl
 from replayable_run import replayable
 
 
@@ -38,6 +39,26 @@ def test_every_component_comes_out_as_recorded(run):
     apart = result.differences()
     assert {"loss", "loss/rl", "loss/kl", "kl", "grad_norm", "entropy", "clip_fraction"} <= apart.keys()
     assert all(abs(difference) < 1e-5 for difference in apart.values()), apart
+
+
+def test_two_optimizer_steps_a_batch_are_one_step_of_the_run(run):
+    """Checkpoints and metrics count batches, and the second step of each is away from where its batch began."""
+    lines = read_jsonl(run / "metrics.jsonl")
+    assert [line["optimizer_steps"] for line in lines if "optimizer_steps" in line] == [2, 4, 6]
+    assert all(line["ppo_kl"] > 0 for line in lines if "ppo_kl" in line)
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-000002", "step-000003"]
+
+
+def test_a_record_from_before_sampler_kl_replays(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    lines = read_jsonl(copy / "metrics.jsonl")
+    old = [{name: value for name, value in line.items() if name != "sampler_kl"} for line in lines]
+    assert old != lines
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
+    result = replay(copy, 3, config_of(copy))
+    assert "sampler_kl" in result.replayed
+    assert "sampler_kl" not in result.differences()
+    assert result.differences()["ppo_kl"] == pytest.approx(0, abs=1e-5)
 
 
 def test_another_setting_says_what_it_would_have_been(run):

@@ -167,9 +167,10 @@ class TrainerConfig(Section):
     fixed_length: int = Field(default=1024, ge=1)
     """The constant length of `normalise = "fixed"`."""
     minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps per batch, each on its share of the rollouts."""
-    proximal: ProximalConfig | None = None
-    """Measure the policy's steps from the batch's start instead of from the sampler; off when left out."""
+    """Optimizer steps per batch, each on its share of the rollouts. Above 1 it turns `proximal` on."""
+    proximal: ProximalConfig | Literal[False] | None = None
+    """Measure the policy's steps from the batch's start instead of from the sampler. When left out it is on with
+    `minibatches` above 1 and with the gspo loss, and else off; `false` is always off."""
     kl: KLConfig | None = None
     """Hold the policy near a reference; off when left out."""
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -209,8 +210,9 @@ class TrainerConfig(Section):
     """CPU threads; a share of the cores when left out."""
 
     def check_keys(self) -> None:
-        # Its bounds are so narrow that the engine's rounding alone would leave them.
-        if isinstance(self.loss, GSPOConfig) and self.proximal is None:
+        # Later steps of a batch are measured from its start; and GSPO's bounds are so narrow that the engine's rounding
+        # alone would leave them.
+        if self.proximal is None and (self.minibatches > 1 or isinstance(self.loss, GSPOConfig)):
             self.proximal = ProximalConfig()
         if self.clip_skip_scope == "micro_batch" and not self.stream:
             raise ValueError(

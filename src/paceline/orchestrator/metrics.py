@@ -75,7 +75,8 @@ class Stopwatch:
         return spans
 
     def lap(self, sampled_tokens: int) -> dict[str, float]:
-        """The metrics of the step so far, evaluation not yet included."""
+        """The metrics of the step so far, evaluation not yet included. `wait_time_ratio` is the trainer's waiting over
+        its waiting and training; `overlap_ratio` the share of its training in which the engine decoded."""
         total = max(self._clock.now() - self._start, 1e-9)
         wait, train = self._seconds["sample"], self._seconds["train"]
         return {
@@ -100,6 +101,7 @@ def batch_metrics(batch: Sequence[Group], samples: Sequence[Sample], tally: Tall
         **_rewards("reward_trained", trained, spread=False),
         **_lengths(sampled or trained),
         **_mismatch(trained),
+        "staleness/min": float(min(ages)),
         "staleness/mean": fmean(ages),
         "staleness/max": float(max(ages)),
         "batch/rollouts": float(len(trained)),

@@ -67,10 +67,10 @@ class Loss:
         ratio = sampler_ratio = Ratio.from_logprobs(
             tokens.logprobs, tokens.or_policy_where_nan(tokens.rollout_logprobs)
         )
-        if self._config.proximal is not None:
+        if self._config.proximal:
             ratio = Ratio.from_logprobs(tokens.logprobs, tokens.or_policy_where_nan(tokens.prox_logprobs))
         rl, rl_clipped = self._rl(ratio, tokens)
-        if self._config.proximal is not None:
+        if self._config.proximal:
             rl = rl * importance(self._config.proximal, tokens)
         ref_kl, ref_clipped = ref_kl_term(sampler_ratio, tokens)
         terms = {"rl": rl, "ce": -tokens.logprobs, "ref_kl": ref_kl}
@@ -125,14 +125,15 @@ TERMS = {"rl": ("rl", "kl", "entropy"), "ce": ("ce",), "ref_kl": ("ref_kl",)}
 """Terms of the loss that a component's normaliser divides: KL and entropy go by the rl tokens."""
 STAT_NAMES = (
     *(f"loss_{part}" for part in ("rl", "ce", "ref_kl", "kl", "entropy")),
-    *("num_rl", "num_ce", "num_ref_kl", "num_with_kl_ref", "num_fresh", "num_kv_kept", "num_stale", "num_skipped"),
-    *("ratio", "ppo_kl", "clipped", "entropy"),  # over the rl tokens
+    *("num_rl", "num_ce", "num_ref_kl", "num_with_prox", "num_with_kl_ref"),
+    *("num_fresh", "num_kv_kept", "num_stale", "num_skipped"),
+    *("ratio", "ppo_kl", "sampler_kl", "clipped", "entropy"),  # over the rl tokens
     *("mismatch", "kv_kept", "drift"),  # over fresh, kv_kept and stale tokens: r - log r - 1, r = prox / rollout
     *("nll", "teacher_kl", "ref_kl_clipped", "kl"),  # over ce, ref_kl, ref_kl and with_kl_ref tokens
 )
-"""First the scaled terms. Then counts: of tokens by component; of rl tokens with a KL reference's log probability, of
-the current version with its own KV cache (fresh) or an older version's (kv_kept), and of older versions (stale); and of
-skipped sequences. Then sums over these tokens."""
+"""First the scaled terms. Then counts: of tokens by component; of rl tokens whose log probability at the batch's start
+is known (with_prox), with a KL reference's, of the current version with its own KV cache (fresh) or an older version's
+(kv_kept), and of older versions (stale); and of skipped sequences. Then sums over these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,8 @@ class LossStats:
         with_kl_ref = rl & ~isnan(tokens.kl_ref_logprobs)
         means = {
             "ratio": (rl, losses.ratio.value),
-            "ppo_kl": (rl, losses.ratio.divergence()),
+            "ppo_kl": (rl, Ratio.from_logprobs(tokens.logprobs, prox).divergence()),
+            "sampler_kl": (rl, Ratio.from_logprobs(tokens.logprobs, rollout).divergence()),
             "clipped": (rl, losses.clipped["rl"]),
             "entropy": (rl, tokens.entropy),
             "mismatch": (fresh, divergence),
@@ -167,7 +169,7 @@ class LossStats:
             "ref_kl_clipped": (distilled, losses.clipped["ref_kl"]),
             "kl": (with_kl_ref, k3(tokens.logprobs, tokens.or_policy_where_nan(tokens.kl_ref_logprobs))),
         }
-        masks = {"rl": rl, "ce": ce, "ref_kl": distilled, "with_kl_ref": with_kl_ref}
+        masks = {"rl": rl, "with_prox": with_prox, "ce": ce, "ref_kl": distilled, "with_kl_ref": with_kl_ref}
         masks |= {"fresh": fresh, "kv_kept": kv_kept, "stale": stale, "skipped": losses.skipped}
         values = {f"loss_{name}": total(part) for name, part in parts.items()}
         values |= {f"num_{name}": total(mask) for name, mask in masks.items()}
@@ -190,7 +192,13 @@ def _drift(s: Mapping[str, float]) -> float:
 
 
 MEANS = {
-    "rl": {"ratio": "ratio", "ppo_kl": "ppo_kl", "clip_fraction": "clipped", "entropy": "entropy"},
+    "rl": {
+        "ratio": "ratio",
+        "ppo_kl": "ppo_kl",
+        "sampler_kl": "sampler_kl",
+        "clip_fraction": "clipped",
+        "entropy": "entropy",
+    },
     "fresh": {"mismatch_kl": "mismatch", "mismatch/numerics": "mismatch"},
     "kv_kept": {"mismatch/kv_kept": "kv_kept"},
     "with_kl_ref": {"kl": "kl"},
@@ -209,6 +217,8 @@ def metrics(totals: NDArray, steps: int) -> dict[str, float]:
     for tokens, means in MEANS.items():
         if count := s[f"num_{tokens}"]:
             out |= {public: s[name] / count for public, name in means.items()}
+    if s["num_with_prox"] < s["num_rl"]:  # a later step without a snapshot does not know where the batch began
+        del out["ppo_kl"]
     if s["num_rl"]:
         out |= {f"loss/{part}": loss[part] for part in ("kl", "entropy") if loss[part]}
         out |= {"skipped_samples": s["num_skipped"], "mismatch/staleness": _drift(s)}

@@ -4,6 +4,7 @@ import asyncio
 import errno
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -51,6 +52,17 @@ def test_no_trained_token_is_older_than_allowed(tmp_path_factory, allowed, seed,
     for step in range(1, 7):
         numbers = [r["number"] for r in log.records if r["state"] == "trained" and r["step"] == step]
         assert numbers == sorted(numbers)
+
+
+def test_a_batch_tells_the_staleness_of_its_freshest_mean_and_oldest_sample_when_it_ships(tmp_path):
+    """Of each sample that of its oldest trained token."""
+    trainer, log, _ = conduct(tmp_path, CoinFlips(), steps=6, staleness=3, max_inflight=64)
+    ages = [[version - int(s.versions[s.loss_mask].min()) for s in batch] for version, batch in trainer.trained]
+    assert any(min(some) < max(some) for some in ages)
+    for some, metrics in zip(ages, log.metrics, strict=True):
+        assert metrics["staleness/min"] == min(some)
+        assert metrics["staleness/mean"] == pytest.approx(fmean(some))
+        assert metrics["staleness/max"] == max(some)
 
 
 def test_staleness_zero_is_synchronous(tmp_path):

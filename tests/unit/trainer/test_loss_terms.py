@@ -295,7 +295,12 @@ def test_a_custom_loss_must_align_with_its_sequence(name, sentence):
         Loss(c)(tokens(case.streams(), case.names), 0)
 
 
-def test_gspo_turns_proximal_on_and_nothing_else_does():
+def test_gspo_and_several_minibatches_turn_proximal_on():
     assert config.TrainerConfig(loss=config.GSPOConfig()).proximal == config.ProximalConfig()
     assert config.TrainerConfig(loss=config.GSPOConfig(), proximal=config.ProximalConfig(cap=2.0)).proximal.cap == 2.0
-    assert config.TrainerConfig(loss=config.PPOConfig(), minibatches=4).proximal is None
+    assert config.TrainerConfig(loss=config.PPOConfig(), minibatches=4).proximal == config.ProximalConfig()
+    assert config.TrainerConfig(loss=config.PPOConfig()).proximal is None
+    for c in ({"loss": config.GSPOConfig()}, {"minibatches": 4}):
+        said = config.TrainerConfig(**c, proximal=False)
+        assert said.proximal is False
+        assert config.TrainerConfig.model_validate(said.model_dump()).proximal is False

@@ -52,8 +52,9 @@ def test_each_batch_is_one_version_and_its_metrics_say_what_moved():
     batch = near_policy(make_batch(2, count=8, **PLAIN), noise=0.05)
     reports = {}
     for k in (1, 2, 4):
+        proximal = config.ProximalConfig() if k == 1 else None  # several minibatches need no word
         c = config.TrainerConfig(
-            threads=1, loss=config.PPOConfig(), minibatches=k, proximal=config.ProximalConfig(), optimizer=SGD_LIKE
+            threads=1, loss=config.PPOConfig(), minibatches=k, proximal=proximal, optimizer=SGD_LIKE
         )
         trainer = trainer_of(tiny_model(), c)
         reports[k] = asyncio.run(trainer.step(batch)).metrics
@@ -69,27 +70,78 @@ def test_each_batch_is_one_version_and_its_metrics_say_what_moved():
     assert reports[4]["mismatch_kl"] == pytest.approx(reports[1]["mismatch_kl"], rel=1e-4)
 
 
-def test_without_proximal_the_sampler_is_the_anchor():
+def mean_divergence(policy, older, batch) -> float:
+    """mean of e^d - d - 1 over the tokens that train, d = log policy - log older."""
+    pairs = zip(batch, policy, older, strict=True)
+    d = np.concatenate([(new.detach().numpy() - old)[s.loss_mask] for s, new, old in pairs])
+    return float(np.mean(np.exp(d) - d - 1))
+
+
+def test_one_step_is_taken_from_the_batchs_start_and_measured_from_the_sampler():
     batch = near_policy(make_batch(2, count=8, **PLAIN), noise=0.3)
     trainer = trainer_of(tiny_model(), config.TrainerConfig(threads=1, loss=config.PPOConfig()))
     metrics = asyncio.run(trainer.step(batch)).metrics
     trainer.close()
-    assert metrics["ppo_kl"] == pytest.approx(metrics["mismatch_kl"])
+    assert metrics["ppo_kl"] == 0
+    assert metrics["sampler_kl"] == pytest.approx(metrics["mismatch_kl"])
     policy = plain_logprobs(tiny_model(), batch)
-    d = np.concatenate([(p.detach().numpy() - s.logprobs)[s.loss_mask] for s, p in zip(batch, policy, strict=True)])
-    assert metrics["ppo_kl"] == pytest.approx(float(np.mean(np.exp(d) - d - 1)), rel=1e-3)
+    assert metrics["sampler_kl"] == pytest.approx(mean_divergence(policy, [s.logprobs for s in batch], batch), rel=1e-3)
 
 
-def test_engine_and_trainer_are_compared_before_the_first_step_only():
+def test_ppo_kl_is_the_distance_from_the_start_and_sampler_kl_that_from_the_sampler():
+    """Of two steps: the first is where the batch began, the second where the first has led."""
+    batch = near_policy(make_batch(4, count=6, **PLAIN), noise=0.2)
+    settings = {"loss": config.PPOConfig(), "optimizer": SGD_LIKE, "threads": 1}
+    trainer = trainer_of(tiny_model(), config.TrainerConfig(minibatches=2, **settings))
+    metrics = asyncio.run(trainer.step(batch)).metrics
+    trainer.close()
+    half = trainer_of(tiny_model(), config.TrainerConfig(**settings, proximal=config.ProximalConfig()))
+    asyncio.run(half.step(batch[:3]))
+    moved = tiny_model()
+    for name, tensor in weights_of(half).items():
+        moved.get_parameter(name).data.copy_(tensor)
+    half.close()
+    start = [p.detach().numpy() for p in plain_logprobs(tiny_model(), batch)]
+    now = [*plain_logprobs(tiny_model(), batch[:3]), *plain_logprobs(moved, batch[3:])]
+    assert metrics["ppo_kl"] == pytest.approx(mean_divergence(now, start, batch), rel=1e-2)
+    assert metrics["sampler_kl"] == pytest.approx(mean_divergence(now, [s.logprobs for s in batch], batch), rel=1e-2)
+
+
+def test_several_minibatches_in_bfloat16_move_away_from_one_start(tmp_path):
+    """Two optimizer steps a batch, and a checkpoint counts batches."""
+    batch = near_policy(make_batch(2, count=8, **PLAIN), noise=0.05)
+    seen = {}
+    for k in (1, 2):
+        c = config.TrainerConfig(threads=1, loss=config.PPOConfig(), minibatches=k, optimizer=SGD_LIKE)
+        trainer = trainer_of(tiny_model(dtype=torch.bfloat16), c)
+        seen[k] = [asyncio.run(trainer.step(batch)).metrics for _ in range(2)]
+        asyncio.run(trainer.save(tmp_path))
+        trainer.close()
+        again = trainer_of(tiny_model(dtype=torch.bfloat16), c)
+        asyncio.run(again.load(tmp_path))
+        assert again.version == 2
+        assert again.learner.optimizer.schedule.steps == 2 * k
+        again.close()
+    assert all(metrics["ppo_kl"] == 0 for metrics in seen[1])
+    for number, metrics in enumerate(seen[2]):
+        assert metrics["optimizer_steps"] == 2 * (number + 1)
+        assert metrics["ppo_kl"] > 1e-4
+        assert metrics["clip_fraction"] > 0
+
+
+def test_without_a_snapshot_only_the_first_step_knows_where_the_batch_began():
+    """Engine and trainer are compared there alone, and no distance from the start is claimed."""
     batch = near_policy(make_batch(2, count=8, **PLAIN), noise=0.05)
     seen = []
     for samples, k in ((batch[:4], 1), (batch, 2)):
-        c = config.TrainerConfig(threads=1, loss=config.PPOConfig(), minibatches=k, optimizer=SGD_LIKE)
+        c = config.TrainerConfig(threads=1, loss=config.PPOConfig(), minibatches=k, proximal=False, optimizer=SGD_LIKE)
         trainer = trainer_of(tiny_model(), c)
         seen.append(asyncio.run(trainer.step(samples)).metrics)
         trainer.close()
     assert seen[1]["mismatch_kl"] == pytest.approx(seen[0]["mismatch_kl"], rel=1e-4)
-    assert seen[1]["ppo_kl"] > 2 * seen[1]["mismatch_kl"]
+    assert seen[0]["ppo_kl"] == 0
+    assert "ppo_kl" not in seen[1]
+    assert seen[1]["sampler_kl"] > 2 * seen[1]["mismatch_kl"]
 
 
 def test_fewer_rollouts_than_minibatches_are_fewer_steps():

@@ -199,7 +199,9 @@ def test_feeding_counts_as_training_not_as_waiting():
     with watch.phase("train"):
         now[0] += 16.0
     assert [watch.seconds(name) for name in ("sample", "score", "train")] == [9.0, 2.0, 20.0]
-    assert watch.lap(0)["overlap_ratio"] == 0.5
+    lap = watch.lap(0)
+    assert lap["overlap_ratio"] == 0.5  # the engine decodes half of the time; not 1 - wait_time_ratio
+    assert lap["wait_time_ratio"] == pytest.approx(9 / 29)
 
 
 def test_an_engine_that_was_started_again_has_not_worked_less_than_nothing():

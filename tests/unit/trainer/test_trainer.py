@@ -321,7 +321,7 @@ def test_components_report_under_their_own_names():
     trainer.close()
     parts = ("rl", "ce", "ref_kl", "kl", "entropy")
     assert metrics["loss"] == pytest.approx(sum(metrics[f"loss/{part}"] for part in parts))
-    named = {"kl", "ratio", "ppo_kl", "clip_fraction", "mismatch_kl", "nll", "ref_kl", "skipped_samples"}
+    named = {"kl", "ratio", "ppo_kl", "sampler_kl", "clip_fraction", "mismatch_kl", "nll", "ref_kl", "skipped_samples"}
     assert named <= metrics.keys()
 
 

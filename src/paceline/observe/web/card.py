@@ -100,7 +100,7 @@ def _lines(
     if "rl" in weights:
         lines += [_credit_line(run, rollout.row, token.advantage, config), _ratio_line(strip, config)]
         lines += with_share(rl_line(trainer.loss, token), "rl")
-        if trainer.proximal is None and (edge := bound_note(trainer.loss, token)):
+        if not trainer.proximal and (edge := bound_note(trainer.loss, token)):
             lines.append(CardLine("bound", note=edge))
         if trainer.kl is not None and trainer.kl.how == "loss":
             lines.append(kl_line(trainer.kl, token))
@@ -200,10 +200,10 @@ def _ratio_line(strip: TokenStrip, config: RunConfig) -> CardLine:
     trainer = config.trainer
     if "logprobs" not in strip.streams:
         return CardLine("ratio", "1: a frozen model sampled it", value=1.0)
-    if trainer.proximal is not None and trainer.minibatches == 1:
+    if trainer.proximal and trainer.minibatches == 1:
         note = "It is measured from the batch's start, and the only step is taken from there. Who really sampled is "
         return CardLine("ratio", "π / π at the batch's start", value=1.0, note=f"{note}weighed at train time.")
-    old = "π at the batch's start" if trainer.proximal is not None else "μ"
+    old = "π at the batch's start" if trainer.proximal else "μ"
     note = "π is the trainer's probability at train time, which no file keeps."
     if trainer.clip_skip_threshold is not None:
         share = figure(trainer.clip_skip_threshold)

@@ -169,14 +169,12 @@ def _is_empty(model: nn.Module) -> bool:
     return next(model.parameters()).is_meta
 
 
-def fill(copied: PreTrainedModel, model: PreTrainedModel, layout: RankLayout) -> None:
+def fill(copied: PreTrainedModel, model: PreTrainedModel) -> None:
     """Give an empty copy that `shard` has cut the weights of a model that it has cut alike: of what trains a copy, and
     the very tensors of what is frozen."""
     weights = {name: model.get_parameter(name).detach() for name, _ in copied.named_parameters()}
     own = {name: weights[name].clone() if p.requires_grad else weights[name] for name, p in copied.named_parameters()}
-    copied.load_state_dict(own, strict=False, assign=True)
-    with torch.no_grad():
-        layout.run(lambda: None)  # FSDP pads uneven parts at its first pass: an optimizer must see them padded
+    copied.load_state_dict(own, strict=False, assign=True)  # after which FSDP pads uneven parts
 
 
 def _fully_shard(

@@ -145,7 +145,7 @@ class TorchPolicy(PolicyBackend):
         if self._value_body is not None:
             body = copy.deepcopy(self._value_body)
             layout = shard(body, self.ranks, self._parallel)
-            fill(body, self.net, layout)
+            fill(body, self.net)
         else:
             body, layout = clone_model(self.net), RankLayout(self.dtype)
             body.set_output_embeddings(None)  # logits are not needed
