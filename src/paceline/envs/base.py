@@ -7,12 +7,16 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from paceline.config.env import CustomEnvConfig, DatasetEnvConfig, ReasoningGymConfig, RetrievalConfig, TextArenaConfig
 from paceline.data import Row, listed_rows, open_dataset
 from paceline.errors import PacelineError
 from paceline.rollout import Message, Reply, Seat
+
+if TYPE_CHECKING:
+    from paceline.envs.judges import Judge
 
 Split = Literal["train", "eval"]
 POLICY = "policy"
@@ -54,6 +58,13 @@ class Environment(ABC):
 
     actors: Sequence[str] = (POLICY,)
     """Seats the policy plays."""
+
+    judges: "Mapping[str, Judge]" = MappingProxyType({})
+    """The judges that the run file names for this environment: `await self.judges[NAME].grade(seat, example)`."""
+
+    def set_judges(self, judges: "Mapping[str, Judge]") -> None:
+        """Hand over the judges, before the first episode."""
+        self.judges = judges
 
     @abstractmethod
     def examples(self, split: Split) -> Sequence[Row]:
