@@ -1,6 +1,8 @@
 """Echo: GRPO on what the policy says, and next-token prediction of what it is told."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -18,8 +20,13 @@ from paceline.server.tokenizer import TokenBytes
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
 
+log = logging.getLogger("paceline.echo")
 MARK = "paceline-here-are-the-words"
 """Put in place of a message's own words, to see what the template writes around them."""
+
+
+def where_of(rollout: Rollout) -> str:
+    return f"env `{rollout.env}`, ticket {rollout.ticket.number}, rollout {rollout.member}"
 
 
 class MessageSpan(NamedTuple):
@@ -92,6 +99,35 @@ OPENINGS: dict[str, list[Message]] = {
 """Messages that may stand before one of each role, for a trial at the start."""
 
 
+def answered_tools(messages: Sequence[Message]) -> dict[int, str]:
+    """The tool that each `tool` message answers, by its place; "" where nothing tells.
+
+    The call of its `tool_call_id` in the assistant's message before it, else its own `name`. Messages with neither
+    answer the calls in order, if there are as many of them as calls.
+    """
+    found: dict[int, str] = {}
+    calls: Sequence[Any] = ()
+    answers: list[int] = []
+
+    def settle() -> None:
+        names = [(call.get("id"), (call.get("function") or {}).get("name") or "") for call in calls]
+        by_id = {id: name for id, name in names if id is not None}
+        for at, place in enumerate(answers):
+            message = messages[place]
+            id = message.get("tool_call_id")
+            in_order = names[at][1] if id is None and len(names) == len(answers) else ""
+            found[place] = by_id.get(id) or message.get("name") or in_order
+
+    for place, message in enumerate(messages):
+        if message.get("role") == "tool":
+            answers.append(place)
+        else:
+            settle()
+            calls, answers = message.get("tool_calls") or (), []
+    settle()
+    return found
+
+
 class Echo(GRPO):
     """GRPO on actions, and the next-token loss, alpha times, on the words of some roles' messages.
 
@@ -100,15 +136,27 @@ class Echo(GRPO):
     message bodies count, never what the chat template writes around them, which is the same each time and known. The
     trainer normalises each component by its own tokens, so the gradient of the actions is what it is under `grpo`.
 
+    Where tools are named, only messages that answer them train, each with its tool's weight.
+
     A message trains once per rollout, in the first sample that holds it. One whose words cannot be told from the
     template's trains not at all, and is counted as the metric `unattributed`.
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._alphas = {role: alpha for role, alpha in config.roles.items() if alpha}
+        self._tools = self._tool_alphas(config)
+        roles = config.roles | ({"tool": max(self._tools.values())} if self._tools else {})
+        self._alphas = {role: alpha for role, alpha in roles.items() if alpha}
+        self._unchecked_tools = frozenset(self._tools or ())
         self._hook = config.filter
         self._filter: Callable[..., Any] | None = import_object(self._hook.import_path) if self._hook else None
+
+    @staticmethod
+    def _tool_alphas(config: Config) -> dict[str, float] | None:
+        """The weight of each tool's answers; None where all have that of their role."""
+        if config.tools is None or isinstance(config.tools, dict):
+            return config.tools
+        return dict.fromkeys(config.tools, config.roles["tool"])
 
     async def begin(self, context: AlgorithmContext) -> None:
         self._bodies = MessageLocator(context.client.renderer)
@@ -126,17 +174,18 @@ class Echo(GRPO):
                 )
 
     def observe(self, rollout: Rollout) -> None:
+        self._note_unknown_tools(rollout)
         keep, seen = self._filter_masks(rollout), set[bytes]()
         lost, samples = 0, []
         for sample, thread in zip(rollout.samples, threads(rollout.turns), strict=True):
             weights, begin, known = np.zeros(len(sample), np.float32), 0, 0
             for turn, (_, end) in zip(thread.turns, thread.spans, strict=True):
-                new = self._new_messages(turn, known, seen)
+                alphas = self._message_alphas(rollout, turn)
+                new = self._new_messages(turn, known, seen, alphas)
                 found = self._bodies.find(turn, new, begin) if new else []
                 lost += len(set(new) - {body.message for body in found})
                 for place, first, last in found:
-                    assert turn.messages is not None
-                    weights[first:last] = self._alphas[turn.messages[place]["role"]]
+                    weights[first:last] = alphas[place]
                 if keep is not None:
                     weights[begin:end] *= keep[id(turn)][begin:end]
                 begin, known = end, len(turn.messages or ()) + 1
@@ -147,14 +196,48 @@ class Echo(GRPO):
         if lost:
             rollout.metrics["unattributed"] = float(lost)
 
-    def _new_messages(self, turn: Turn, known: int, seen: set[bytes]) -> list[int]:
-        """Messages of the roles that train, which no earlier sample has held."""
+    def _message_alphas(self, rollout: Rollout, turn: Turn) -> dict[int, float]:
+        """The weight of each message that trains, by its place."""
+        messages = turn.messages or ()
+        tools = {} if self._tools is None else answered_tools(messages)
+        alphas = {}
+        for place, message in enumerate(messages):
+            if place not in tools:
+                alphas[place] = self._alphas.get(message.get("role", ""), 0.0)
+            elif name := tools[place]:
+                alphas[place] = (self._tools or {}).get(name, 0.0)
+            elif message.get("content"):
+                raise AlgorithmError(
+                    f"{where_of(rollout)}: echo chooses tools by name (algo.tools), and message {place} of role `tool` "
+                    "names none: give it the `tool_call_id` of a call before it, or the tool's `name`; or leave "
+                    "`tools` out"
+                )
+        return {place: alpha for place, alpha in alphas.items() if alpha}
+
+    def _note_unknown_tools(self, rollout: Rollout) -> None:
+        """Warn, once, of each named tool that the first episode with tools does not offer."""
+        offered = {tool.get("function", tool).get("name") for turn in rollout.turns for tool in turn.tools or ()}
+        if not self._unchecked_tools or not offered:
+            return
+        for name in sorted(self._unchecked_tools - offered):
+            near = get_close_matches(name, map(str, offered), n=1)
+            hint = f"did you mean `{near[0]}`? " if near else ""
+            there = " and ".join(f"`{tool}`" for tool in sorted(map(str, offered)))
+            text = (
+                "environment `%s`: echo trains what tools answer (algo.tools), and no tool there is called `%s`; %s%s"
+            )
+            log.warning(text, rollout.env, name, hint, f"its tools are {there}")
+        self._unchecked_tools = frozenset()
+
+    @staticmethod
+    def _new_messages(turn: Turn, known: int, seen: set[bytes], alphas: Mapping[int, float]) -> list[int]:
+        """Messages that train, which no earlier sample has held."""
         if turn.messages is None:
             return []
         new = []
         digests = PrefixHashes(turn.messages, turn.tools).digests
         for place, (digest, message) in enumerate(zip(digests, turn.messages, strict=True)):
-            if place >= known and message.get("role") in self._alphas and message.get("content") and digest not in seen:
+            if place >= known and place in alphas and message.get("content") and digest not in seen:
                 new.append(place)
             seen.add(digest)
         return new
@@ -163,7 +246,7 @@ class Echo(GRPO):
         """The user's choice among a turn's tokens, by turn; None if there is none to make."""
         if self._filter is None or self._hook is None:
             return None
-        who = f"env `{rollout.env}`, ticket {rollout.ticket.number}, rollout {rollout.member}"
+        who = where_of(rollout)
         with user_code(f"the filter `{self._hook.import_path}` (algo.filter)", who):
             masks = self._filter(rollout, **self._hook.kwargs)
         where = f"{who}: {self._hook.import_path}"

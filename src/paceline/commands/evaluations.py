@@ -15,7 +15,7 @@ from paceline.config.model import ModelConfig
 from paceline.config.target import load_target, names_environment, names_run_file, nearest_target, split_by_prefix
 from paceline.errors import PacelineError
 from paceline.orchestrator import Clock, build_train_envs
-from paceline.orchestrator.episodes import EVAL, RolloutRunner
+from paceline.orchestrator.episodes import EVAL, RolloutRunner, judge_services
 from paceline.orchestrator.evaluation import confidence_intervals, evaluate, group_by_actor, summarise
 from paceline.rollout import Rollout, SamplingClient
 from paceline.runtime.episode_runtime import open_episode_runtime
@@ -150,6 +150,8 @@ def evaluate_target(target: EvalTarget, progress: Callable[[str], None]) -> Eval
                 await evaluate(envs, runner, config.eval, progress, rollouts.extend)
             finally:
                 await runtime.close()
+                for service in judge_services(envs):
+                    await service.aclose()
 
         run_until_complete(play())
     tables = {

@@ -22,6 +22,7 @@ from paceline.config.env import BaseEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data.rollout import Tools
 from paceline.envs import Split, build_environment
+from paceline.envs.judges import JudgeService
 from paceline.errors import PacelineError
 from paceline.observe.monitor.show_rollout import show_rollout
 from paceline.observe.monitor.text import format_amount, format_score
@@ -179,6 +180,7 @@ def play(
     console = Console(file=stream)
     section = pick_env(config, options.env)
     environment = build_environment(section)
+    judges = JudgeService().panel(section, environment)
     seat = pick_seat(section, environment.actors, options.seat)
     config, checkpoint = opponent_model(config, options)
     others = ", ".join(actor for actor in environment.actors if actor != seat)
@@ -196,7 +198,7 @@ def play(
 
     with open_episode_runtime(config, sampling, address, MOST_CONCURRENT_SEATS, checkpoint) as runtime:
         guests = {seat: lambda name: PersonSeat(person, name, seat, sampling, runtime)}
-        player = EpisodePlayer(section, environment, runtime, options.split, config.seed, guests)
+        player = EpisodePlayer(section, environment, runtime, options.split, config.seed, guests, judges)
         try:
             asyncio.run(play_games(player, options, person, on_game))
         except KeyboardInterrupt:  # while the others were speaking
@@ -237,7 +239,7 @@ async def play_games(
                 seats = ", ".join(player.guests or ())
                 raise PacelineError(f"{silent} games went by without a turn of `{seats}`: take another seat")
     finally:
-        await player.runtime.close()
+        await player.close()
 
 
 def opponent_model(config: RunConfig, options: PlayOptions) -> tuple[RunConfig, Path | None]:

@@ -19,6 +19,7 @@ from paceline.config.env import BaseEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import Row, Ticket, make_cursor
 from paceline.envs import EnvError, Environment, Outcome, Split, build_environment
+from paceline.envs.judges import JudgePanel, JudgeService, verdict_metrics, verdict_records
 from paceline.errors import EngineError, Overloaded, PacelineError, RequestError
 from paceline.observe.monitor.directory import to_json_value
 from paceline.observe.monitor.show_rollout import show_rollout, show_summary
@@ -74,6 +75,7 @@ def preview_rollouts(config: RunConfig, options: RolloutOptions, stream: TextIO 
     console = Console(file=stream, quiet=options.json)
     section = pick_env(config, options.env)
     environment = build_environment(section)
+    judges = JudgeService().panel(section, environment)
     console.print(Text(f"{section.name}, played by {options.endpoint or config.model.name}", "dim"))
 
     def show(record: Record) -> None:
@@ -88,7 +90,7 @@ def preview_rollouts(config: RunConfig, options: RolloutOptions, stream: TextIO 
                 f"{options.endpoint} is asked in words, so its tokens are unknown here: leave --raw and --ids out, or "
                 "let the model of the run file play in this process or behind `paceline serve`"
             )
-        player = EpisodePlayer(section, environment, runtime, options.split, config.seed)
+        player = EpisodePlayer(section, environment, runtime, options.split, config.seed, judges=judges)
         played = run_until_complete(play_episodes(player, options, show))
     show_summary(played, console)
     return int(any(record["error"] for record in played))
@@ -134,7 +136,7 @@ async def play_episodes(
         for task in (*tasks, *prepared.values()):
             task.cancel()
         await asyncio.gather(*tasks, *prepared.values(), return_exceptions=True)  # bounded: they are cancelled
-        await player.runtime.close()
+        await player.close()
     return found
 
 
@@ -159,6 +161,12 @@ class EpisodePlayer:
     split: Split = "train"
     seed: int = 0
     guests: SeatFactories | None = None
+    judges: JudgePanel | None = None
+
+    async def close(self) -> None:
+        await self.runtime.close()
+        if self.judges is not None:
+            await self.judges.service.aclose()
 
     @cached_property
     def rows(self) -> Sequence[Row]:
@@ -200,6 +208,8 @@ class EpisodePlayer:
             outcome = await Clock().wait_within(section.timeout, f"an episode of `{section.name}`", play())
             spoke = {name: seat for name, seat in sessions.items() if seat.turns and seat.trained}
             error = "dropped by the environment" if outcome is None else outcome_error(spoke, outcome)
+            if error is None and outcome is not None and self.judges is not None:
+                outcome = await self.judges.grade_episode(await row, sessions, outcome)  # bounded: it is done
         except DeadlineError as failure:
             error = f"{failure}: {section.raise_hint('timeout')}"
         except asyncio.CancelledError:
@@ -240,7 +250,8 @@ def episode_records(played: PlayedEpisode, *, raw: bool = False, ids: bool = Fal
             parent=seat.parent,
             turns=seat.turns,
             reward=float(outcome.rewards[name]) if outcome and name in outcome.rewards else None,
-            metrics=dict(outcome.metrics) if outcome and seat.trained else {},
+            metrics={**outcome.metrics, **verdict_metrics(seat.verdicts)} if outcome and seat.trained else {},
+            verdicts=verdict_records(seat.verdicts),
             error=played.error if name == list(spoke)[-1] else None,
         )
         record = _rollout_record(rollout, seat, runtime) | {"seconds": played.seconds}

@@ -122,6 +122,9 @@ class EchoConfig(GroupCreditConfig):
     type: Literal["echo"] = "echo"
     roles: dict[str, float] = Field(default_factory=lambda: {"tool": 0.1})
     """Weight of each role's message bodies, `{tool = 0.1}`. Naming any role replaces the table."""
+    tools: list[str] | dict[str, float] | None = None
+    """Tools whose answers train, `["search", "python"]`, with the weight of the role `tool`; or each with a weight of
+    its own, `{search = 0.1}`, in place of the role's. The answers of all tools train when left out."""
     filter: Hook | None = None
     """A function `fn(rollout, **kwargs)` that answers with one list of true and false per turn, over its prompt and
     reply, and keeps only what is true; all of it when left out."""
@@ -134,6 +137,22 @@ class EchoConfig(GroupCreditConfig):
         if not any(roles.values()):
             raise ValueError('echo learns from no role: write roles = {tool = 0.1}, or use type = "grpo"')
         return roles
+
+    @field_validator("tools")
+    @classmethod
+    def _check_tools(cls, tools: list[str] | dict[str, float] | None) -> list[str] | dict[str, float] | None:
+        if isinstance(tools, dict) and (negative := [tool for tool, alpha in tools.items() if alpha < 0]):
+            raise ValueError(f"the weight of `{negative[0]}` is negative: that would unlearn what it answers")
+        if tools is not None and not any(tools.values() if isinstance(tools, dict) else tools):
+            raise ValueError('no tool is named: write tools = ["search"], or leave it out for all of them')
+        return tools
+
+    def check_keys(self) -> None:
+        if isinstance(self.tools, list) and not self.roles.get("tool"):
+            raise ValueError(
+                "`tools` chooses among the messages of the role `tool`, which has no weight in `roles`: add "
+                f"tool = 0.1 there, or write tools = {{{self.tools[0]} = 0.1}}"
+            )
 
 
 class OPDConfig(OnPolicyConfig):

@@ -115,6 +115,29 @@ class Turn(_Packing):
         object.__setattr__(self, "_packed", packed)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeVerdict:
+    """A part of a rollout's reward that a judge gave, or the environment itself where judges grade beside it."""
+
+    judge: str
+    """Its name; `task` for the environment's own reward."""
+    score: float
+    """From 0 to 1 by the judge's scale; the environment's own is as it came."""
+    weight: float
+    """Its factor in the reward."""
+    value: float
+    """The grade as it was read."""
+    text: str = ""
+    """The judge's answer, its thoughts included."""
+    model: str = ""
+    seconds: float = 0.0
+    """Until it answered."""
+    attempts: int = 1
+    """Answers until a grade could be read."""
+    cached: bool = False
+    """Remembered from an earlier question that was the same."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Rollout:
     """One actor's turns in one episode."""
@@ -135,6 +158,8 @@ class Rollout:
     cause: BaseException | None = field(default=None, repr=False, compare=False)
     """The exception, where the episode failed with one in this process. Never written down."""
     samples: list[Sample] = field(default_factory=list)
+    verdicts: list[dict[str, Any]] = field(default_factory=list)
+    """The parts of its reward, where judges grade: the fields of a `JudgeVerdict` each."""
 
     @property
     def env(self) -> str:
@@ -170,7 +195,7 @@ class Rollout:
             # Pairs: after a roll-back one version may stand for two sets of weights in one rollout.
             "weights": sorted({pair for t in self.turns for pair in t.weights.items()}),
             "finish": self.turns[-1].finish if self.turns else None,
-        }
+        } | ({"verdicts": self.verdicts} if self.verdicts else {})
 
 
 @dataclass(slots=True, kw_only=True)

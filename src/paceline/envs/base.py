@@ -8,13 +8,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from paceline.config.env import CustomEnvConfig, DatasetEnvConfig, ReasoningGymConfig, RetrievalConfig, TextArenaConfig
 from paceline.data import BadRow, Row, listed_rows, open_dataset
 from paceline.data.rows import TOKENS
 from paceline.errors import PacelineError
 from paceline.rollout import Message, Reply, Seat
+
+if TYPE_CHECKING:
+    from paceline.envs.judges import Judge
 
 Split = Literal["train", "eval"]
 POLICY = "policy"
@@ -64,6 +68,13 @@ class Environment(ABC):
 
     actors: Sequence[str] = (POLICY,)
     """Seats the policy plays."""
+
+    judges: "Mapping[str, Judge]" = MappingProxyType({})
+    """The judges that the run file names for this environment: `await self.judges[NAME].grade(seat, example)`."""
+
+    def set_judges(self, judges: "Mapping[str, Judge]") -> None:
+        """Hand over the judges, before the first episode."""
+        self.judges = judges
 
     @abstractmethod
     def examples(self, split: Split) -> Sequence[Row]:

@@ -100,7 +100,8 @@ NEEDS_ROWS = "environment `{}`: a function needs rows, name them with `dataset`"
 
 
 class FunctionEnvironment(DatasetEnvironment[Config]):
-    """`async def rollout(row, seat)` over a dataset; it returns a reward, an `Outcome`, a `Rollout` or None (drop)."""
+    """`async def rollout(row, seat)` over a dataset; it returns a reward, an `Outcome`, a `Rollout` or None (drop). A
+    parameter `judges` gets the judges of the run file."""
 
     require = ()
     prompted = False
@@ -114,9 +115,11 @@ class FunctionEnvironment(DatasetEnvironment[Config]):
             raise EnvError(NEEDS_ROWS.format(config.name))
         super().__init__(config, rows)
         self._play = play
+        self._takes_judges = "judges" in inspect.signature(play).parameters
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
-        answer = await self._play(example, seats[POLICY], **self._config.kwargs)
+        judges = {"judges": self.judges} if self._takes_judges else {}
+        answer = await self._play(example, seats[POLICY], **judges, **self._config.kwargs)
         if isinstance(answer, Rollout):
             return accept_rollout(answer, seats[POLICY], self._config.import_path)
         return parse_outcome(answer, self._config.import_path)

@@ -254,6 +254,8 @@ class _Rollout(msgspec.Struct, array_like=True):
     error: str | None
     dropped: bool
     samples: list[WiredSample]
+    verdicts: list[dict[str, Any]] = []
+    """Not in files of earlier versions."""
 
 
 class _Group(msgspec.Struct, array_like=True):

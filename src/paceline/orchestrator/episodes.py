@@ -31,6 +31,7 @@ from paceline.data import (
 from paceline.data.rollout import copy_value
 from paceline.envs import EnvError, Environment, Outcome, build_environment
 from paceline.envs.base import LARGEST_REWARD, JudgeFailed, RefusedRollout, known_vocabulary, short_repr
+from paceline.envs.judges import JudgePanel, JudgeService, verdict_metrics, verdict_records
 from paceline.envs.workers import WorkerFailed
 from paceline.errors import EngineError, Mismatch, RequestError, RunStopped
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
@@ -81,6 +82,7 @@ class TrainEnv:
     """Training rows that overlap held-out ones, as JSON; empty where they are not looked for."""
     bad_rows: frozenset[int] = frozenset()
     """Rows that cannot train: their draws are dropped."""
+    judges: JudgePanel | None = None
     skipped: int = 0
     """Bad rows: those, and others that were left out when the datasets were opened."""
 
@@ -122,8 +124,9 @@ def build_train_envs(
     given = given or {}
     if unknown := given.keys() - {env.name for env in config.env}:
         raise EnvError(f"environments {sorted(unknown)} are not in the run file: add an [[env]] of that name")
+    service = JudgeService()
     with known_vocabulary(vocabulary):
-        return {env.name: _train_env(env, config, given.get(env.name)) for env in config.env}
+        return {env.name: _train_env(env, config, given.get(env.name), service) for env in config.env}
 
 
 @asynccontextmanager
@@ -143,6 +146,8 @@ async def open_algorithms(
         return pools[key]
 
     try:
+        for service in judge_services(envs):
+            await service.check()
         for env in envs.values():
             teacher = env.failures.handling("teacher")
             await env.algorithm.begin(AlgorithmContext(env.name, env.rows, client, connect, teacher))
@@ -150,12 +155,18 @@ async def open_algorithms(
             env.bad_rows = frozenset(env.algorithm.bad_rows.indices)
         yield
     finally:
-        for pool in pools.values():
-            await pool.aclose()
+        for open_part in (*pools.values(), *judge_services(envs)):
+            await open_part.aclose()
 
 
-def _train_env(env: EnvConfig, config: RunConfig, given: Environment | None) -> TrainEnv:
+def judge_services(envs: Mapping[str, TrainEnv]) -> set[JudgeService]:
+    """What the judges of these environments are asked through: one, unless they were built apart."""
+    return {env.judges.service for env in envs.values() if env.judges is not None}
+
+
+def _train_env(env: EnvConfig, config: RunConfig, given: Environment | None, service: JudgeService) -> TrainEnv:
     environment, note = given or build_environment(env), ""
+    judges = service.panel(env, environment)
     algorithm = credit_for(env, environment.actors)
     environment = algorithm.stage(environment)
     with user_code(f"`examples` of environment `{env.name}`"):
@@ -177,7 +188,13 @@ def _train_env(env: EnvConfig, config: RunConfig, given: Environment | None) -> 
     draws, failures = None if config.epochs is None else config.epochs * len(rows), config.failures
     parts = (env, environment, algorithm, rows, eval_rows, cursor)
     train_env = TrainEnv(
-        *parts, draws=draws, note=note, failures=failures, row_digest=digest, contamination=contamination
+        *parts,
+        draws=draws,
+        note=note,
+        failures=failures,
+        row_digest=digest,
+        contamination=contamination,
+        judges=judges,
     )
     train_env.skip(*skipped_rows(rows), *skipped_rows(eval_rows))
     return train_env
@@ -301,15 +318,34 @@ class RolloutRunner:
                     return [
                         failed_rollout(ticket, member, seats, f"{env.name}: dropped by the environment", dropped=True)
                     ]
-                return build_rollouts(env.name, ticket, member, seats, outcome)
+                rollouts = build_rollouts(env.name, ticket, member, seats, outcome)
+                if env.judges is None:
+                    return rollouts
             except EpisodeLost as lost:
                 losses.append(lost)
+                outcome = None
             finally:
                 seats.leave()
             try:
+                if outcome is not None and env.judges is not None:
+                    graded = await self._grade(env, env.judges, row, seats, outcome)
+                    return build_rollouts(env.name, ticket, member, seats, graded)
                 await self._wait_for_retry(env, losses)
             except EpisodeLost as lost:
                 return [failed_rollout(ticket, member, seats, str(lost), cause=lost.__cause__)]
+
+    async def _grade(
+        self, env: TrainEnv, judges: JudgePanel, row: Row, seats: Mapping[str, Seat], outcome: Outcome
+    ) -> Outcome:
+        """The outcome with the judges' grades. Where one fails it is asked again; the episode is not played again."""
+        losses: list[EpisodeLost] = []
+        while True:
+            try:
+                return await judges.grade_episode(row, seats, outcome)
+            except (JudgeFailed, EnvError) as error:
+                losses.append(EpisodeLost(f"{env.name}: {error}", failure_kind(error)))
+                losses[-1].__cause__ = error
+            await self._wait_for_retry(env, losses)
 
     async def prepare(self, env: TrainEnv, work: Callable[[], Awaitable[Row]]) -> Row:
         """The prepared row that all episodes on it share; raises `EpisodeLost`."""
@@ -396,7 +432,10 @@ def build_rollouts(
             parent=seat.parent,
             turns=seat.turns,
             reward=float(outcome.rewards[at]),
-            metrics=metrics | {f"overridden/{key}": float(count) for key, count in seat.overrides.items()},
+            metrics=metrics
+            | {f"overridden/{key}": float(count) for key, count in seat.overrides.items()}
+            | verdict_metrics(seat.verdicts),
+            verdicts=verdict_records(seat.verdicts),
         )
         for at, seat in spoke.items()
     ]

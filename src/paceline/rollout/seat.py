@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.clients import Pool
 from paceline.clients.tools import reply_message
 from paceline.config.inference import SamplingConfig
-from paceline.data.rollout import Message, Turn, copy_message
+from paceline.data.rollout import JudgeVerdict, Message, Turn, copy_message
 from paceline.engine import Completion, GenerateRequest, noise_key
 from paceline.errors import PacelineError
 from paceline.rollout.assemble import TurnIndex
@@ -102,6 +102,8 @@ class Seat:
         self.turns: list[Turn] = []
         self.overrides: dict[str, int] = {}
         """Settings an agent asked for over its URL, in whose place the run's own were used."""
+        self.verdicts: list[JudgeVerdict] = []
+        """Grades of the environment's judges for what was said here."""
         self._sampling, self._recorder = sampling, recorder
         self._closed = self._has_address = False
 

@@ -25,6 +25,7 @@ from paceline.config.env import (
     ArenaEnvConfig,
     BaseEnvConfig,
     CustomEnvConfig,
+    DatasetEnvConfig,
     ModuleEnvConfig,
     RetrievalConfig,
     TextArenaConfig,
@@ -38,9 +39,11 @@ from paceline.data.sources import hub_name
 from paceline.envs import EnvError, build_environment
 from paceline.envs.base import dataset_rows, limit_rows
 from paceline.envs.custom import ASYNC_ONLY, NEEDS_ROWS, ModuleEnvironment
+from paceline.envs.judges import read_prompt
 from paceline.envs.questions import TokenIn
 from paceline.envs.search.index import load_corpus
 from paceline.envs.verifiers import fill_in_variables
+from paceline.envs.verdicts import missing_field, prompt_fields
 from paceline.errors import PacelineError
 from paceline.model import source as model_files
 from paceline.model.tokenizer import load_tokenizer
@@ -219,6 +222,11 @@ def _try_environment(env: BaseEnvConfig, found: Preflight) -> None:
         raise EnvError(f"environment `{env.name}` has no training rows")
     if isinstance(env, CustomEnvConfig):
         return  # a user's function may read the rows' images itself
+    for judge in env.judges:
+        where = f"judge `{judge.name}` of environment `{env.name}`"
+        named = prompt_fields(read_prompt(judge, where))
+        if isinstance(env, DatasetEnvConfig) and (lacking := [name for name in named if rows and name not in rows[0]]):
+            raise EnvError(f"{where}: {missing_field(lacking[0], rows[0])}")
     for split, some in (("training", rows), ("held-out", held_out)):
         for number, row in enumerate(some[:ROWS]):
             for place, message in enumerate(row.get("messages") or ()):
@@ -332,6 +340,10 @@ def _check_machine(config: RunConfig, found: Preflight) -> None:
         found.add([f"engine.launch.python: there is no interpreter `{launch.python}`: name the one that vLLM is in"])
     keys = [("engine.api_key_env", config.engine.api_key_env)]
     keys += [(f"{where}: teacher.api_key_env", ref.api_key_env) for where, _, ref in frozen_models(config)]
+    judges = [(env.name, judge) for env in config.env for judge in env.judges]
+    keys += [
+        (f"environment `{env}`, judge `{one.name}`: model.api_key_env", one.model.api_key_env) for env, one in judges
+    ]
     for where, variable in keys:
         if variable is not None and not os.environ.get(variable):
             found.add([f"{where}: the environment variable {variable} is not set: put the key there"])

@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 
 from paceline.clients import NoEngineLeft
 from paceline.envs import JudgeFailed, Split
+from paceline.envs.judges import Judge, ask_until_readable
 from paceline.errors import EngineError, Mismatch, RequestError
 from paceline.rollout import Message, Reply, SessionMap
 from paceline.selfplay.episode import (
@@ -86,6 +87,8 @@ class Arena:
         self.actors: dict[str, Actor] = {}
         self.episodes: dict[str, Episode] = {}
         self.stores: dict[str, ArtifactStore] = {}
+        self.judges: Mapping[str, Judge] = {}
+        """Frozen models that the run file names (`[[env.judges]]`): `await arena.judges[NAME].grade(seat, row)`."""
         self.rng = random.Random(seed)
         """Draw from this and no other, and a resumed run draws what an unbroken one would."""
         self._pending: deque[EpisodeRequest] = deque()
@@ -225,16 +228,11 @@ class Arena:
     ) -> T:
         """The verdict `read` finds in a judge's words. Where it raises `ValueError` the judge is asked anew, with noise
         of its own; if no answer can be read, `JudgeFailed` quotes the first one."""
-        unreadable: list[str] = []
-        while len(unreadable) < MAX_JUDGE_ATTEMPTS:
-            reply = await self.call_model(state, messages, model=model)
-            try:
-                return read(reply.text)
-            except ValueError as error:
-                unreadable.append(f"{reply.text[:80]!r} ({error})")
-        raise JudgeFailed(
-            f"the judge gave no verdict that can be read in {MAX_JUDGE_ATTEMPTS} answers; the first: {unreadable[0]}"
-        )
+
+        async def ask(unreadable: Sequence[object]) -> str:
+            return (await self.call_model(state, messages, model=model)).text
+
+        return (await ask_until_readable(ask, read, MAX_JUDGE_ATTEMPTS))[1]
 
     def isolated_copy(self) -> Self:
         """A copy with stores and draws of its own: episodes played in it do not change this arena."""

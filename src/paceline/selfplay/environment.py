@@ -9,6 +9,7 @@ from typing import Any
 from paceline.config.env.base import ArenaEnvConfig as Config
 from paceline.data import Row
 from paceline.envs import Environment, Outcome, Split
+from paceline.envs.judges import Judge
 from paceline.rollout import Seat, SessionMap
 from paceline.selfplay.arena import Arena
 from paceline.selfplay.episode import ArenaError, EpisodeRequest, EpisodeResult
@@ -37,6 +38,9 @@ class ArenaEnvironment(Environment):
         if type(self.arena).get_batch is Arena.get_batch:
             raise ArenaError(f"{type(self.arena).__name__} has nothing to play: fill in requests() or get_batch()")
         return [{"split": split} for _ in range(self._train_examples)]
+
+    def set_judges(self, judges: Mapping[str, Judge]) -> None:
+        self.judges = self.arena.judges = judges
 
     def rating_games(self, version: int) -> Sequence[Row]:
         """Games of this version against those before it, for the ratings; none if nothing can be played now."""

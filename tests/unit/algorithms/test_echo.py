@@ -184,6 +184,104 @@ def test_a_special_token_written_into_a_message_does_not_train(quick):
     assert "".join(words_of(quick, sample, 0.1) for sample in rollout.samples) == "ab"
 
 
+# --- tools by name
+
+
+def call(name: str, id: str | None = None) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": {"q": "x"}}} | ({"id": id} if id else {})
+
+
+def used(renderer, calls, *answers, replies=("ok",)):
+    """A rollout in which tools were called and answered."""
+    asks = {"role": "assistant", "content": "", "tool_calls": calls}
+    tools = [{"role": "tool", **answer} for answer in answers]
+    return spoken(renderer, {"role": "user", "content": "What is up?"}, asks, *tools, replies=list(replies))
+
+
+def trained_words(renderer, rollout, *alphas: float) -> list[str]:
+    return ["".join(words_of(renderer, sample, alpha) for sample in rollout.samples) for alpha in alphas]
+
+
+def test_only_the_answers_of_the_named_tools_train_in_every_template(renderer):
+    for name, words in (("search", "found: 42 stones"), ("python", "")):
+        rollout = used(
+            renderer, [call(name, "call_1abcd")], {"content": "found: 42 stones", "tool_call_id": "call_1abcd"}
+        )
+        observed(echo(renderer, roles={"tool": 0.5}, tools=["search"]), rollout)
+        assert trained_words(renderer, rollout, 0.5) == [words]
+
+
+@pytest.fixture(params=["quickstart", "qwen2_5", "qwen3"])
+def parallel(request, load):
+    """Renderers of templates that write several calls at once."""
+    tokenizer = load(request.param)
+    return Renderer(tokenizer, [tokenizer.convert_tokens_to_ids(ENDS[request.param])])
+
+
+FOUND, RAN = "found: 42 stones", "it gave: 7"
+WAYS = {
+    "by id, in any order": (
+        [call("search", "a"), call("python", "b")],
+        [{"content": RAN, "tool_call_id": "b"}, {"content": FOUND, "tool_call_id": "a"}],
+    ),
+    "by name": ([], [{"content": FOUND, "name": "search"}, {"content": RAN, "name": "python"}]),
+    "in order": ([call("search"), call("python")], [{"content": FOUND}, {"content": RAN}]),
+}
+
+
+@pytest.mark.parametrize(("calls", "answers"), WAYS.values(), ids=WAYS)
+def test_parallel_calls_train_each_with_its_tools_weight(parallel, calls, answers):
+    rollout = used(parallel, calls, *answers)
+    observed(echo(parallel, tools={"search": 0.25, "python": 0.5}), rollout)
+    assert trained_words(parallel, rollout, 0.25, 0.5, 0.1) == [FOUND, RAN, ""]
+    rollout = used(parallel, calls, *answers)
+    observed(echo(parallel, roles={"user": 1.0}, tools={"python": 0.5}), rollout)
+    assert trained_words(parallel, rollout, 1.0, 0.5) == ["What is up?", RAN]
+
+
+def test_later_turns_of_an_episode_are_filtered_alike(quick):
+    """What was said and answered turn by turn, and each message once."""
+    rollout = spoken(
+        quick,
+        {"role": "user", "content": "go"},
+        {"role": "tool", "content": "ab", "name": "search"},
+        {"role": "tool", "content": "cd", "name": "python"},
+        replies=["x", "y", "z"],
+    )
+    observed(echo(quick, roles={"tool": 0.5}, tools=["python"]), rollout)
+    assert trained_words(quick, rollout, 0.5) == ["cd"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "answer"),
+    [
+        # neither id nor call, the id of no call, and fewer answers than calls
+        ([], {"content": FOUND}),
+        ([call("a", "1")], {"content": FOUND, "tool_call_id": "2"}),
+        ([call("a"), call("b")], {"content": FOUND}),
+    ],
+)
+def test_an_answer_that_names_no_tool_is_refused_with_what_to_add(quick, calls, answer):
+    algorithm = echo(quick, tools=["search"])
+    with pytest.raises(
+        AlgorithmError, match=r"env `maze`, ticket 4.* message 2 of role `tool` names none: give it the"
+    ):
+        algorithm.observe(used(quick, calls, answer))
+    observed(echo(quick), used(quick, calls, answer))  # without `tools` nothing needs a name
+
+
+def test_a_tool_that_is_not_offered_is_told_of_once(quick, caplog):
+    algorithm = echo(quick, tools=["serach", "python"])
+    for _ in range(2):
+        rollout = used(quick, [call("python")], {"content": RAN})
+        offered = [{"type": "function", "function": {"name": name}} for name in ("search", "python")]
+        rollout.turns = [replace(turn, tools=offered) for turn in rollout.turns]
+        observed(algorithm, rollout)
+    (record,) = caplog.records
+    assert "no tool there is called `serach`; did you mean `search`?" in record.message
+    assert "`python` and `search`" in record.message
+
+
 # --- the user's filter
 
 

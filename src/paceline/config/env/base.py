@@ -6,6 +6,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, field_validator
 
 from paceline.config.algorithm import AlgorithmConfig
 from paceline.config.base import Hook, PathKey, Section
+from paceline.config.env.judges import JudgeConfig
 from paceline.config.filters import AdvisoryName
 
 
@@ -70,6 +71,10 @@ class BaseEnvConfig(Section):
     """This environment's algorithm; the run's `algo` when left out."""
     seats: list[SeatConfig] = Field(default_factory=list)
     """Actors with an algorithm of their own; `algo` credits all others."""
+    judges: list[JudgeConfig] = Field(default_factory=list)
+    """Frozen models that grade the replies, beside the environment's own reward."""
+    task_weight: float = 1.0
+    """Factor of the environment's own reward where judges grade too; 0 leaves the reward to them."""
     curriculum: bool | CurriculumConfig = False
     """Draw rows the policy fails at more often than those it masters, by a running accuracy of each row; a table sets
     how."""
@@ -90,6 +95,14 @@ class BaseEnvConfig(Section):
     def raise_hint(self, name: str) -> str:
         """Advice on a limit that was too low."""
         return f"raise {self.key(name)} (now {getattr(self, name):g}) if it needs longer"
+
+    @field_validator("judges")
+    @classmethod
+    def _check_judges(cls, judges: list[JudgeConfig]) -> list[JudgeConfig]:
+        names = [judge.name for judge in judges]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two judges are named `{twice[0]}`: give each its own `name`")
+        return judges
 
     def set_place(self, place: int) -> None:
         """Note which of the run file's environments this is."""

@@ -6,6 +6,7 @@ A record is a plain dict, as `Rollout.record()` gives it. Keys, all of them opti
     messages                           the conversation; `conversations` where an episode held several
     sampled                            positions in `messages` that the policy said; all assistant messages if left out
     reward, metrics, error             how it ended
+    verdicts                           the grades of judges
     tokens, context, samples           sampled tokens, tokens of the longest prompt with its reply, training samples
     versions, finish, seconds
     tools                              what the prompt offered, in OpenAI's form
@@ -53,6 +54,10 @@ def show_rollout(record: Record, console: Console) -> None:
         said = sampled if sampled is not None else [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
         for place, message in enumerate(messages):
             console.print(_panel(message, place in said, width))
+    for verdict in record.get("verdicts") or ():
+        if verdict.get("text"):
+            line = Text(f"judge {verdict['judge']}: {format_score(verdict['score'])}  ", "bold yellow")
+            console.print(line.append(_plain(" ".join(verdict["text"].split())), "dim"), soft_wrap=True)
     console.print(_verdict(record), width=width)
     if record.get("error"):
         console.print(Panel(Text(_plain(str(record["error"])), "red"), title="error", border_style="red", width=width))

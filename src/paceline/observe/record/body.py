@@ -141,6 +141,7 @@ class ShortRolloutRecord(_RolloutFields, array_like=True, tag=2, gc=False):
 
     turn: ShortTurn
     sample: ShortSample | None
+    verdicts: list[dict[str, Any]] = []
 
     @property
     def turns(self) -> list[ShortTurn]:
@@ -195,10 +196,11 @@ class RolloutRecord(_RolloutFields, array_like=True, tag=1):
 
     turns: list[_Turn]
     samples: list[_Sample]
+    verdicts: list[dict[str, Any]] = []
 
     def sanitize(self) -> None:
         """Make everything that came from others something msgpack takes."""
-        for name in ("ticket", "actor", "kind", "parent", "metrics", "error"):
+        for name in ("ticket", "actor", "kind", "parent", "metrics", "error", "verdicts"):
             setattr(self, name, sanitize(getattr(self, name)))
         for turn in self.turns:
             for name in ("messages", "tools", "said", "text", "weights"):
@@ -236,7 +238,8 @@ def _encode_short(rollout: Rollout) -> bytes | None:
             streams = {"token_ids": sample.token_ids.tobytes()} | streams
         kept = ShortSample(streams, sample.ended, sample.rollout, sample.spans, sample.ticket is not None)
     try:
-        return encoder.encode(ShortRolloutRecord(*_rollout_fields(rollout), ShortTurn(*_turn_fields(turn)), kept))
+        short = ShortRolloutRecord(*_rollout_fields(rollout), ShortTurn(*_turn_fields(turn)), kept, rollout.verdicts)
+        return encoder.encode(short)
     except REFUSED:
         return None
 
@@ -262,6 +265,7 @@ class LongEncoder:
             *_rollout_fields(rollout),
             [self._turn(place, turn, turns) for place, turn in enumerate(turns)],
             [self._sample(sample) for sample in rollout.samples],
+            rollout.verdicts,
         )
 
     def _turn(self, place: int, turn: Turn, turns: Sequence[Turn]) -> _Turn:

@@ -289,7 +289,8 @@ def _encode_rollout(rollout: Any) -> tuple[bytes, bytes, int]:
     if len(body) > _LARGEST_BODY:
         body = b""
     flags = (BODY if body else 0) | (IMAGES if new and has_images(new) else 0)
-    text = fold_lines([*message_texts(new), *[turn.text for turn in rollout.turns], rollout.error or ""])
+    verdicts = [str(verdict.get("text", "")) for verdict in rollout.verdicts]
+    text = fold_lines([*message_texts(new), *[turn.text for turn in rollout.turns], *verdicts, rollout.error or ""])
     if len(text) > MOST_TEXT:
         flags |= CUT_TEXT
         text = text[:MOST_TEXT].decode(errors="ignore").encode()

@@ -82,7 +82,7 @@ class RecordView:
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             raise RolloutNotFound(f"rollout {index} cannot be read: {error}") from error
         messages = [*(turns[-1].messages or ()), turns[-1].message] if turns else []
-        facts = {name: getattr(body, name) for name in ("parent", "reward", "metrics", "error")}
+        facts = {name: getattr(body, name) for name in ("parent", "reward", "metrics", "error", "verdicts")}
         return StoredRollout(
             row=row, ticket=Ticket(*body.ticket), messages=messages, turns=turns, samples=samples, **facts
         )
@@ -162,6 +162,7 @@ class TextRecordView:
             metrics=metrics if isinstance(metrics, dict) else {},
             error=None if error is None else str(error),
             messages=_list(record, "messages"),
+            verdicts=_list(record, "verdicts"),
         )
 
     def metrics_of(self, index: int) -> dict[str, Any]:

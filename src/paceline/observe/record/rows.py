@@ -134,6 +134,8 @@ class StoredRollout:
     turns: list[StoredTurn] = field(default_factory=list)
     """Empty in runs that kept a sample of readable rollouts alone."""
     samples: list[Sample] = field(default_factory=list)
+    verdicts: list[Any] = field(default_factory=list)
+    """The parts of its reward, where judges grade: the fields of a `JudgeVerdict` each."""
 
 
 class RolloutNotFound(LookupError):

@@ -268,6 +268,7 @@ def one_rollout(run: OneRun, index: Index, query: OneQuery) -> Response:
             "epoch": rollout.ticket.epoch,
             "reward": rollout.reward,
             "metrics": rollout.metrics,
+            "verdicts": [verdict for verdict in rollout.verdicts if isinstance(verdict, dict)],
             "error": rollout.error,
             "talks": conversations(rollout),
             "beside": beside,

@@ -56,7 +56,7 @@ function views(run, { row, tries, seats, kept }, query, view) {
 }
 
 function facts(run, told, query) {
-  const { row, metrics, error, parent } = told;
+  const { row, metrics, verdicts, error, parent } = told;
   const known = [
     ["Reward", number(told.reward)], ["Advantage", number(row.advantage), "mean over the tokens that train"],
     ["Became", stateMeaning(row.state) || row.state], ["Environment", row.env], ["Actor", row.actor], ["Kind of episode", row.kind], ["Started by", parent],
@@ -68,10 +68,20 @@ function facts(run, told, query) {
     error !== null && h("div", { class: "notice bad" }, h("h2", {}, "Error"), h("pre", {}, error)),
     h("dl", { class: "facts" }, known.filter(([, value]) => value !== "" && value !== undefined).map(([name, value, more]) =>
       h("div", {}, h("dt", { title: more ?? null }, name), h("dd", {}, value)))),
+    verdicts.length ? [h("h2", {}, "Rubric"), verdicts.map(verdict)] : null,
     measured.length ? [h("h2", {}, "Metrics"), h("dl", { class: "facts" }, measured.map(([name, value]) =>
       h("div", {}, h("dt", { class: "mono" }, name), h("dd", {}, typeof value === "number" ? number(value) : String(value)))))] : null,
     h("p", {}, h("a", { href: toList(run, { ...query, ticket: row.ticket, env: row.env }) }, "All rollouts of this ticket")),
   ];
+}
+
+/** A part of the reward: the environment's own, or a judge's grade with its reasons. */
+function verdict({ judge, score, weight, value, text, model, seconds, attempts, cached }) {
+  const how = [`graded ${number(value)}`, model, cached ? "remembered" : `${number(seconds)} s`, attempts > 1 ? `${whole(attempts)} answers` : ""];
+  return h("details", { class: "verdict" },
+    h("summary", {}, h("span", { class: "mono" }, judge), ` ${number(weight)} × ${number(score)}`),
+    h("p", { class: "soft" }, model ? how.filter(Boolean).join(" · ") : "the environment's own reward"),
+    text ? h("pre", {}, text) : null);
 }
 
 /** j and k go on and back in the list, unless one is writing. */
