@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any, Literal, TypeVar
 
+from numpy.typing import NDArray
+
 from paceline.algorithms import Algorithm, AlgorithmContext, credit_for
 from paceline.clients import NoEngineLeft
 from paceline.clients.frozen import FrozenPool, attach
@@ -17,7 +19,7 @@ from paceline.config import RunConfig
 from paceline.config.env import EnvConfig
 from paceline.config.filters import FailuresConfig
 from paceline.config.model import ModelRef
-from paceline.data import BadRows, Cursor, Row, Ticket, decontaminate, make_cursor, row_digest, skipped_rows
+from paceline.data import BadRows, Cursor, Row, Sample, Ticket, decontaminate, make_cursor, row_digest, skipped_rows
 from paceline.data.rollout import copy_value
 from paceline.envs import EnvError, Environment, Outcome, build_environment
 from paceline.envs.base import LARGEST_REWARD, JudgeFailed, short_repr
@@ -115,9 +117,10 @@ async def open_algorithms(
     envs: Mapping[str, TrainEnv],
     client: SamplingClient,
     find: Callable[[ModelRef], Awaitable[FrozenPool]] | None = None,
-) -> AsyncGenerator[None]:
+    token_penalty: Callable[[Sample], NDArray] | None = None,
+) -> AsyncGenerator[Callable[[ModelRef], Awaitable[FrozenPool]]]:
     """Every algorithm ready, with the frozen models it names; the connections end with the run. `find` knows models
-    that the placement itself serves; without it all are endpoints."""
+    that the placement itself serves; without it all are endpoints. Yields what connects to further ones."""
     pools: dict[str, FrozenPool] = {}
 
     async def connect(ref: ModelRef) -> FrozenPool:
@@ -129,10 +132,10 @@ async def open_algorithms(
     try:
         for env in envs.values():
             teacher = env.failures.handling("teacher")
-            await env.algorithm.begin(AlgorithmContext(env.name, env.rows, client, connect, teacher))
+            await env.algorithm.begin(AlgorithmContext(env.name, env.rows, client, connect, teacher, token_penalty))
             env.skip(env.algorithm.bad_rows)
             env.bad_rows = frozenset(env.algorithm.bad_rows.indices)
-        yield
+        yield connect
     finally:
         for pool in pools.values():
             await pool.aclose()

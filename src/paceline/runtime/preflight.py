@@ -306,7 +306,7 @@ def _check_machine(config: RunConfig, found: Preflight) -> None:
     if launch is not None and shutil.which(launch.python) is None:
         found.add([f"engine.launch.python: there is no interpreter `{launch.python}`: name the one that vLLM is in"])
     keys = [("engine.api_key_env", config.engine.api_key_env)]
-    keys += [(f"{where}: teacher.api_key_env", ref.api_key_env) for where, _, ref in frozen_models(config)]
+    keys += [(f"{where}.api_key_env", ref.api_key_env) for where, _, ref in frozen_models(config)]
     for where, variable in keys:
         if variable is not None and not os.environ.get(variable):
             found.add([f"{where}: the environment variable {variable} is not set: put the key there"])
