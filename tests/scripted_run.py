@@ -126,7 +126,14 @@ class Log(Monitor):
         self.notes.append(text)
 
 
-def conduct(tmp_path: Path, environment: Environment, seed: int = 0, also: dict | None = None, **settings):
+def conduct(
+    tmp_path: Path,
+    environment: Environment,
+    seed: int = 0,
+    also: dict | None = None,
+    parts: dict | None = None,
+    **settings,
+):
     """One run; answers with the trainer, the log and the conductor."""
     config = RunConfig(
         **{
@@ -143,8 +150,9 @@ def conduct(tmp_path: Path, environment: Environment, seed: int = 0, also: dict 
     pool = Pool([ScriptedEngine(seed)])
     client = SamplingClient(pool, Renderer(), SamplingConfig(), frozenset({1}))
     courses = build_train_envs(config, {"coins": environment, **(also or {})})
-    parts = OrchestratorParts(pool, trainer, client, client, courses, log, Checkpoints(tmp_path / "ckpt", 100), Clock())
-    conductor = Orchestrator(config, parts)
+    checkpoints = Checkpoints(tmp_path / "ckpt", 100)
+    given = OrchestratorParts(pool, trainer, client, client, courses, log, checkpoints, Clock(), **(parts or {}))
+    conductor = Orchestrator(config, given)
     asyncio.run(asyncio.wait_for(conductor.run(), 240))
     return trainer, log, conductor
 

@@ -258,7 +258,7 @@ def test_a_teacher_that_dies_and_comes_back_costs_time_and_nothing_else(mortal, 
 def test_a_teacher_that_stays_away_costs_batches_and_then_stops_the_run_to_be_resumed(mortal, tmp_path, monkeypatch):
     def die() -> None:
         mortal.die()
-        monkeypatch.setattr("paceline.algorithms.distillation.SECONDS", 2.0)  # none is waited for any longer
+        monkeypatch.setattr("paceline.algorithms.reference_scorer.SECONDS", 2.0)  # none is waited for any longer
 
     done = distil(mortal, Words(_11=die), tmp_path)
     assert done.outcome.status == "failed"
@@ -282,7 +282,7 @@ def test_a_teacher_that_stays_away_costs_batches_and_then_stops_the_run_to_be_re
 
 MIRROR = """
 from paceline.algorithms import Algorithm, broadcast
-from paceline.algorithms.distillation import ReferenceScorer
+from paceline.algorithms.reference_scorer import ReferenceScorer
 
 class Mirror(Algorithm):
     async def begin(self, context):
@@ -294,7 +294,7 @@ class Mirror(Algorithm):
             rollout.samples = [s.with_streams(ref_kl_weights=s.loss_mask) for s in rollout.samples]
 
     async def finish_batch(self, groups):
-        return await self.reference.add_teacher_logprobs(groups)
+        return await self.reference.add_logprobs(groups)
 """
 
 

@@ -21,10 +21,18 @@ from numpy.typing import NDArray
 from paceline.clients.frozen import FrozenPool
 from paceline.config.filters import DEFAULT_HANDLING, FailureHandling
 from paceline.config.model import ModelRef
-from paceline.data import BadRows, Row
+from paceline.data import BadRows, Row, Sample
 from paceline.envs import Environment
 from paceline.errors import PacelineError
 from paceline.rollout import Group, Rollout, SamplingClient
+
+KL_PENALTY = "kl/penalty"
+"""The metric of a rollout with what `trainer.kl.how = "reward"` took from its reward."""
+
+
+def reward_before_kl(rollout: Rollout) -> float:
+    """The rollout's reward without the penalty of `trainer.kl.how = "reward"`."""
+    return (rollout.reward or 0.0) + rollout.metrics.get(KL_PENALTY, 0.0)
 
 
 class AlgorithmError(PacelineError):
@@ -44,6 +52,8 @@ class AlgorithmContext:
     """Connects to a frozen endpoint, once for all who name it; the run closes it."""
     teacher_failures: FailureHandling = DEFAULT_HANDLING
     """What to do with a sample that a teacher could not score."""
+    token_penalty: Callable[[Sample], NDArray] | None = None
+    """The part of `KL_PENALTY` that each token of a sample cost; None where the reward holds no KL."""
 
 
 class Algorithm(ABC):

@@ -1,9 +1,11 @@
 """Credit from the reward itself: plain, constant, against a running mean (RAE), or by a critic (GAE)."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.algorithms.base import Algorithm, RewardCredit, broadcast
+from paceline.algorithms.base import Algorithm, AlgorithmContext, RewardCredit, broadcast, reward_before_kl
 from paceline.config.algorithm import ConstantConfig, RAEConfig
 from paceline.data import Sample
 from paceline.rollout import Group
@@ -18,17 +20,25 @@ class GAE(Algorithm):
 
     A rollout that branched is several samples, and the estimate runs along each of them to its end. So each carries the
     episode's reward on its last sampled token: with none there, a branch would be taught that it led to nothing.
+
+    KL in the reward is a cost of single tokens, so each token carries its own, and the last one the rest of the reward.
     """
+
+    _token_penalty: Callable[[Sample], NDArray] | None = None
+
+    async def begin(self, context: AlgorithmContext) -> None:
+        self._token_penalty = context.token_penalty
 
     def assign(self, group: Group) -> None:
         for rollout in group.rollouts:
-            rollout.samples = [_with_final_reward(sample, rollout.reward or 0.0) for sample in rollout.samples]
+            rollout.samples = [self._with_rewards(sample, reward_before_kl(rollout)) for sample in rollout.samples]
 
-
-def _with_final_reward(sample: Sample, reward: float) -> Sample:
-    rewards = np.zeros(len(sample), np.float32)
-    rewards[np.flatnonzero(sample.loss_mask)[-1:]] = reward
-    return sample.with_streams(rewards=rewards)
+    def _with_rewards(self, sample: Sample, final: float) -> Sample:
+        rewards = np.zeros(len(sample))
+        rewards[np.flatnonzero(sample.loss_mask)[-1:]] = final
+        if self._token_penalty is not None:
+            rewards -= self._token_penalty(sample)
+        return sample.with_streams(rewards=rewards)
 
 
 class Constant(Algorithm):

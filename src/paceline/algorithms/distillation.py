@@ -1,168 +1,16 @@
 """On-policy distillation: from another model (OPD), or from the policy shown a demonstration (OPSD)."""
 
-import asyncio
-import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from paceline.algorithms.base import Algorithm, AlgorithmContext, AlgorithmError
-from paceline.clients import Pool
-from paceline.clients.frozen import FrozenPool
+from paceline.algorithms.reference_scorer import ReferencePrompt, ReferenceScorer
 from paceline.config.algorithm import OPDConfig, OPSDConfig
-from paceline.config.filters import DEFAULT_HANDLING, FailureHandling
-from paceline.config.model import Reference as Ref
 from paceline.data import Row, Sample, find_bad_rows
 from paceline.data.rollout import message_text
-from paceline.errors import EngineError, RequestError
 from paceline.rollout import Group, Message, RenderError, Rollout, threads
-from paceline.util.deadlines import gather_or_cancel
-
-SECONDS = 120.0
-"""How long one score may take, and how long a reference that is gone is waited for in one batch."""
-MAX_CONCURRENT_SCORES = 32
-"""Scores asked of the policy itself at once; a frozen endpoint has a limit of its own."""
-PROGRESS_SECONDS = 30.0
-MAX_EMPTY_BATCHES = 3
-"""Batches in a row in which the reference scored nothing at all before the run stops."""
-log = logging.getLogger(__name__)
-
-
-class ReferencePrompt(NamedTuple):
-    """The reference's prompt before the sampled tokens: `head` stands in place of a sample's first `cut` tokens."""
-
-    head: Sequence[int] = ()
-    cut: int = 0
-
-
-Context = Callable[[Rollout, Sample], ReferencePrompt]
-
-
-class ReferenceScorer:
-    """Asks a reference model how likely the sampled tokens are."""
-
-    def __init__(self, pool: Pool, name: str, policy: FailureHandling = DEFAULT_HANDLING) -> None:
-        self._pool, self._name, self._policy, self._empty = pool, name, policy, 0
-        concurrency = pool.ref.concurrency if isinstance(pool, FrozenPool) else MAX_CONCURRENT_SCORES
-        self._semaphore = asyncio.Semaphore(concurrency)
-
-    @classmethod
-    async def connect(cls, ref: Ref, context: AlgorithmContext) -> "ReferenceScorer":
-        """The policy, or a frozen model that can score at the run's temperature."""
-        if ref == "policy":
-            return cls(context.client.pool, "the policy", context.teacher_failures)
-        pool = await context.attach(ref)
-        temperature = context.client.sampling.temperature
-        if temperature != 1.0 and not pool.scores_any_temperature:
-            raise AlgorithmError(
-                f"environment `{context.env}`: `{ref.name}` at {ref.where} scores at temperature 1 only, and the run "
-                f"samples at {temperature:g}: set sampling.temperature = 1.0, or serve it with `paceline serve`"
-            )
-        try:
-            await pool.score([context.client.renderer.prompt([{"role": "user", "content": "?"}])], temperature)
-        except EngineError as error:
-            raise AlgorithmError(f"environment `{context.env}`: `{ref.name}` cannot score: {error}") from error
-        return cls(pool, f"`{ref.name}` at {ref.where}", context.teacher_failures)
-
-    async def add_teacher_logprobs(
-        self, groups: Sequence[Group], context: Context = lambda *_: ReferencePrompt()
-    ) -> Counter[str]:
-        """Put `teacher_logprobs` on each sample that has weights for them. A sample without them is dropped: it would
-        be trained towards nothing. One that has them from an earlier training keeps them. A reference that is lost for
-        good stops the run."""
-        pairs = [(rollout, sample) for group in groups for rollout in group.rollouts for sample in rollout.samples]
-        pending = PendingBatch(sum(_lacks_scores(sample) for _, sample in pairs))
-        progress = asyncio.create_task(self._log_progress(pending), name="progress of a reference")
-        try:
-            answers = await gather_or_cancel([self._score_sample(pending, s, context, rollout) for rollout, s in pairs])
-        finally:
-            progress.cancel()
-        for rollout in (rollout for group in groups for rollout in group.rollouts):
-            rollout.samples = []
-        for (rollout, _), answer in zip(pairs, answers, strict=True):
-            if answer is not None:
-                rollout.samples.append(answer)
-        if pending.lost:
-            text = "%s left %d of %d samples without a score: %s"
-            log.warning(text, self._name, pending.lost, pending.total, pending.cause)
-        self._empty = self._empty + 1 if pending.total and pending.lost == pending.total else 0
-        if self._empty >= MAX_EMPTY_BATCHES:
-            raise AlgorithmError(
-                f"{self._name} scored nothing in {self._empty} batches: {pending.cause}. "
-                "See that it is up and large enough, then add --resume latest"
-            )
-        return Counter(teacher_failed=pending.lost) if pending.lost else Counter()
-
-    async def _score_sample(
-        self, pending: "PendingBatch", sample: Sample, context: Context, rollout: Rollout
-    ) -> Sample | None:
-        if not _lacks_scores(sample):
-            return sample
-        async with self._semaphore:  # bounded: those before it each have SECONDS
-            now = asyncio.get_running_loop().time
-            for failed in count(1):
-                before, began = pending.answered, now()
-                if pending.abandoned:
-                    break
-                try:
-                    scored = await self._request_scores(sample, context(rollout, sample))
-                except EngineError as error:
-                    pending.cause = pending.cause or str(error)
-                    # No request had an answer in all that time: those that still wait for their turn need not wait too.
-                    pending.abandoned = pending.abandoned or (pending.answered == before and now() - began >= SECONDS)
-                    if self._policy.choice == "fail":
-                        text = f'{self._name} could not score a sample: {error} (failures.teacher = "fail")'
-                        raise AlgorithmError(text) from error
-                    if pending.abandoned or isinstance(error, RequestError) or not self._policy.retries(failed):
-                        break
-                    await asyncio.sleep(self._policy.pause(failed))
-                else:
-                    pending.answered += 1
-                    return scored
-        pending.lost += 1
-        return None
-
-    async def _log_progress(self, pending: "PendingBatch") -> None:
-        """Says every now and then how far it is, and what is in the way, until it is cancelled."""
-        now = asyncio.get_running_loop().time
-        began = now()
-        while True:
-            await asyncio.sleep(PROGRESS_SECONDS)  # bounded: by the batch, which cancels it
-            why = pending.cause or self._pool.trouble or "no answer yet"
-            text = "waiting for %s since %.0f s: %d of %d samples are scored: %s"
-            log.warning(text, self._name, now() - began, pending.answered, pending.total, why)
-
-    async def _request_scores(self, sample: Sample, setting: ReferencePrompt) -> Sample:
-        ids = [*setting.head, *sample.token_ids[setting.cut :].tolist()]
-        logprobs = np.zeros(len(sample), np.float32)
-        for temperature in np.unique(sample.temperatures[sample.loss_mask]):
-            (scores,) = await self._pool.score([ids], float(temperature), deadline=SECONDS)
-            if len(scores) != len(ids) or not np.isfinite(scores).all():
-                raise EngineError(f"{self._name} gave {len(scores)} scores for {len(ids)} tokens, or not all finite")
-            here = sample.loss_mask & (sample.temperatures == temperature)
-            aligned = np.concatenate([np.zeros(setting.cut), scores[len(setting.head) :]])
-            logprobs[here] = aligned[here]
-        return sample.with_streams(teacher_logprobs=logprobs)
-
-
-@dataclass(slots=True)
-class PendingBatch:
-    """One batch on its way through a reference."""
-
-    total: int
-    answered: int = 0
-    lost: int = 0
-    cause: str = ""
-    abandoned: bool = False
-    """It is not to be waited for any more."""
-
-
-def _lacks_scores(sample: Sample) -> bool:
-    return sample.ref_kl_weights is not None and sample.teacher_logprobs is None
 
 
 class OPD(Algorithm):
@@ -187,7 +35,7 @@ class OPD(Algorithm):
             rollout.samples = [with_ref_kl_weights(sample, self._weight) for sample in rollout.samples]
 
     async def finish_batch(self, groups: Sequence[Group]) -> Mapping[str, int]:
-        return await self._teacher.add_teacher_logprobs(groups)
+        return await self._teacher.add_logprobs(groups)
 
 
 def with_ref_kl_weights(sample: Sample, weight: float = 1.0) -> Sample:
@@ -248,7 +96,7 @@ class OPSD(Algorithm):
                     rollout.samples = [with_ref_kl_weights(sample, mean / max(1, length)) for sample in rollout.samples]
 
     async def finish_batch(self, groups: Sequence[Group]) -> Mapping[str, int]:
-        lost = await self._teacher.add_teacher_logprobs(groups, self._reference_prompt)
+        lost = await self._teacher.add_logprobs(groups, self._reference_prompt)
         for rollout in (rollout for group in groups for rollout in group.rollouts):
             rollout.samples = [self._clamp_pull(sample) for sample in rollout.samples]
         return lost

@@ -109,7 +109,7 @@ def check_same_vocabulary(who: str, ours: Sequence[int], theirs: Sequence[int]) 
     if list(ours) != list(theirs):
         raise EngineError(
             f"{who} has another vocabulary than the policy: it reads a text of {len(ours)} tokens as {len(theirs)}, or "
-            "as others. A teacher must share the policy's tokenizer"
+            "as others. A teacher or KL reference must share the policy's tokenizer"
         )
 
 

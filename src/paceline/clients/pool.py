@@ -27,6 +27,8 @@ MOST_FAILED_ENGINES = 2
 """Engines that may fail under a request before the request is blamed."""
 MOST_LOST_CONNECTIONS = 4
 """Connections to a healthy engine that may break under a request."""
+SCORED_TOKENS = 512
+"""Tokens to score that weigh as much as one request to sample, so that scores go where the fewest tokens wait."""
 WARN_SECONDS = 20.0
 """A request that has waited this long is logged."""
 T = TypeVar("T")
@@ -47,7 +49,10 @@ class PendingRequest:
     deadline: float | None
     request: GenerateRequest | None = None
     """None where sequences are scored."""
-    weight: int = 1
+    weight: float = 1.0
+    """How much of an engine's capacity it takes."""
+    sequences: int = 0
+    """How many are scored."""
     full_members: tuple[PoolMember, ...] = ()
     """Engines that had no room in this round."""
     failed_members: tuple[PoolMember, ...] = ()
@@ -59,7 +64,7 @@ class PendingRequest:
     @property
     def description(self) -> str:
         if (request := self.request) is None:
-            return f"the scoring of {self.weight} sequences"
+            return f"the scoring of {self.sequences} sequences"
         return f"the request of {len(request.prompt_ids)} prompt tokens, order {request.order}, noise {request.noise}"
 
 
@@ -108,9 +113,9 @@ class Pool:
         deadline: float | None = None,
     ) -> list[list[float]]:
         """Log probability of every token given those before it; 0.0 for the first."""
-        longest, count = max(map(len, sequences), default=0), len(sequences)
+        longest, weight = max(map(len, sequences), default=0), sum(map(len, sequences)) / SCORED_TOKENS
         return await self._run(
-            PendingRequest(longest, model, deadline, weight=count),
+            PendingRequest(longest, model, deadline, weight=weight, sequences=len(sequences)),
             choose_member,
             lambda member: member.engine.score(sequences, temperature, model),
         )

@@ -27,7 +27,8 @@ class PoolMember:
         self.engine = engine
         self.can_rejoin = isinstance(engine, RejoiningEngine)
         self.name = engine.name if isinstance(engine, RejoiningEngine) else f"engine {number}"
-        self.unanswered = 0
+        self.unanswered = 0.0
+        """Requests under way, by weight."""
         self.capacity = 1
         self.context: int | None = None
         """Most tokens it takes; None until it was asked."""

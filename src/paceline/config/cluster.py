@@ -139,4 +139,6 @@ def frozen_models(config: "RunConfig") -> Iterator[tuple[str, bool, ModelRef]]:
         for place, algo in env.algorithms:
             ref = getattr(algo, "teacher", None)
             if isinstance(ref, ModelRef):
-                yield f"environment `{env.name}`{place}", algo.type == "sft", ref
+                yield f"environment `{env.name}`{place}: teacher", algo.type == "sft", ref
+    if config.trainer.kl is not None and isinstance(config.trainer.kl.reference, ModelRef):
+        yield "trainer.kl.reference", False, config.trainer.kl.reference

@@ -19,7 +19,7 @@ from paceline.config.filters import AdviceConfig, FailuresConfig, FiltersConfig,
 from paceline.config.inference import EngineConfig, SamplingConfig
 from paceline.config.model import ModelConfig
 from paceline.config.secret import secrets_in
-from paceline.config.trainer import TrainerConfig
+from paceline.config.trainer import TrainerConfig, kl_problems
 
 
 class WeightsConfig(Section):
@@ -272,6 +272,7 @@ class RunConfig(Section):
         if self.backend == "mlx":  # left to the machine, it is looked at when the run starts: a file is checked alike
             yield from hardware.unsupported_settings(self)
         yield from cluster.cluster_problems(self)
+        yield from kl_problems(self)
         if self.steps is not None and self.epochs is not None:
             yield "give either `steps` or `epochs`, not both"
         for name, count in Counter(env.name for env in self.env).items():

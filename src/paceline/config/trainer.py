@@ -1,11 +1,16 @@
 """Trainer settings: loss, optimizer, packing. They do not depend on the algorithm."""
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from paceline.config.base import Hook, Section
 from paceline.config.cluster import ParallelConfig
+from paceline.config.model import ModelRef
+
+if TYPE_CHECKING:
+    from paceline.config.run import RunConfig
 
 MAX_LOG_RATIO = 20.0
 """Exponents are clamped to this much either way: e^20 is far outside any trust region, and still a number."""
@@ -91,22 +96,63 @@ class ProximalConfig(Section):
 class KLConfig(Section):
     """Hold the policy near a reference."""
 
-    how: Literal["loss", "advantage"] = "loss"
-    """Add the divergence to the loss, or subtract each sample's mean log ratio from its advantages."""
+    how: Literal["loss", "advantage", "reward"] = "loss"
+    """Add the divergence to the loss, subtract each sample's mean log ratio from its advantages, or subtract each
+    rollout's divergence from its reward, before anything is compared with it."""
     kind: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the divergence in the loss: d, d^2 / 2 or e^-d + d - 1, where d = log pi - log reference."""
+    """Estimator of the divergence in the loss and in the reward: d, d^2 / 2 or e^-d + d - 1, where
+    d = log pi - log reference. In the reward pi is the policy that sampled."""
     coef: float = Field(default=0.1, ge=0)
     """Weight of the divergence."""
     kl_max: float = Field(default=10.0, gt=0)
     """In the advantage, a sample's mean log ratio is clipped to this much either way."""
-    reference: Literal["base", "snapshot", "ema"] = "base"
-    """The model the run started from, the policy as it was every so often, or a running mean of it."""
+    reference: Literal["base", "snapshot", "ema"] | ModelRef = "base"
+    """The model the run started from, the policy as it was every so often, or a running mean of it; or another model
+    behind an endpoint, `{ name = "MODEL", base_url = "http://HOST:PORT/v1" }`."""
+    workers: int = Field(default=0, ge=0)
+    """With `placement = "ray"`: actors that compute the reference, `base` or `snapshot`, in place of the trainer. Each
+    has the cores and GPUs of a scorer (`cluster.scorer_cpus`, `cluster.scorer_gpus`)."""
     every: int = Field(default=40, ge=1)
     """Batches between two snapshots."""
     decay: float = Field(default=0.99, ge=0, lt=1)
     """How much of the running mean stays at each batch."""
     offload: bool = False
     """Keep the reference's tensors in CPU memory. Needless under LoRA, where they are small or none."""
+
+    @property
+    def is_in_trainer(self) -> bool:
+        """Whether the trainer computes the reference itself."""
+        return not (isinstance(self.reference, ModelRef) or self.workers or self.how == "reward")
+
+
+def kl_problems(config: "RunConfig") -> Iterator[str]:
+    """References that no part of the run can compute."""
+    kl = config.trainer.kl
+    if kl is None:
+        return
+    if kl.workers and config.placement != "ray":
+        yield (
+            f'trainer.kl.workers = {kl.workers} are actors of Ray, and placement = "{config.placement}" starts none: '
+            'set placement = "ray", or leave workers out'
+        )
+    if kl.workers and isinstance(kl.reference, ModelRef):
+        where = "at its base_url" if kl.reference.base_url else "by cluster.scorers"
+        yield f"trainer.kl.workers hold the policy's own model, and reference is scored {where}: leave workers out"
+    if kl.workers and kl.reference == "ema":
+        yield (
+            'trainer.kl.reference = "ema" moves with every batch, inside the trainer: set reference = "snapshot" or '
+            '"base", or leave trainer.kl.workers out'
+        )
+    if kl.how != "reward" or kl.workers or isinstance(kl.reference, ModelRef):
+        return
+    # The engine has the base where the policy is an adapter beside it.
+    if kl.reference != "base" or config.model.lora is None or config.engine.backend != "paceline":
+        yield (
+            f'trainer.kl.how = "reward" needs its reference when a group is sampled, and reference = "{kl.reference}" '
+            f"is in the trainer here: start `paceline serve {config.model.name} --scores-only` and write reference = "
+            f'{{ name = "{config.model.name}", base_url = "http://HOST:PORT/v1" }}; or set placement = "ray" with '
+            'trainer.kl.workers = 1; or train an adapter ([model.lora]) with reference = "base"'
+        )
 
 
 class CriticConfig(Section):

@@ -5,6 +5,7 @@ from paceline.orchestrator.admission import Breaker
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint
 from paceline.orchestrator.episodes import TrainEnv, build_train_envs, open_algorithms
 from paceline.orchestrator.gate import Gate
+from paceline.orchestrator.kl_reference import KLReferenceModel, token_penalty
 from paceline.orchestrator.loop import Orchestrator, OrchestratorParts, RollBack
 from paceline.util.deadlines import Clock
 
@@ -15,6 +16,7 @@ __all__ = [
     "Clock",
     "DamagedCheckpoint",
     "Gate",
+    "KLReferenceModel",
     "Orchestrator",
     "OrchestratorParts",
     "RollBack",
@@ -22,4 +24,5 @@ __all__ = [
     "TrainEnv",
     "build_train_envs",
     "open_algorithms",
+    "token_penalty",
 ]

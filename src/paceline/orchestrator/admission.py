@@ -1,6 +1,6 @@
 """Admits finished groups: checks that enough is left, assigns credit, and decides whether they train.
 
-    length penalty -> credit -> truncated rollouts masked -> (no signal: dropped) -> the user's own filter
+    length and KL penalties -> credit -> truncated rollouts masked -> (no signal: dropped) -> the user's own filter
 
 Counts finished, dropped and failed groups between two batches, for metrics and curriculum.
 """
@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paceline.algorithms.base import reward_before_kl
 from paceline.config import BreakerConfig, RunConfig
 from paceline.config.filters import LengthConfig
 from paceline.data import Sample
 from paceline.errors import PacelineError, RunStopped
 from paceline.orchestrator.episodes import TrainEnv, stop_error
 from paceline.orchestrator.gate import limit_staleness
+from paceline.orchestrator.kl_reference import subtract_kl_penalty
 from paceline.orchestrator.replay import ReplayedGroup
 from paceline.rollout import Group, Rollout
 from paceline.util.importing import import_object
@@ -203,9 +205,11 @@ class FilterError(PacelineError):
 
 
 class Filters:
-    """The length rules and the user's own filter. They do not depend on the algorithm."""
+    """The length rules, KL in the reward and the user's own filter. They do not depend on the algorithm."""
 
     def __init__(self, config: RunConfig) -> None:
+        kl = config.trainer.kl
+        self._kl = kl if kl is not None and kl.how == "reward" else None
         self._hook = config.filters.group
         self._length, self._max_tokens = config.length, config.sampling.max_tokens
         self._user_filter: Callable[..., Any] | None = import_object(self._hook.import_path) if self._hook else None
@@ -216,6 +220,9 @@ class Filters:
         if self._length.buffer:
             for rollout in group.rollouts:
                 apply_length_penalty(rollout, self._length, self._max_tokens)
+        if self._kl is not None:
+            for rollout in group.rollouts:
+                subtract_kl_penalty(rollout, self._kl)
 
     def after_credit(self, group: Group) -> None:
         for rollout in group.rollouts if self._length.mask_truncated else ():
@@ -249,7 +256,7 @@ def apply_length_penalty(rollout: Rollout, rule: LengthConfig, max_tokens: int) 
 
 
 def reward_before_penalty(rollout: Rollout) -> float:
-    return (rollout.reward or 0.0) + rollout.metrics.get(LENGTH_PENALTY, 0.0)
+    return reward_before_kl(rollout) + rollout.metrics.get(LENGTH_PENALTY, 0.0)
 
 
 def _mask_sample(sample: Sample) -> Sample:

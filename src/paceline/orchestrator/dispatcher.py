@@ -20,6 +20,7 @@ from paceline.orchestrator.admission import GroupAdmission, ReadyGroup, Tally
 from paceline.orchestrator.checkpoint import DispatcherState
 from paceline.orchestrator.episodes import RolloutRunner, TrainEnv
 from paceline.orchestrator.gate import Gate
+from paceline.orchestrator.kl_reference import KLReferenceModel
 from paceline.orchestrator.replay import Replay
 from paceline.rollout import Group
 from paceline.util.deadlines import ABANDON_SECONDS, named_wait
@@ -52,7 +53,9 @@ class Dispatcher:
         gate: Gate,
         ledger: Ledger,
         warn: Callable[[str], None] = lambda text: None,
+        reference: KLReferenceModel | None = None,
     ) -> None:
+        self._reference = reference
         self._config, self._envs, self._runner = config, envs, runner
         self._gate, self._ledger = gate, ledger
         gate.extra = config.extra_rollouts
@@ -89,9 +92,13 @@ class Dispatcher:
                 self._drop(ticket, "skipped_draw" if is_skipped else "bad_row")
                 continue
             self._gate.start(env.group_size)
-            task = asyncio.create_task(self._runner.run_group(env, ticket), name=f"ticket {ticket.number}")
+            task = asyncio.create_task(self._run_group(env, ticket), name=f"ticket {ticket.number}")
             self._in_flight[ticket] = GroupInFlight(task, env, self._gate.version)
             task.add_done_callback(lambda done, t=ticket: self._on_group_done(done, t))
+
+    async def _run_group(self, env: TrainEnv, ticket: Ticket) -> Group:
+        group = await self._runner.run_group(env, ticket)
+        return group if self._reference is None else await self._reference.score_group(group)
 
     def _next_env(self) -> TrainEnv | None:
         """Whose turn it is, if a whole group of it fits: a ticket that waits comes first, then the least served."""

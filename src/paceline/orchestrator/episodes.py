@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any, Literal, TypeVar
 
+from numpy.typing import NDArray
+
 from paceline.algorithms import Algorithm, AlgorithmContext, credit_for
 from paceline.clients import NoEngineLeft
 from paceline.clients.frozen import FrozenPool, attach
@@ -22,6 +24,7 @@ from paceline.data import (
     Cursor,
     DataError,
     Row,
+    Sample,
     Ticket,
     clean_rows,
     make_cursor,
@@ -134,9 +137,10 @@ async def open_algorithms(
     envs: Mapping[str, TrainEnv],
     client: SamplingClient,
     find: Callable[[ModelRef], Awaitable[FrozenPool]] | None = None,
-) -> AsyncGenerator[None]:
+    token_penalty: Callable[[Sample], NDArray] | None = None,
+) -> AsyncGenerator[Callable[[ModelRef], Awaitable[FrozenPool]]]:
     """Every algorithm ready, with the frozen models it names; the connections end with the run. `find` knows models
-    that the placement itself serves; without it all are endpoints."""
+    that the placement itself serves; without it all are endpoints. Yields what connects to further ones."""
     pools: dict[str, FrozenPool] = {}
 
     async def connect(ref: ModelRef) -> FrozenPool:
@@ -150,10 +154,10 @@ async def open_algorithms(
             await service.check()
         for env in envs.values():
             teacher = env.failures.handling("teacher")
-            await env.algorithm.begin(AlgorithmContext(env.name, env.rows, client, connect, teacher))
+            await env.algorithm.begin(AlgorithmContext(env.name, env.rows, client, connect, teacher, token_penalty))
             env.skip(env.algorithm.bad_rows)
             env.bad_rows = frozenset(env.algorithm.bad_rows.indices)
-        yield
+        yield connect
     finally:
         for open_part in (*pools.values(), *judge_services(envs)):
             await open_part.aclose()

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from paceline.clients.pool import LeaguePool, Pool
 from paceline.data import Row, Ticket
 from paceline.orchestrator.checkpoint import CheckpointError
@@ -15,9 +13,8 @@ from paceline.orchestrator.episodes import RolloutRunner, TrainEnv
 from paceline.rollout import Rollout
 from paceline.selfplay import ArenaEnvironment, League
 from paceline.selfplay.league import version_name
-from paceline.weights.tensors import framework, write_tensors
-from paceline.weights.update import Adapter, WeightUpdate
-from paceline.weights.weight_store import clone_update
+from paceline.weights.update import WeightUpdate
+from paceline.weights.weight_store import StoredUpdate, clone_update, read_update, save_update
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +24,13 @@ class LeagueEnv:
     league: League
 
 
-StoredVersion = tuple[WeightUpdate, dict[str, str]]
-"""A version's weights, and what its file says of them."""
-
-
 class LeagueCheckpoints:
     """Hands published versions on to the leagues that want them, and keeps a copy of each for the checkpoint."""
 
     def __init__(self, envs: dict[str, TrainEnv], pool: Pool, note: Callable[[str], None]) -> None:
         self.members = league_envs(envs)
         self._pool, self._note = pool, note
-        self._weights: dict[int, StoredVersion] = {}
+        self._weights: dict[int, StoredUpdate] = {}
 
     async def offer(self, update: WeightUpdate) -> None:
         """Offer a published version to every league; those that admit it have it served from now on."""
@@ -52,15 +45,9 @@ class LeagueCheckpoints:
         self._weights = {version: kept for version, kept in self._weights.items() if version in wanted}
 
     def save(self, folder: Path) -> None:
-        """Every kept version, beside the checkpoint's own weights. A file that an earlier checkpoint has is linked."""
-        for version, (update, notes) in self._weights.items():
-            path = folder / _file_name(version)
-            # Another run may have left a version of the same number here.
-            same = [file for file in sorted(folder.parent.glob(f"step-*/{path.name}")) if _read_metadata(file) == notes]
-            try:
-                path.hardlink_to(same[-1])
-            except (IndexError, OSError):
-                write_tensors(update.tensors, path, notes)
+        """Every kept version, beside the checkpoint's own weights."""
+        for version, stored in self._weights.items():
+            save_update(stored, folder / _file_name(version))
 
     async def load(self, folder: Path) -> None:
         """Bring back those the restored leagues name."""
@@ -128,32 +115,16 @@ def league_envs(envs: dict[str, TrainEnv]) -> list[LeagueEnv]:
     ]
 
 
-def _copy_to_cpu(update: WeightUpdate) -> StoredVersion:
-    return _stored_version(replace(clone_update(update), canary=None, delta=None))
-
-
-def _stored_version(update: WeightUpdate) -> StoredVersion:
-    scale = {} if update.adapter is None else {"scale": repr(update.adapter.scale)}
-    return update, {"fingerprint": update.fingerprint()} | scale
+def _copy_to_cpu(update: WeightUpdate) -> StoredUpdate:
+    kept = replace(clone_update(update), canary=None, delta=None)
+    return kept, kept.fingerprint()
 
 
 def _file_name(version: int) -> str:
     return f"past-{version_name(version)}.safetensors"
 
 
-def _read_metadata(path: Path) -> dict[str, str] | None:
-    """A file's metadata about its weights; None if it cannot be read."""
-    try:
-        with safe_open(path, framework=framework()) as file:
-            return file.metadata()
-    except (OSError, SafetensorError):
-        return None
-
-
-def _read_version(path: Path, version: int) -> StoredVersion:
+def _read_version(path: Path, version: int) -> StoredUpdate:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, and with it version {version} of the league: resume elsewhere")
-    with safe_open(path, framework=framework()) as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        scale = (file.metadata() or {}).get("scale")
-    return _stored_version(WeightUpdate(version, tensors, None if scale is None else Adapter("", float(scale))))
+    return read_update(path, version)

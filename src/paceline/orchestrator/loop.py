@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.algorithms.base import reward_before_kl
 from paceline.clients import Pool
 from paceline.config import RunConfig
 from paceline.data import DataError, Ledger, Sample, Ticket, encode, row_change
@@ -22,6 +23,7 @@ from paceline.orchestrator.dispatcher import Dispatcher
 from paceline.orchestrator.episodes import EVAL, MATCH, RolloutRunner, TrainEnv
 from paceline.orchestrator.evaluation import evaluate
 from paceline.orchestrator.gate import Gate
+from paceline.orchestrator.kl_reference import KLReferenceModel
 from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
 from paceline.orchestrator.metrics import Stopwatch, batch_metrics, row_metrics
 from paceline.orchestrator.pauses import Advisor, Pauses
@@ -60,6 +62,8 @@ class OrchestratorParts:
     monitor: RunMonitor
     checkpoints: Checkpoints
     clock: Clock
+    reference: KLReferenceModel | None = None
+    """The KL reference, where the trainer does not compute it."""
     advisor: Callable[[dict[str, Any]], Advisor] | None = None
     """Makes the advisor that pauses environments, of the run's config."""
 
@@ -89,7 +93,9 @@ class Orchestrator:
         reserve = config.replay.slots(config.batch_size, [env.group_size for env in parts.envs.values()])
         self._gate = Gate(config.batch_size, config.staleness, config.max_inflight, total=config.steps, reserve=reserve)
         self._runner = RolloutRunner(parts.client, parts.clock, config.seed)
-        self._dispatcher = Dispatcher(config, parts.envs, self._runner, self._gate, self._ledger, parts.monitor.note)
+        self._dispatcher = Dispatcher(
+            config, parts.envs, self._runner, self._gate, self._ledger, parts.monitor.note, parts.reference
+        )
         self._dispatcher.skipped_draws = skipped_draws
         self._league_checkpoints = LeagueCheckpoints(parts.envs, parts.pool, parts.monitor.note)
         upgrade = (parts.pool, parts.envs, config.eval.concurrency)
@@ -122,7 +128,7 @@ class Orchestrator:
                     batch = await self._dispatcher.next_batch(early)
                 if batch is None:
                     break
-                with self._stopwatch.phase("score"):  # `time/score`: baselines over the batch, a teacher's log probs
+                with self._stopwatch.phase("score"):  # `time/score`: baselines over the batch, references
                     samples = await self._finish_samples(batch)
                 with self._stopwatch.phase("train"):
                     report = await self._parts.trainer.step(samples)
@@ -202,12 +208,15 @@ class Orchestrator:
         work = [self._parts.envs[env].algorithm.finish_batch(groups) for env, groups in shares.items()]
         for reasons in await gather_or_cancel(work):
             self._dispatcher.tally.lost_samples.update(reasons or {})
+        if self._parts.reference is not None:
+            fresh = [group for groups in shares.values() for group in groups]
+            self._dispatcher.tally.lost_samples.update(await self._parts.reference.score_batch(fresh))
         return [sample for group in batch for sample in group.samples()]
 
     def _update_curriculum(self, batch: Sequence[Group], report: StepReport) -> None:
         """Tell each environment's order of rows how they went, before the next ones are drawn or replayed."""
         for group in self._dispatcher.tally.resolved_by(batch):
-            rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+            rewards = [reward_before_kl(rollout) for rollout in group.rollouts if rollout.reward is not None]
             self._parts.envs[group.ticket.env].cursor.update(group.ticket.row, rewards)
         if not report.skipped:  # what broke one gradient must not come back to break another
             self._dispatcher.remember(batch)
@@ -218,6 +227,8 @@ class Orchestrator:
         if update.version != trained:
             raise RunStopped(f"the trainer has trained {update.version} batches, and the run {trained}: resume it")
         await self._parts.pool.load_weights(update)
+        if self._parts.reference is not None:
+            await self._parts.reference.follow(update)
         if self._league_checkpoints.members:
             await self._league_checkpoints.offer(update)
         if self._pauses.advice_task:
@@ -379,6 +390,8 @@ class Orchestrator:
             self._league_checkpoints.save(folder)
             if self._upgrade is not None:
                 self._upgrade.save(folder)
+            if self._parts.reference is not None:
+                self._parts.reference.save(folder)
             (folder / GROUPS_FILE).write_bytes(groups)
 
         text = json.dumps(state)
@@ -434,6 +447,8 @@ class Orchestrator:
         await self._league_checkpoints.load(path)
         if self._upgrade is not None:
             self._upgrade.load(path, state.get("upgrade", {}))
+        if self._parts.reference is not None:
+            await self._parts.reference.load(path)
         checkpoints.delete_after(self.step)
         if (
             self._upgrade is not None

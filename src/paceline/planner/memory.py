@@ -92,7 +92,7 @@ def layout_of(config: RunConfig, hardware: Hardware) -> PlannedLayout:
         processes=1 if config.placement in ("local", "colocated") else 2,
         tensor=parallel.tensor,
         context=parallel.context,
-        scorers=config.cluster.scorers * len(scored_models(config)),
+        scorers=sum(count for _, count in scorer_counts(config)),
         colocated=colocated,
     )
 
@@ -188,7 +188,7 @@ class _Sizes:
             gathered = min(self.shape.gathered_elements / self.layout.tensor, self.held * (1 - 1 / split))
             yield "trainer gathered blocks", gathered * self.item
         yield from self._optimizer("trainer", self.trainable / (1 if self.adapters else split), host)
-        if t.kl is not None and not (self.adapters and t.kl.reference == "base"):
+        if t.kl is not None and t.kl.is_in_trainer and not (self.adapters and t.kl.reference == "base"):
             kept = (4 if t.kl.reference == "ema" else self.item) + self.item  # and the policy's own, while it scores
             to = host if t.kl.offload else None
             yield from _moved("KL reference", kept * self.trainable / split, to)
@@ -293,7 +293,7 @@ def scorer_places(config: RunConfig, device: float | None, runtime: float) -> li
     item, places = BYTES[config.model.dtype], []
     budget = config.trainer.micro_batch_tokens
     tokens = SCORED_AT_ONCE if budget == "auto" else budget
-    for name in scored_models(config):
+    for name, count in scorer_counts(config):
         shape = shape_of(name)
         wide = 6 * shape.hidden + 2 * shape.mlp * shape.active_experts
         parts = {
@@ -301,5 +301,13 @@ def scorer_places(config: RunConfig, device: float | None, runtime: float) -> li
             "teacher activations": float(tokens * wide * item + LOGITS * 8),
             "runtime": runtime,
         }
-        places.append(DevicePlace(f"scorer GPU, {name}", device, config.cluster.scorers, parts))
+        places.append(DevicePlace(f"scorer GPU, {name}", device, count, parts))
     return places
+
+
+def scorer_counts(config: RunConfig) -> list[tuple[str, int]]:
+    """Each model that actors of the run only score, and how many of them do."""
+    counts = [(name, config.cluster.scorers) for name in scored_models(config)]
+    if (kl := config.trainer.kl) is not None and kl.workers:
+        counts.append((config.model.name, kl.workers))
+    return counts

@@ -91,7 +91,7 @@ def _knobs(config: RunConfig, hardware: Hardware, before: MemoryPlan) -> Iterato
     ):
         if start > least:
             yield [{key: size} for size in _halves(start, least)]
-    if trainer.kl is not None and not trainer.kl.offload and on_gpu:
+    if trainer.kl is not None and trainer.kl.is_in_trainer and not trainer.kl.offload and on_gpu:
         yield [{"trainer.kl.offload": True}]
     if on_gpu:
         yield from _ranks(config, hardware, before)

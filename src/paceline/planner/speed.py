@@ -245,7 +245,7 @@ class Speeds:
         moved = self.r.train_bytes * shape.layers * shape.hidden * self.item / 2
         moved *= 1 if c.compile or not self.on_gpu else self.r.eager_train
         passes = 1.0 + (1 / 3 if c.gradient_checkpointing else 0.0)
-        passes += 1 / 3 * ((c.kl is not None) + bool(c.proximal and c.minibatches > 1))
+        passes += 1 / 3 * ((c.kl is not None and c.kl.is_in_trainer) + bool(c.proximal and c.minibatches > 1))
         passes += 4 / 3 if c.critic is not None else 0.0
         return passes * (flops / self._trainer_flops + moved / self._bandwidth)
 

@@ -170,6 +170,8 @@ class RunParts:
     parameters: int
     attach: Callable[[ModelRef], Awaitable[FrozenPool]] | None = None
     """Finds frozen models, where the placement serves some itself."""
+    reference: Pool | None = None
+    """The workers of the KL reference, where the placement has some."""
 
 
 @dataclass(frozen=True, slots=True)

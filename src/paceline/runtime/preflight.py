@@ -42,8 +42,8 @@ from paceline.envs.custom import ASYNC_ONLY, NEEDS_ROWS, ModuleEnvironment
 from paceline.envs.judges import read_prompt
 from paceline.envs.questions import TokenIn
 from paceline.envs.search.index import load_corpus
-from paceline.envs.verifiers import fill_in_variables
 from paceline.envs.verdicts import missing_field, prompt_fields
+from paceline.envs.verifiers import fill_in_variables
 from paceline.errors import PacelineError
 from paceline.model import source as model_files
 from paceline.model.tokenizer import load_tokenizer
@@ -339,7 +339,7 @@ def _check_machine(config: RunConfig, found: Preflight) -> None:
     if launch is not None and shutil.which(launch.python) is None:
         found.add([f"engine.launch.python: there is no interpreter `{launch.python}`: name the one that vLLM is in"])
     keys = [("engine.api_key_env", config.engine.api_key_env)]
-    keys += [(f"{where}: teacher.api_key_env", ref.api_key_env) for where, _, ref in frozen_models(config)]
+    keys += [(f"{where}.api_key_env", ref.api_key_env) for where, _, ref in frozen_models(config)]
     judges = [(env.name, judge) for env in config.env for judge in env.judges]
     keys += [
         (f"environment `{env}`, judge `{one.name}`: model.api_key_env", one.model.api_key_env) for env, one in judges

@@ -1,6 +1,6 @@
 """Computes log probabilities of given tokens, by the trainer's own loading and scoring code.
 
-References and teachers that never sample need no KV cache and no decode loop. A scorer packs the sequences of all
+Teachers and the KL reference never sample and need no KV cache and no decode loop. A scorer packs the sequences of all
 requests into micro-batches of one token budget; what does not fit any more is carried over into the next. So a long
 request does not hold up a short one for longer than a micro-batch, and the GPU sees full packs.
 """
@@ -17,10 +17,14 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from paceline.config.model import LoRAConfig
 from paceline.data import Sample
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener
+from paceline.engine.embedded import TorchWeights
+from paceline.engine.weight_applier import POLICY
 from paceline.errors import EngineError, Overloaded, RequestError
-from paceline.model import ServedPolicy, WeightUpdate, fingerprint, set_cpu_threads
+from paceline.model import LMHead, ServedPolicy, WeightUpdate, fingerprint, set_cpu_threads
+from paceline.model.adapters import Adapters, install
 from paceline.trainer.backend import score_samples
 from paceline.trainer.torch.forward import ForwardPass
 
@@ -41,13 +45,30 @@ class ScoreRequest:
 class Scorer:
     """Speaks the scoring part of the `Engine` protocol. All computing is done by one thread."""
 
-    def __init__(self, model: PreTrainedModel, budget: int, *, fp32_head: bool = False, threads: int = 1) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        budget: int,
+        *,
+        fp32_head: bool = False,
+        threads: int = 1,
+        follows: bool = False,
+        lora: LoRAConfig | None = None,
+    ) -> None:
+        """One that `follows` takes new weights of the policy: all of them, or where `lora` says so its adapter."""
         self._model = model.eval().requires_grad_(False)
         self._forward = ForwardPass(model, fp32_head)
         text = model.config.get_text_config()
         self._context = getattr(text, "max_position_embeddings", None) or 1 << 20
         self._vocabulary = text.vocab_size
         self._budget, self._cores = budget, threads
+        self._adapters: Adapters | None = None
+        if follows and lora is not None:
+            self._adapters = install(model, lora.targets, 1, lora.rank, max(budget, self._context))
+        head = LMHead(model, fp32_head)
+        self._weights = TorchWeights(model, head, self._adapters, [], 0) if follows else None
+        self._weights_lock = threading.Lock()
+        """Held for one pack, and for one update."""
         self._waiting: deque[tuple[ScoreRequest, int]] = deque()
         """Single sequences, the oldest question's first."""
         self._tokens = 0
@@ -141,6 +162,13 @@ class Scorer:
         return []
 
     def _score(self, pack: Sequence[tuple[ScoreRequest, int]]) -> None:
+        with self._weights_lock:
+            self._score_samples(pack)
+
+    def _score_samples(self, pack: Sequence[tuple[ScoreRequest, int]]) -> None:
+        if self._adapters is not None and self._weights is not None:
+            slot = self._weights.served.adapter_slots[POLICY]
+            self._adapters.route(torch.full((self._adapters.max_tokens,), slot, device=self._model.device))
         samples = [Sample.as_sampled(question.sequences[at], question.temperature) for question, at in pack]
         scores = score_samples(self._forward.scores, samples, [list(range(len(samples)))])
         self.packs += 1
@@ -156,11 +184,25 @@ class Scorer:
         raise RequestError("this server only scores: sample from one that was started without --scores-only")
 
     async def load_weights(self, update: WeightUpdate) -> float:
-        raise RequestError("this server's weights are frozen: it only scores")
+        """Take new weights between two packs, and prove that they are those sent."""
+        if self._weights is None:
+            raise RequestError("this server's weights are frozen: it only scores")
+        return await asyncio.to_thread(self._load_weights, self._weights, update)
+
+    def _load_weights(self, weights: TorchWeights, update: WeightUpdate) -> float:
+        staged = weights.stage(update)
+        with self._weights_lock, torch.no_grad():
+            began = time.perf_counter()
+            sent = weights.apply(staged)
+            assert sent is not None
+            weights.verify(update, sent)
+            return time.perf_counter() - began
 
     async def policy(self) -> ServedPolicy:
         if self._failure is not None:
             raise EngineError(f"the scorer has stopped: {self._failure}")
+        if self._weights is not None:
+            return await asyncio.to_thread(self._weights.policy)
         if self._mark is None:
             named = dict(self._model.named_parameters())
             self._mark = await asyncio.to_thread(fingerprint, named.items())

@@ -134,8 +134,8 @@ def embedded_engine(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]
 
 
 @contextmanager
-def embedded_scorer(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
-    """A scorer in this process: no cache, no decode loop."""
+def embedded_scorer(config: RunConfig, follows: bool = False) -> Generator[tuple["Scorer", Ends]]:
+    """A scorer in this process: no cache, no decode loop. One that `follows` takes the policy's weights."""
     if uses_mlx(config.backend):
         raise PacelineError('--scores-only computes as the trainer of torch does: set backend = "torch"')
     from paceline.model import avoid_onednn_on_arm, load_model
@@ -147,7 +147,12 @@ def embedded_scorer(config: RunConfig) -> Generator[tuple["Scorer", Ends]]:
     threads = config.engine.threads or _threads(sum(parameter.numel() for parameter in model.parameters()))
     budget = config.trainer.micro_batch_tokens
     scorer = Scorer(
-        model, budget if isinstance(budget, int) else SCORED_AT_ONCE, fp32_head=config.model.fp32_head, threads=threads
+        model,
+        budget if isinstance(budget, int) else SCORED_AT_ONCE,
+        fp32_head=config.model.fp32_head,
+        threads=threads,
+        follows=follows,
+        lora=config.model.lora,
     )
     with closing(scorer), avoid_onednn_on_arm(model.dtype), short_switch_interval(model.device.type):
         scorer.start()

@@ -40,11 +40,13 @@ from paceline.orchestrator import (
     Checkpoints,
     Clock,
     DamagedCheckpoint,
+    KLReferenceModel,
     Orchestrator,
     OrchestratorParts,
     RollBack,
     RunStopped,
     open_algorithms,
+    token_penalty,
 )
 from paceline.planner.plan import write_plan
 from paceline.rollout import SamplingClient
@@ -200,8 +202,11 @@ class RunSession:
             with _warnings_as_notes(self.monitor):
                 async with self.placement(config, root, self.monitor.phase, environments) as parts:
                     client = parts.make_client(config.sampling)
-                    async with open_algorithms(parts.envs, client, parts.attach):
-                        return await self._orchestrate(parts, client, signals), None
+                    kl = config.trainer.kl
+                    penalty = partial(token_penalty, kl) if kl is not None and kl.how == "reward" else None
+                    async with open_algorithms(parts.envs, client, parts.attach, penalty) as attach:
+                        reference = await KLReferenceModel.connect(config, client, attach, parts.reference)
+                        return await self._orchestrate(parts, client, reference, signals), None
         except PacelineError as failure:
             error: PacelineError = failure
         except Exception as failure:
@@ -234,7 +239,9 @@ class RunSession:
             self.monitor.end(outcome)
         return _result(outcome, self.directory.root, metrics, error)
 
-    async def _orchestrate(self, parts: RunParts, client: SamplingClient, signals: Signals) -> RunOutcome:
+    async def _orchestrate(
+        self, parts: RunParts, client: SamplingClient, reference: KLReferenceModel | None, signals: Signals
+    ) -> RunOutcome:
         config, directory, monitor = self.config, self.directory, self.monitor
         given = OrchestratorParts(
             pool=parts.pool,
@@ -246,6 +253,7 @@ class RunSession:
             checkpoints=Checkpoints(directory.checkpoints, config.checkpoint.keep),
             clock=Clock(),
             advisor=AdviceMemory,
+            reference=reference,
         )
         rollbacks = RollBackCount()
         with signals.run(monitor):

@@ -169,7 +169,7 @@ class Learner:
     def __init__(self, c: config.TrainerConfig, policy: PolicyBackend, total_steps: int | None = None) -> None:
         self._config, self.policy = c, policy
         self.optimizer: Optimizer = policy.optimizer
-        self._reference = KLReference(c.kl, policy.parameters) if c.kl is not None else None
+        self._reference = KLReference(c.kl, policy.parameters) if c.kl is not None and c.kl.is_in_trainer else None
         self._critic = Critic(c, policy, total_steps) if c.critic is not None else None
         self._loss = Loss(c)
         self._norms = GradientNorms(c.spike, policy.sum_over_all_ranks)

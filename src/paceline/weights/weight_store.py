@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from paceline.errors import EngineError, RequestError
 from paceline.weights.tensors import clone_to_host, framework, read_file, write_tensors
-from paceline.weights.update import Array, WeightUpdate
+from paceline.weights.update import Adapter, Array, WeightUpdate
 
 if TYPE_CHECKING:
     from paceline.weights.delta import WeightDelta
@@ -212,6 +212,40 @@ class WeightStore:
 def clone_update(update: WeightUpdate) -> WeightUpdate:
     """The same update in memory of its own: right for adapters, which are small."""
     return dataclasses.replace(update, tensors={name: clone_to_host(tensor) for name, tensor in update.tensors.items()})
+
+
+StoredUpdate = tuple[WeightUpdate, str]
+"""An update, and its fingerprint, which tells files of equal weights."""
+
+
+def save_update(stored: StoredUpdate, path: Path) -> None:
+    """Keep an update as one file of a checkpoint. A file that an earlier checkpoint has is linked."""
+    update, fingerprint = stored
+    notes = {"fingerprint": fingerprint} | ({} if update.adapter is None else {"scale": repr(update.adapter.scale)})
+    # Another run may have left other weights under the same name here.
+    same = [file for file in sorted(path.parent.parent.glob(f"step-*/{path.name}")) if _read_metadata(file) == notes]
+    try:
+        path.hardlink_to(same[-1])
+    except (IndexError, OSError):
+        write_tensors(update.tensors, path, notes)
+
+
+def read_update(path: Path, version: int) -> StoredUpdate:
+    """What `save_update` kept; raises `OSError` or `SafetensorError` where that cannot be read."""
+    with safe_open(path, framework=framework()) as file:
+        tensors, notes = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    adapter = Adapter("", float(notes["scale"])) if "scale" in notes else None
+    update = WeightUpdate(version, tensors, adapter)
+    return update, notes.get("fingerprint") or update.fingerprint()
+
+
+def _read_metadata(path: Path) -> dict[str, str] | None:
+    """A file's metadata about its weights; None if it cannot be read."""
+    try:
+        with safe_open(path, framework=framework()) as file:
+            return file.metadata()
+    except (OSError, SafetensorError):
+        return None
 
 
 class WeightFolders:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from conftest import ENDS
 from paceline.algorithms import AlgorithmError
-from paceline.algorithms.distillation import MAX_EMPTY_BATCHES, ReferencePrompt, ReferenceScorer, with_ref_kl_weights
+from paceline.algorithms.distillation import with_ref_kl_weights
+from paceline.algorithms.reference_scorer import MAX_EMPTY_BATCHES, ReferencePrompt, ReferenceScorer
 from paceline.clients.frozen import CompletionsEngine, FrozenPool, prompt_logprobs
 from paceline.config.model import ModelRef
 from paceline.errors import EngineError
@@ -43,7 +44,7 @@ def test_every_sample_gets_its_own_scores_at_its_own_temperature(renderer, repli
 
     async def ask():
         reference = await ReferenceScorer.connect(REF, context(renderer, engine))
-        return await reference.add_teacher_logprobs([group])
+        return await reference.add_logprobs([group])
 
     group = asked(*replies, renderer=renderer, temperature=temperature)
     assert not asyncio.run(ask())
@@ -59,7 +60,7 @@ def test_a_failed_score_drops_its_sample_and_nothing_else(renderer, replies):
     engine = Oracle(fears=renderer.encode("z"))
 
     async def ask():
-        return await (await ReferenceScorer.connect(REF, context(renderer, engine))).add_teacher_logprobs([group])
+        return await (await ReferenceScorer.connect(REF, context(renderer, engine))).add_logprobs([group])
 
     group = asked(*replies, renderer=renderer)
     lost = asyncio.run(ask())
@@ -72,12 +73,10 @@ def test_a_teacher_that_scores_nothing_any_more_stops_the_run_with_its_cause(ren
     async def ask():
         reference = await ReferenceScorer.connect(REF, context(renderer, Oracle(fears=renderer.encode("z"))))
         for _ in range(MAX_EMPTY_BATCHES - 1):
-            await reference.add_teacher_logprobs([asked("z", renderer=renderer)])
-        await reference.add_teacher_logprobs(
-            [asked("a", "z", renderer=renderer)]
-        )  # one that works, and the count begins anew
+            await reference.add_logprobs([asked("z", renderer=renderer)])
+        await reference.add_logprobs([asked("a", "z", renderer=renderer)])  # one that works, and the count begins anew
         for _ in range(MAX_EMPTY_BATCHES):
-            await reference.add_teacher_logprobs([asked("z", renderer=renderer)])
+            await reference.add_logprobs([asked("z", renderer=renderer)])
 
     with pytest.raises(AlgorithmError, match="`big` at http://there/v1 scored nothing in 3 batches: I fear this"):
         asyncio.run(ask())
@@ -88,10 +87,10 @@ def test_who_trains_once_more_is_not_asked_about_again(renderer):
 
     async def ask():
         reference = await ReferenceScorer.connect(REF, context(renderer, engine))
-        await reference.add_teacher_logprobs([group])
+        await reference.add_logprobs([group])
         engine.asked.clear()
         engine.fears = set(range(200))
-        return await reference.add_teacher_logprobs([group])
+        return await reference.add_logprobs([group])
 
     group = asked("ab", "cd", renderer=renderer)
     assert not asyncio.run(ask())
@@ -116,11 +115,11 @@ class Gone(Oracle):
 
 @pytest.mark.parametrize("answers", [0, 4])
 def test_a_reference_that_is_gone_is_waited_for_once_and_not_by_each_in_turn(renderer, monkeypatch, answers):
-    monkeypatch.setattr("paceline.algorithms.distillation.SECONDS", 0.05)
+    monkeypatch.setattr("paceline.algorithms.reference_scorer.SECONDS", 0.05)
     engine = Gone(answers + 1)  # one more at the start, to see that it can score
 
     async def ask():
-        return await (await ReferenceScorer.connect(REF, context(renderer, engine))).add_teacher_logprobs([group])
+        return await (await ReferenceScorer.connect(REF, context(renderer, engine))).add_logprobs([group])
 
     group = asked(*["ab"] * 40, renderer=renderer)
     assert asyncio.run(ask()) == {"teacher_failed": 40 - answers}
@@ -136,7 +135,7 @@ def test_what_stands_before_the_sampled_tokens_may_be_another_prompt(renderer):
 
     async def ask():
         reference = await ReferenceScorer.connect("policy", context(renderer, engine))
-        await reference.add_teacher_logprobs([group], lambda rollout, sample: ReferencePrompt(head, cut))
+        await reference.add_logprobs([group], lambda rollout, sample: ReferencePrompt(head, cut))
 
     asyncio.run(ask())
     sequence = [*head, *sample.token_ids[cut:].tolist()]

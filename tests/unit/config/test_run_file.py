@@ -153,6 +153,12 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
         if env["type"] == "reasoning-gym":
             env["task"] = "gcd"
     trainer = table.get("trainer", {})
+    kl = trainer.get("kl") or {}  # see test_kl_section.py
+    kl.pop("workers", None)
+    if kl.get("how") == "reward":
+        del kl["how"]
+    if isinstance(kl.get("reference"), dict):
+        kl["reference"].setdefault("base_url", "http://there/v1")
     offloads = any((trainer.get(part) or {}).get("offload") for part in ("optimizer", "kl"))
     if offloads or table.get("engine", {}).get("cache") == "pages":
         table.pop("backend", None)

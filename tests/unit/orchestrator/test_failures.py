@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.algorithms import AlgorithmError
-from paceline.algorithms.distillation import ReferenceScorer
+from paceline.algorithms.reference_scorer import ReferenceScorer
 from paceline.clients import HttpEngine, NoEngineLeft, Pool
 from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
@@ -869,7 +869,7 @@ def taught(teacher, policy=FailureHandling(), samples: int = 4):  # noqa: B008
 
     async def run():
         reference = ReferenceScorer(Pool([teacher]), "`teacher` at http://far:2/v1", policy)
-        return await reference.add_teacher_logprobs([batch]), asyncio.get_running_loop().time()
+        return await reference.add_logprobs([batch]), asyncio.get_running_loop().time()
 
     lost, seconds = run_virtual(run())
     assert all(sample.teacher_logprobs is not None for sample in batch.samples())

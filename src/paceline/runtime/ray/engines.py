@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -206,6 +206,12 @@ class ScorerActor(EngineActor):
     """One scorer, which never samples. Started again after a death it is as good as before: its model is frozen."""
 
     serves = embedded_scorer
+
+
+class ReferenceActor(EngineActor):
+    """A scorer of the KL reference: the model the run starts from, until it is sent a snapshot of the policy."""
+
+    serves = partial(embedded_scorer, follows=True)
 
 
 class RayEngine(FramedEngine):

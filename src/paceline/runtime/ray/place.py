@@ -30,7 +30,7 @@ from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
 from paceline.observe.monitor import RunDirectory
 from paceline.runtime.local import RunParts, prepare, with_sections
-from paceline.runtime.ray.engines import CONTROL, EngineActor, RayEngine, ScorerActor, last_line
+from paceline.runtime.ray.engines import CONTROL, EngineActor, RayEngine, ReferenceActor, ScorerActor, last_line
 from paceline.runtime.ray.ranks import RankActor, RayTrainer, RayWorkers, WeightsGroup, WorkerActor
 from paceline.util.private_folder import shorten_ray_sockets
 
@@ -61,6 +61,7 @@ class ResourceNeeds:
             "rank": (config.trainer.parallel.ranks, c.rank_cpus, c.rank_gpus),
             "worker": (c.workers, c.worker_cpus, 0.0),
             "scorer": (c.scorers * len(scored_models(config)), c.scorer_cpus, c.scorer_gpus),
+            "reference": (config.trainer.kl.workers if config.trainer.kl else 0, c.scorer_cpus, c.scorer_gpus),
         }
         one = 1.0 if gpus and config.device != "cpu" else 0.0
         each = {part: {"CPU": cpus, "GPU": one if gpu is None else gpu} for part, (_, cpus, gpu) in parts.items()}
@@ -77,7 +78,7 @@ class ResourceNeeds:
 
     @property
     def description(self) -> str:
-        names = {"rank": "trainer rank"}
+        names = {"rank": "trainer rank", "reference": "KL reference worker"}
         *most, last = [f"{count} {names.get(part, part)}s" for part, count in self.counts.items() if count]
         return f"{', '.join(most)} and {last}"
 
@@ -225,7 +226,8 @@ async def ray_placement(
         phase(f"starting {needs.description} of {config.model.name}")
         engines = [parts.engine(number) for number in range(needs.counts["engine"])]
         teachers = parts.scorers()
-        served = [*engines, *(scorer for each in teachers.values() for scorer in each)]
+        references = parts.references()
+        served = [*engines, *references, *(scorer for each in teachers.values() for scorer in each)]
         for part in served:
             stack.callback(part.close)
         stack.callback(trainer.close)
@@ -238,6 +240,10 @@ async def ray_placement(
         pool = driver.pool(engines)
         stack.callback(pool.close)
         run_parts = driver.build_run_parts(pool, trainer, hello.ends, hello.device, hello.parameters)
+        if references:
+            reference = Pool(references)
+            stack.callback(reference.close)
+            run_parts = replace(run_parts, reference=reference)
         if config.cluster.most_engines is not None:
             await stack.enter_async_context(grow_pool(parts, pool, config.cluster.most_engines))
         yield replace(run_parts, attach=partial(attach_scorers, config, driver.tokenizer, teachers))
@@ -272,6 +278,14 @@ class RayParts:
                 for number in range(at * cluster.scorers, (at + 1) * cluster.scorers)
             ]
         return found
+
+    def references(self) -> list[RayEngine]:
+        """The workers of the KL reference."""
+        text = remote_config(self._config, self._config.cluster.scorer_cpus)
+        return [
+            RayEngine(self.start_actor(ReferenceActor, "reference", number, text), f"reference-{number}")
+            for number in range(self.needs.counts["reference"])
+        ]
 
     def ranks(self) -> list[Any]:
         """All of them, anew: each in its old place, under a name of its own, for the old one's is not free at once. Ray
