@@ -34,7 +34,7 @@ def job(code: str = "", gain: float = 0.5, **spec) -> BackgroundCompile:
     return BackgroundCompile("trainer", [sys.executable, "-c", READS + code], spec, gain)
 
 
-def wait(until, seconds: float = 120.0) -> None:
+def wait(until, seconds: float = 400.0) -> None:
     end = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < end
