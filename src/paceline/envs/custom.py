@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from paceline.config.env import CustomEnvConfig as Config
 from paceline.config.env import ModuleEnvConfig
-from paceline.data import Row
+from paceline.data import Row, Ticket
 from paceline.engine import Finish
 from paceline.envs.base import (
     POLICY,
@@ -25,7 +25,7 @@ from paceline.envs.base import (
     parse_reward,
 )
 from paceline.envs.offloop import run_user_code
-from paceline.rollout import Message, Rollout, Seat, Turn
+from paceline.rollout import Message, Rollout, RolloutSample, Seat, Turn
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
 
@@ -34,12 +34,16 @@ MAX_FLOAT = 3e38
 """The largest values that fit the streams' types."""
 MESSAGE_KEYS = {"content", "tool_calls"}
 """A message has at least one of these."""
+UNKNOWN_TICKET = Ticket(0, "", 0, 0, 0)
 STREAMS = ("prompt_ids", "completion_ids", "logprobs", "versions", "log_z")
 
 
-def accept_rollout(rollout: Rollout, seat: Seat, where: str) -> Outcome | None:
+def accept_rollout(rollout: Rollout | RolloutSample, seat: Seat, where: str, version: int = 0) -> Outcome | None:
     """The outcome of a rollout that user code built. Its turns replace those that the seat recorded; its actor and
-    ticket are ignored, since the run sets them."""
+    ticket are ignored, since the run sets them. A sample without versions is of this one."""
+    if isinstance(rollout, RolloutSample):
+        turns = rollout.turns(version, seat.setting("temperature"))
+        rollout = Rollout(ticket=UNKNOWN_TICKET, member=0, turns=turns, reward=rollout.reward, metrics=rollout.metrics)
     if rollout.dropped:
         return None
     if rollout.error is not None:
@@ -100,8 +104,9 @@ NEEDS_ROWS = "environment `{}`: a function needs rows, name them with `dataset`"
 
 
 class FunctionEnvironment(DatasetEnvironment[Config]):
-    """`async def rollout(row, seat)` over a dataset; it returns a reward, an `Outcome`, a `Rollout` or None (drop). A
-    parameter `judges` gets the judges of the run file."""
+    """`async def rollout(row, seat)` over a dataset; it returns a reward, an `Outcome`, a `Rollout`, a
+    `RolloutSample` or None (drop). One that takes the row alone samples from the policy by itself. A parameter `judges`
+    gets the judges of the run file."""
 
     require = ()
     prompted = False
@@ -115,13 +120,18 @@ class FunctionEnvironment(DatasetEnvironment[Config]):
             raise EnvError(NEEDS_ROWS.format(config.name))
         super().__init__(config, rows)
         self._play = play
-        self._takes_judges = "judges" in inspect.signature(play).parameters
+        parameters = inspect.signature(play).parameters
+        self._takes_judges = "judges" in parameters
+        own = [p for name, p in parameters.items() if name not in config.kwargs and name != "judges"]
+        self._takes_seat = len(own) != 1 or own[0].kind == own[0].VAR_POSITIONAL
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
+        seat, version = seats[POLICY], seats[POLICY].version
+        given = (example, seat) if self._takes_seat else (example,)
         judges = {"judges": self.judges} if self._takes_judges else {}
-        answer = await self._play(example, seats[POLICY], **judges, **self._config.kwargs)
-        if isinstance(answer, Rollout):
-            return accept_rollout(answer, seats[POLICY], self._config.import_path)
+        answer = await self._play(*given, **judges, **self._config.kwargs)
+        if isinstance(answer, Rollout | RolloutSample):
+            return accept_rollout(answer, seat, self._config.import_path, version)
         return parse_outcome(answer, self._config.import_path)
 
 

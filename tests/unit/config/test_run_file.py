@@ -473,8 +473,8 @@ def test_command_line_errors(arguments, sentence):
          "`dppo`, `ppo`, `gspo`, `cispo`, `reinforce` and `custom`"),
         ("[[env]]\nweight = 1",
          'env.0: `type` is missing: add type = "reverse-text", "arithmetic", "alphabet-sort", "calculator", '
-         '"equality", "tagged-answer", "math", "gsm8k", "code", "retrieval", "token-in", "module", "reasoning-gym", '
-         '"textarena", "verifiers", "arena", "reward" or "custom"'),
+         '"equality", "tagged-answer", "math", "gsm8k", "code", "retrieval", "token-in", "remote", "module", '
+         '"reasoning-gym", "textarena", "verifiers", "arena", "reward" or "custom"'),
         ("[env]\nweight = 1", "env: expected a list of tables, at least 1, got a table; "
          "write the header in double brackets, such as [[env]]"),
         # Values.

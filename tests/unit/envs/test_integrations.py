@@ -362,7 +362,7 @@ FUNCTION = """
 import dataclasses
 import numpy
 from paceline import Rollout, Ticket
-from paceline.rollout import Turn
+from paceline.rollout import RolloutSample, Turn
 
 def made(turns, **about):
     return Rollout(**{"ticket": Ticket(-1, "elsewhere", 0, 0, 0), "member": 9, "turns": turns, "reward": 0.5} | about)
@@ -397,6 +397,13 @@ async def empty(row, seat, **about):
 
 async def without_reward(row, seat):
     return made([Turn(**TURN)], reward=None)
+
+async def flat(row, **about):
+    given = {"tokens": [5, 6, 7, 8, 9], "logprobs": [0, 0, -1, None, -2], "loss_mask": [0, 0, 1, 0, 1], "reward": 1}
+    return RolloutSample(**given | about) if row["n"] == 0 else None
+
+async def dropped(row):
+    return None
 """
 
 
@@ -425,6 +432,15 @@ def test_a_rollout_made_of_what_was_recorded_trains_what_was_recorded(rolled, tm
         assert (rollout.ticket, rollout.member, rollout.reward) == (group.ticket, member, 0.5)
         told = json.loads(json.dumps(rollout.record()))
         assert told["tokens"] == sum(int(sample.loss_mask.sum()) for sample in rollout.samples) > 0
+
+
+def test_a_flat_sample_of_a_function_that_takes_the_row_alone_trains_where_its_mask_is(rolled):
+    for rollout in rolled("flat", finish_reason="length").rollouts:
+        (sample,) = rollout.samples
+        assert (sample.token_ids.tolist(), sample.loss_mask.tolist()) == ([5, 6, 7, 8, 9], [0, 0, 1, 0, 1])
+        assert (sample.logprobs.tolist(), sample.versions.tolist()) == ([0, 0, -1, 0, -2], [-1, -1, 0, -1, 0])
+        assert (rollout.reward, sample.ended) == (1.0, "truncated")
+    assert [rollout.dropped for rollout in rolled("dropped").failed] == [True, True]
 
 
 def test_a_rollout_made_by_hand_stands_for_what_the_seat_recorded(rolled):
@@ -467,6 +483,12 @@ def test_a_rollout_from_elsewhere_becomes_samples_of_its_ticket(rolled):
         ("foreign", {"turn": {"versions": [0, 0, 2**40]}}, "turn 2: `versions` holds 1099511627776"),
         ("foreign", {"turn": {"logprobs": [0, 0, -1e39]}}, "turn 2: `logprobs` holds -1e+39"),
         ("foreign", {"turn": {"temperature": "warm"}}, "turn 2: `temperature` is 'warm'"),
+        ("flat", {"logprobs": [0.0]}, "a RolloutSample has 5 tokens and 1 entries in `logprobs`"),
+        ("flat", {"loss_mask": [0] * 5}, "no token in its `loss_mask`: return None to drop the episode"),
+        ("flat", {"loss_mask": [1, 0, 0, 0, 0]}, "turn 1: `prompt_ids` is empty"),
+        ("flat", {"logprobs": [0, 0, float("nan"), 0, -1]}, "turn 1: `logprobs` holds nan"),
+        ("flat", {"tokens": [5, 6, 10**6, 8, 9]}, "turn 1: `completion_ids` holds 1000000"),
+        ("flat", {"versions": [0, 0]}, "a RolloutSample has 5 tokens and 2 entries in `versions`"),
         ("foreign", {"about": {"error": "lost"}}, "returned a Rollout with an error: lost"),
         ("foreign", {"about": {"reward": "much"}}, "returned 'much': return a number"),
         ("without_reward", {}, "returned a Rollout without a `reward`"),

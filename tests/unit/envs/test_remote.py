@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from threading import Thread
 import httpx
 import pytest
 
-from paceline.config import ConfigError
+import paceline
+from paceline.config import ConfigError, RunConfig
 from paceline.config.env import RemoteEnvConfig
 from paceline.envs import POLICY, EnvError, build_environment
 from paceline.envs.base import RefusedRollout
+from paceline.envs.rollout_service import RolloutAnswer
 from paceline.errors import EngineError, RequestError, Unreachable
 from paceline.model import tokenizer_digest
 from real_seats import stage
@@ -262,6 +265,43 @@ def test_a_key_that_is_not_set_and_an_address_that_is_none_are_refused_at_start(
     for url in ("far:8900", "ftp://far/x", "http://", ""):
         with pytest.raises(ConfigError, match="write http://HOST:PORT/PATH"):
             RemoteEnvConfig(dataset="rows.jsonl", url=url)
+
+
+def test_a_run_goes_on_without_broken_answers_and_counts_them_by_reason(tmp_path):
+    played = iter(range(10**6))
+
+    def mostly(handler, body) -> None:
+        number = next(played)
+        (change("turns.1.logprobs", [0.0]) if number % 8 == 3 else change("reward", number % 2))(handler, body)
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "reverse: abc", "answer": "cba"}) + "\n")
+    with Script(mostly) as service:
+        env = {"type": "remote", "name": "far", "dataset": str(rows), "url": service.url}
+        result = paceline.train(
+            RunConfig(env=[env], runs=str(tmp_path), name="run", steps=2, batch_size=16, group_size=8, device="cpu"),
+            quiet=True,
+        )
+    assert result.outcome.status == "finished"
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    counts = [line.get("failed/episode/logprobs", 0.0) for line in lines]
+    assert sum(counts) >= 2
+
+
+def test_the_page_shows_a_good_answer_and_the_schema_it_is_checked_by(actors):
+    page = (ROOT / "docs" / "rollout-service.md").read_text(encoding="utf-8")
+    shown, schema = (json.loads(text) for text in re.findall(r"(?ms)^```json\n(.*?)^```", page))
+    assert schema == RolloutAnswer.model_json_schema()
+    with Script(answering(lambda answer: shown | {"id": answer["id"], "tokenizer": answer["tokenizer"]})) as service:
+        outcome, _ = play(actors, remote(service.url))
+    assert outcome.rewards[POLICY] == shown["reward"]
+    table = page.partition("| reason |")[2].partition("\n\n")[0]
+    reasons = {reason for _, reason, _ in BROKEN.values()} | {"too_large"}
+    assert set(re.findall(r"(?m)^\| `(\w+)` \|", table)) == reasons
+    cells = re.findall(r"(?m)^\| (`.*?) \|", page.partition("## What is answered")[0])
+    fields = re.findall(r"`([\w.]+)`", " ".join(cells))
+    (body, _), *_ = service.posts
+    assert {field.partition(".")[0] for field in fields} == body.keys()
 
 
 # --- the service of the examples, in a process of its own

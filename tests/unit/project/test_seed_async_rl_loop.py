@@ -1,7 +1,19 @@
 """The run files of examples/seeds/async_rl_loop train, on the package's tiny model and a few rows."""
 
+import json
+import re
+import sys
 from pathlib import Path
 
+import pytest
+
+import paceline
+from child_processes import run
+from paceline.config import load as load_config
+from paceline.config.keys import key_schema
+from paceline.util.importing import import_object
+
+PAGE = Path(__file__).parents[3] / "docs" / "seeds" / "async_rl_loop.md"
 FOLDER = Path(__file__).parents[3] / "examples" / "seeds" / "async_rl_loop"
 SHARED = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "train.jsonl"
 ROWS = [
@@ -38,7 +50,8 @@ def trained(name: str, questions: Path, runs: Path, **settings) -> list[dict]:
     flags = ["--env.0.dataset", str(questions), "--env.0.eval_dataset", str(questions)]
     result = paceline.train(load_config(FOLDER / name, flags), runs=str(runs), name="run", **SHORT | settings)
     assert result.outcome.status == "finished"
-    return [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (runs / "run" / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "optimizer_steps" in line]  # one evaluates the untrained model
 
 
 def test_a_warm_up_lowers_the_loss_of_the_solutions_and_phase_two_starts_from_its_export(questions, tmp_path):
@@ -47,15 +60,33 @@ def test_a_warm_up_lowers_the_loss_of_the_solutions_and_phase_two_starts_from_it
     assert steps[-1]["loss/ce"] < 0.8 * steps[0]["loss/ce"]
     phase_two = {"staleness": 2, "trainer": {"minibatches": 2}, "model": str(tmp_path / "warm-up" / "run" / "export")}
     steps = trained("gsm8k.toml", questions, tmp_path / "rl", **phase_two)
-    assert [step["optimizer_steps"] for step in steps] == [2.0, 2.0]
+    assert [step["optimizer_steps"] for step in steps] == [2.0, 4.0]
     assert all(step["staleness/max"] <= 2 for step in steps)
     assert all(1 <= step["metric/gsm8k/tries"] <= 2 for step in steps)
 
 
 def test_phase_one_is_one_optimizer_step_a_batch_at_most_one_version_behind(questions, tmp_path):
     steps = trained("gsm8k.toml", questions, tmp_path)
-    assert [step["optimizer_steps"] for step in steps] == [1.0, 1.0]
+    assert [step["optimizer_steps"] for step in steps] == [1.0, 2.0]
     assert all(step["staleness/max"] <= 1 and 0 <= step["wait_time_ratio"] <= 1 for step in steps)
+
+
+def named_here(title: str, column: int) -> list[str]:
+    """What a table of the page says things are called here."""
+    table = PAGE.read_text(encoding="utf-8").partition(f"## {title}\n")[2].partition("\n## ")[0]
+    cells = [line.split(" | ")[column] for line in table.splitlines() if line.startswith("| `")]
+    return re.findall(r"`([\w./]+)`", " ".join(cells))
+
+
+def test_the_page_names_keys_and_metrics_that_exist(questions, tmp_path):
+    keys = [key for key in named_here("Settings", 2) if not key.startswith("clip_")]
+    assert len(keys) > 12
+    for key in keys:
+        assert key_schema(key), key
+    names = {name.replace("ENV", "gsm8k") for name in named_here("Metrics", 1)} - {"failed/KIND"}
+    assert len(names) > 15
+    (last, *_) = reversed(trained("gsm8k.toml", questions, tmp_path))
+    assert names - last.keys() <= {"kl", "staleness/min"}  # the first needs a reference
 
 
 def test_the_token_in_example_makes_rows_that_train(questions, tmp_path):
