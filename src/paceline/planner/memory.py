@@ -187,15 +187,16 @@ class _Sizes:
             # Embeddings and head stay whole, and of the layers this one and the next.
             gathered = min(self.shape.gathered_elements / self.layout.tensor, self.held * (1 - 1 / split))
             yield "trainer gathered blocks", gathered * self.item
-        yield from self._optimizer("trainer", self.trainable / (1 if self.adapters else split), host)
+        own = self.trainable / (1 if self.adapters else split)  # adapters are whole on every rank
+        yield from self._optimizer("trainer", own, host)
         if t.kl is not None and t.kl.is_in_trainer and not (self.adapters and t.kl.reference == "base"):
             kept = (4 if t.kl.reference == "ema" else self.item) + self.item  # and the policy's own, while it scores
             to = host if t.kl.offload else None
             yield from _moved("KL reference", kept * self.trainable / split, to)
         if t.critic is not None:
-            body = 0.0 if self.adapters else self.held * self.item / split
-            yield "critic weights", body + self.adapters * self.item / split
-            yield from self._optimizer("critic", self.trainable / split, host)
+            on_host = t.parallel.cpu_offload and self.on_gpu and not self.adapters
+            yield from _moved("critic weights", item * own, host if on_host else None)
+            yield from self._optimizer("critic", own, host)
 
     def _optimizer(self, whose: str, trainable: float, host: dict[str, float]) -> Iterator[tuple[str, float]]:
         """Float32 masters where the model is rounded, two moments, gradient sums; and a micro-batch's own gradient."""

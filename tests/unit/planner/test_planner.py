@@ -381,6 +381,24 @@ def test_ranks_that_share_a_matrix_or_a_sequence_hold_less_of_it():
     assert sharded[0]["trainer moments"] == sharded[1]["trainer moments"]
 
 
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_a_critic_takes_on_each_rank_what_the_policy_takes_to_train(shard, lora):
+    """But for a frozen base, which it shares."""
+    more = {"model__lora": {"rank": 16}} if lora else {}
+    config = run_file(
+        placement="ray", trainer__parallel__ranks=4, trainer__parallel__shard=shard, trainer__critic={}, **more
+    )
+    places = memory(config, LARGER, parse("h200x8")).places
+    parts = next(place for place in places if place.name == "trainer GPU").parts
+    for name in ("moments", "gradients"):
+        assert parts[f"critic {name}"] == parts[f"trainer {name}"] > 0
+    if lora:
+        assert parts["critic weights"] < 0.1 * parts["trainer weights"]
+    else:
+        assert parts["critic weights"] == parts["trainer weights"]
+
+
 def test_colocated_ranks_need_no_gpus_beside_their_own():
     hardware = parse("h200x8")
     config = run_file(placement="colocated", trainer__parallel__ranks=4)
