@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -120,3 +121,16 @@ def test_a_run_file_of_ours_has_none_of_it():
     ours = "[algo]\ntype = 'opd'\nteacher = {name = 'm', base_url = 'http://x'}\n[filters]\nzero_advantage = true\n"
     ours += "[model]\nrenderer = 'auto'\n[[env]]\ntype = 'reverse-text'\nalgo = {type = 'echo', roles = {tool = 0.1}}\n"
     assert translate_layout(tomllib.loads(ours)) == {}
+
+
+def test_the_sentences_of_the_docs_are_what_is_said(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs" / "seeds" / "algorithms.md").read_text(encoding="utf-8")
+    shown = re.findall(r"(?m)^run.toml: .*", page)
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(
+        "[orchestrator]\ntraining_mode = 'rl'\n[orchestrator.model]\nname = 'Qwen/Qwen3-0.6B'\n"
+        "[orchestrator.algo.advantage]\ntype = 'max_rl'\n"
+    )
+    with pytest.raises(ConfigError) as refused:
+        load("run.toml")
+    assert sorted(refused.value.problems) == sorted(shown)
