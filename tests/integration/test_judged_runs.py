@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 from live_server import MODEL, served
 from test_runs import metrics
 
+from docs_blocks import blocks
 from judge_server import judge_server
 from paceline.config import load
 from paceline.data.rollout import Rollout
@@ -239,6 +240,28 @@ def test_functions_and_arenas_ask_the_same_judges(run, tmp_path):
         (verdict,) = line["verdicts"]
         assert line["reward"] == verdict["score"] - (0.5 if line["env"] == "function" else 0.0)
         assert line["metrics"]["judge/kind"] == verdict["score"]
+
+
+def test_the_judges_of_the_docs_grade(run, tmp_path):
+    """Both blocks of environments.md, as they are shown, at another address and with less to do."""
+    shown = [block.text for block in blocks("toml", "python") if block.page == "environments.md"]
+    section = next(text for text in shown if "[[env.judges]]" in text)
+    assert section.startswith('[[env]]\ntype = "reverse-text"')
+    with judge_server(by_length) as server:
+        judged = section.replace("http://10.0.0.7:8000/v1", server.url).replace("api_key_env", "# api_key_env")
+        done = run(BY_CODE + judged, server.url)
+        assert done.outcome.status == "finished", done.error
+        assert {"metric/reverse-text/judge/helpfulness", "metric/reverse-text/task_reward"} <= done.metrics[-1].keys()
+        (tmp_path / "my_task.py").write_text(next(text for text in shown if text.startswith("# my_task.py")))
+        rows = [{"messages": [{"role": "user", "content": word}], "answer": word} for word in ("ab", "cd")]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        by_code = judged.replace("task_weight = 1.0", 'import_path = "my_task.py:rollout"\ndataset = "rows.jsonl"')
+        by_code = by_code.replace('"reverse-text"', '"custom"').replace("weight = 0.5", "automatic = false")
+        done = run(BY_CODE.replace('"judged"', '"by-code"') + by_code, server.url)
+        assert done.outcome.status == "finished", done.error
+        assert done.metrics[-1]["metric/custom/judge/helpfulness"] == pytest.approx(
+            done.metrics[-1]["reward/custom/mean"]
+        )
 
 
 def test_paceline_rollout_shows_the_verdicts(here, tmp_path):

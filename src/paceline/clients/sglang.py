@@ -1,5 +1,6 @@
-"""An SGLang server as the policy's engine, by its own HTTP calls: those of version 0.5.23, whose source a test reads.
-None of them was tried against a live server.
+"""Samples the policy on an SGLang server by its own HTTP calls: those of version 0.5.23, whose source a test reads.
+
+Experimental: tried against a live server on a CPU without SGLang's kernels, never on a GPU (docs/engines.md).
 
 Requests are aborted by an update, which gives back what they have so far, and asked again from there. So each stretch
 was sampled by one version, which its answer names (`meta_info.weight_version`), also on servers that do not tell spans

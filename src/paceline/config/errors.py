@@ -24,6 +24,7 @@ from paceline.config.fields import (
     path_of,
     value_at,
 )
+from paceline.config.orchestrator_layout import translate_layout
 from paceline.errors import PacelineError
 
 SIBLING_LIKENESS = 0.7
@@ -151,8 +152,11 @@ def explain(error: ValidationError, document: ConfigDocument) -> list[str]:
     details = error.errors(include_url=False)
     paths = [path_of(detail["loc"], document.root) for detail in details]
     refused = {path for detail, path in zip(details, paths, strict=True) if detail["type"] == "value_error"}
-    sentences: list[str] = []
+    foreign = translate_layout(document.table)
+    sentences = [f"{document.origin(path).place(path)}: {answer}" for path, answer in foreign.items()]
     for detail, path in zip(details, paths, strict=True):
+        if any(path == other[: len(path)] or other == path[: len(other)] for other in foreign if path):
+            continue  # answered already
         # Where any of several kinds of value may stand, each says why it is not the one. If one of them looked inside
         # the value, or read it whole, that one was meant, and the others have nothing to add.
         meant = path in refused or any(path == other[: len(path)] != other for other in paths)

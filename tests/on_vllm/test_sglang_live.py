@@ -1,0 +1,30 @@
+"""Runs whose policy a live SGLang samples, at the address in PACELINE_SGLANG_URL; it serves the quickstart model."""
+
+import os
+
+import numpy as np
+import pytest
+from test_runs_on_vllm import run
+
+from paceline.config import inference
+from paceline.config.model import LoRAConfig, ModelConfig
+
+URL = os.environ.get("PACELINE_SGLANG_URL", "")
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not URL, reason="needs a live SGLang: see docs/engines.md"),
+]
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4)], ids=["whole weights", "adapters"])
+def test_a_run_trains_the_policy_that_sglang_samples(tmp_path, lora):
+    if lora is not None and os.environ.get("PACELINE_SGLANG_LORA") != "1":
+        pytest.skip("the server has no --enable-lora")
+    engine = inference.EngineConfig(backend="sglang", base_url=URL, max_running=16, max_context=128)
+    done = run(tmp_path, engine, model=ModelConfig(lora=lora))
+    assert done.outcome.status == "finished", done.error
+    assert len(done.metrics) == 3
+    for line in done.metrics:
+        assert np.isfinite(line["reward/reverse-text/mean"])
+        assert abs(line["mismatch/numerics"]) < 1e-4, "other weights than the trainer's"
+    assert done.metrics[0]["grad_norm"] > 0
