@@ -78,7 +78,7 @@ class GRPO(RewardCredit):
         if self._config.std != "none" and len(rewards) > ddof:
             std = rewards.std(ddof=ddof)
             if std > 1e-8:
-                advantages = advantages / std
+                advantages = advantages / (std + self._config.std_epsilon)
         return np.maximum(advantages, 0.0) if self._config.positive_only else advantages
 
 

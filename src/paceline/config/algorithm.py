@@ -47,6 +47,8 @@ class GroupCreditConfig(OnPolicyConfig):
     std: Std = "none"
     """Divide by the standard deviation of what the baseline is the mean of. `none` avoids overweighting very easy and
     very hard rows."""
+    std_epsilon: float = Field(default=0.0, ge=0)
+    """Added to that standard deviation."""
     baseline: Literal["group", "batch"] = "group"
     """The mean of the row's own rollouts, or that of all the environment's rollouts in the batch."""
     positive_only: bool = False
