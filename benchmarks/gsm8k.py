@@ -35,9 +35,9 @@ RISE = 0.03
 DEFAULTS = {"epochs": 3.0, "warm_lr": 3e-4, "lr": 3e-5, "steps": 200, "batch": 384, "group": 16, "max_tokens": 200}
 
 
-def run_file(name: str, given: Namespace, **more: Any) -> RunConfig:
+def run_file(example: str, given: Namespace, **more: Any) -> RunConfig:
     """One of the example's run files with this benchmark's settings."""
-    run = tomllib.loads((EXAMPLES / f"{name}.toml").read_text(encoding="utf-8"))
+    run = tomllib.loads((EXAMPLES / f"{example}.toml").read_text(encoding="utf-8"))
     train_rows, held_out = row_files(given)
     rows = {"dataset": str(train_rows), "eval_dataset": str(held_out), "timeout": 600.0}
     common = {
