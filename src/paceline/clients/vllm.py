@@ -63,6 +63,8 @@ class VllmEngine(ExternalEngine):
         self._folders.tied_embedding = self._tied if apart else None
         try:
             self.request_sync("/weight_info")
+        except Unreachable:
+            raise
         except EngineError as error:
             raise EngineError(
                 f"{self.name} does not offer vLLM's calls for training (vLLM 0.32 does): start it with "

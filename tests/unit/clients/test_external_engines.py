@@ -14,9 +14,10 @@ from pydantic import ValidationError
 
 from paceline.clients import Pool
 from paceline.clients.sglang import SglangEngine
+from paceline.clients.vllm import VllmEngine
 from paceline.config import RunConfig, dump, load
 from paceline.engine import GenerateRequest
-from paceline.errors import EngineError, Mismatch
+from paceline.errors import EngineError, Mismatch, Unreachable
 from paceline.weights.update import Adapter, Canary, WeightUpdate
 
 # --- the run file
@@ -287,3 +288,26 @@ def test_an_adapter_gets_a_new_name_for_each_version_and_none_is_left(server, tm
     assert first != second
     assert server.of("/unload_lora_adapter") == [{"lora_name": first}, {"lora_name": second}]
     assert server.of("/generate")[-1]["lora_path"] == second
+
+
+def test_a_vllm_that_falls_silent_is_not_told_to_be_started_otherwise(tmp_path):
+    """It answers its health and its models, and hangs up when it is asked what it offers."""
+
+    class Silent(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != "/weight_info":
+                body = json.dumps({"data": [{"id": "policy", "root": "nowhere"}]}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, *words) -> None:
+            """Nothing on stderr."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        engine = VllmEngine(f"http://127.0.0.1:{server.server_address[1]}", folder=tmp_path)
+        with pytest.raises(Unreachable, match=r"^http://127\.0\.0\.1:\d+ does not answer: "):
+            engine.start()
+        server.shutdown()
