@@ -450,11 +450,8 @@ class Orchestrator:
         if self._parts.reference is not None:
             await self._parts.reference.load(path)
         checkpoints.delete_after(self.step)
-        if (
-            self._upgrade is not None
-            and (promoted := self._upgrade.promoted)
-            and not checkpoints.promote(promoted.step)
-        ):
+        promoted = None if self._upgrade is None else self._upgrade.promoted
+        if self._upgrade is not None and promoted is not None and not checkpoints.promote(promoted.step):
             self._notes.append(f"the promoted checkpoint of step {promoted.step} is gone: {path.name} takes its place")
             self._upgrade.promoted = None
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from paceline.clients.tools import ToolParser
-from paceline.config.env import ModuleEnvConfig
+from paceline.config.env import CurriculumConfig, ModuleEnvConfig
+from paceline.config.filters import PriorityConfig
 from paceline.config.trainer import CustomLossConfig
 from paceline.envs import POLICY
 from paceline.envs.custom import ModuleEnvironment
@@ -51,6 +52,15 @@ def test_a_tool_call_has_the_shape_that_is_shown():
     heard = reader.feed(said)[1] + reader.flush()[1]
     assert [call.as_dict() | {"id": ""} for call in heard] == [shown | {"id": ""}]
     assert json.loads(shown["function"]["arguments"]) == {"a": 1, "b": 2}
+
+
+def test_the_settings_shown_as_defaults_are_the_defaults():
+    pages = {name: (DOCS / name).read_text(encoding="utf-8") for name in ("environments.md", "staleness.md")}
+    (shown,) = re.findall(r"^curriculum = (\{.*\})$", pages["environments.md"], re.MULTILINE)
+    assert CurriculumConfig(**tomllib.loads(f"x = {shown}")["x"]) == CurriculumConfig()
+    blocks = re.findall(r"(?ms)^```toml\n(.*?)^```", pages["staleness.md"])
+    (table,) = (tomllib.loads(text)["replay"]["priority"] for text in blocks if "[replay.priority]" in text)
+    assert PriorityConfig(**table | {"metrics": {}, "importance": 0.0}) == PriorityConfig()
 
 
 class Said:

@@ -123,7 +123,8 @@ def test_rows_that_are_code_are_compared_when_the_run_loads_them():
     envs = [
         VerifiersConfig(name="v", id="x", contamination=True),
         CustomEnvConfig(name="c", import_path="x:y", contamination=True),
+        EqualityConfig(name="h", dataset="train@owner/name", contamination=True),
     ]
     check_contamination(RunConfig(env=envs), found := Preflight())
     assert found.problems == []
-    assert [note.split(":")[0] for note in found.notes] == ["environment `v`", "environment `c`"]
+    assert [note.split(":")[0] for note in found.notes] == ["environment `v`", "environment `c`", "environment `h`"]
