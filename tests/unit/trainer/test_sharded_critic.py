@@ -156,7 +156,7 @@ def run_ranks(folder: Path, which: str) -> None:
     for world in sorted({world for case in cases.values() for world in case.worlds}):
         commands = [[sys.executable, "-c", code, str(rank), str(world), str(folder)] for rank in range(world)]
         processes = [Launched(command, env=environment) for command in commands]
-        assert [process.wait(240) for process in processes] == [0] * world
+        assert [process.wait(900) for process in processes] == [0] * world
 
 
 def ranks_of(folder: Path, world: int) -> list[dict]:
