@@ -25,6 +25,7 @@ from paceline.envs.base import (
     parse_reward,
 )
 from paceline.envs.offloop import run_user_code
+from paceline.errors import PacelineError
 from paceline.rollout import Message, Rollout, RolloutSample, Seat, Turn
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
@@ -38,11 +39,16 @@ UNKNOWN_TICKET = Ticket(0, "", 0, 0, 0)
 STREAMS = ("prompt_ids", "completion_ids", "logprobs", "versions", "log_z")
 
 
-def accept_rollout(rollout: Rollout | RolloutSample, seat: Seat, where: str, version: int = 0) -> Outcome | None:
+def accept_rollout(
+    rollout: Rollout | RolloutSample, seat: Seat, where: str, version: int | None = None
+) -> Outcome | None:
     """The outcome of a rollout that user code built. Its turns replace those that the seat recorded; its actor and
     ticket are ignored, since the run sets them. A sample without versions is of this one."""
     if isinstance(rollout, RolloutSample):
-        turns = rollout.turns(version, seat.setting("temperature"))
+        try:
+            turns = rollout.turns(version, seat.setting("temperature"))
+        except PacelineError as error:
+            raise EnvError(f"{where}: {error}") from error
         rollout = Rollout(ticket=UNKNOWN_TICKET, member=0, turns=turns, reward=rollout.reward, metrics=rollout.metrics)
     if rollout.dropped:
         return None
@@ -123,11 +129,12 @@ class FunctionEnvironment(DatasetEnvironment[Config]):
         parameters = inspect.signature(play).parameters
         self._takes_judges = "judges" in parameters
         own = [p for name, p in parameters.items() if name not in config.kwargs and name != "judges"]
-        self._takes_seat = len(own) != 1 or own[0].kind == own[0].VAR_POSITIONAL
+        kinds = [p.kind for p in own if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+        self._takes_seat = len(kinds) != 1 or kinds[0] == inspect.Parameter.VAR_POSITIONAL
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
-        seat, version = seats[POLICY], seats[POLICY].version
-        given = (example, seat) if self._takes_seat else (example,)
+        seat = seats[POLICY]
+        given, version = ((example, seat), None) if self._takes_seat else ((example,), seat.version)
         judges = {"judges": self.judges} if self._takes_judges else {}
         answer = await self._play(*given, **judges, **self._config.kwargs)
         if isinstance(answer, Rollout | RolloutSample):

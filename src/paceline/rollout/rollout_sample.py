@@ -24,15 +24,18 @@ class RolloutSample:
     """1 for each token that the policy sampled."""
     reward: float
     versions: Sequence[int] | None = None
-    """The policy version that sampled each token; that of the episode's start when left out."""
+    """The policy version that sampled each token. A function that takes the row alone may leave it out: then it is that
+    of the episode's start."""
     finish_reason: str = "stop"
     """`length` where the last reply hit the token limit."""
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def turns(self, version: int = 0, temperature: float = 1.0) -> list[Turn]:
+    def turns(self, version: int | None = None, temperature: float = 1.0) -> list[Turn]:
         """Each run of sampled tokens, with all that comes before as its prompt."""
         count = len(self.tokens)
-        versions = self.versions if self.versions is not None else [version] * count
+        versions = [version] * count if self.versions is None and version is not None else self.versions
+        if versions is None:
+            raise PacelineError("a RolloutSample needs `versions`: each turn of the seat has those of its tokens")
         for name, stream in (("logprobs", self.logprobs), ("loss_mask", self.loss_mask), ("versions", versions)):
             if len(stream) != count:
                 raise PacelineError(f"a RolloutSample has {count} tokens and {len(stream)} entries in `{name}`")

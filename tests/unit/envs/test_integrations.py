@@ -486,7 +486,7 @@ def test_a_rollout_from_elsewhere_becomes_samples_of_its_ticket(rolled):
         ("flat", {"logprobs": [0.0]}, "a RolloutSample has 5 tokens and 1 entries in `logprobs`"),
         ("flat", {"loss_mask": [0] * 5}, "no token in its `loss_mask`: return None to drop the episode"),
         ("flat", {"loss_mask": [1, 0, 0, 0, 0]}, "turn 1: `prompt_ids` is empty"),
-        ("flat", {"logprobs": [0, 0, float("nan"), 0, -1]}, "turn 1: `logprobs` holds nan"),
+        ("flat", {"logprobs": [0, 0, -1e39, 0, -1]}, "turn 1: `logprobs` holds -1e+39"),
         ("flat", {"tokens": [5, 6, 10**6, 8, 9]}, "turn 1: `completion_ids` holds 1000000"),
         ("flat", {"versions": [0, 0]}, "a RolloutSample has 5 tokens and 2 entries in `versions`"),
         ("foreign", {"about": {"error": "lost"}}, "returned a Rollout with an error: lost"),

