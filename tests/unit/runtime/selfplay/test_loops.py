@@ -14,6 +14,7 @@ from paceline.config.model import ModelConfig
 from paceline.engine import EmbeddedEngine
 from paceline.errors import PacelineError
 from paceline.model import load_model
+from paceline.observe.monitor.exporters import Wandb
 from paceline.runtime.selfplay import (
     Client,
     ConstantCredit,
@@ -266,10 +267,14 @@ def test_weights_and_biases_is_optional(made, monkeypatch, caplog):
 def test_weights_and_biases_gets_every_step_offline(made, monkeypatch, tmp_path):
     pytest.importorskip("wandb", reason="wandb is an extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    sent, send = [], Wandb.step
+
+    def watched(self, step, metrics):
+        send(self, step, metrics)  # wandb writes its file when it likes
+        sent.append((self._run.project, self._run.name, step, "reward/player" in metrics))
+
+    monkeypatch.setattr(Wandb, "step", watched)
     arena, trainer = made(wandb_project="games", wandb_run_name="first")
     run(synchronous_training_loop(arena, trainer, 2))
-    (log,) = (tmp_path / "checkpoints").glob("wandb/offline-run-*/*.wandb")
-    content = log.read_bytes()
-    assert content.count(b"reward/player") >= 2
-    assert b"games" in content
-    assert b"first" in content
+    assert sent == [("games", "first", 1, True), ("games", "first", 2, True)]
+    assert len([*(tmp_path / "checkpoints").glob("wandb/offline-run-*/*.wandb")]) == 1

@@ -132,16 +132,20 @@ def test_a_micro_batch_far_from_the_sampler_adds_neither_gradient_nor_samples(ma
 
 
 def test_the_whole_micro_batch_is_left_out_with_what_is_sound_in_it(made, records):
-    together, all_kept = made(), made(clip_skip_threshold=None)
+    together, alone, all_kept = made(), made(), made(clip_skip_threshold=None)
     batch = TrainingBatch([*records[:8], *map(far, records[8:])])
 
     async def work():
         assert await together.train_step(batch) is None
         assert await together.flush() is None
+        assert together.version == 0
+        sound = TrainingBatch(records[:8])
+        later, only = await together.train_step(sound), await alone.train_step(sound)
+        assert later.metrics["grad_norm"] == pytest.approx(only.metrics["grad_norm"], rel=1e-3)
         assert await all_kept.train_step(batch) is not None
 
     run(work())
-    assert (together.skipped, together.version) == (16, 0)
+    assert (together.skipped, together.version) == (16, 1)
     assert (all_kept.skipped, all_kept.version) == (0, 1)
 
 
