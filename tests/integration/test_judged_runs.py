@@ -255,7 +255,11 @@ def test_the_judges_of_the_docs_grade(run, tmp_path):
         (tmp_path / "my_task.py").write_text(next(text for text in shown if text.startswith("# my_task.py")))
         rows = [{"messages": [{"role": "user", "content": word}], "answer": word} for word in ("ab", "cd")]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        by_code = judged.replace("task_weight = 1.0", 'import_path = "my_task.py:rollout"\ndataset = "rows.jsonl"')
+        server.answer = lambda body: "Score: 8"
+        algo = 'algo = { type = "reward" }\n'  # one grade for all of them
+        by_code = judged.replace(
+            "task_weight = 1.0", algo + 'import_path = "my_task.py:rollout"\ndataset = "rows.jsonl"'
+        )
         by_code = by_code.replace('"reverse-text"', '"custom"').replace("weight = 0.5", "automatic = false")
         done = run(BY_CODE.replace('"judged"', '"by-code"') + by_code, server.url)
         assert done.outcome.status == "finished", done.error

@@ -118,7 +118,7 @@ def _read_json(text: str, key: str, worst: float, best: float) -> float:
         return best if value else worst
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"its `{key}` is {json.dumps(value)[:80]}, which is no number")
