@@ -1,13 +1,16 @@
 """Laws of the environments of `verifiers` below 0.4: unchanged, they play at real seats and every token is recorded."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
+import child_processes
 from installed_verifiers import needs_classic
 from paceline.config.env import VerifiersConfig
 from paceline.data import Ticket, open_rows
@@ -258,3 +261,20 @@ def test_a_file_of_any_folder_is_one_too(tmp_path, monkeypatch):
 def test_an_environment_that_cannot_be_used_is_one_sentence(settings, says):
     with pytest.raises(EnvError, match=says):
         environment(**settings)
+
+
+def test_the_launch_trains_one_that_variables_name(tmp_path):
+    lines = train_seed(tmp_path, VERIFIERS_ENV_ID="classic-sums", VERIFIERS_ENV_ARGS='{"count": 40}')
+    steps = [line for line in lines if line["step"] > 0]
+    assert len(steps) == 4  # an epoch of 32 of the 40 rows, 8 a step
+    assert all(line["dropped/failed_rollouts"] == 0 for line in steps)
+    assert all(line["metric/verifiers/letters"] > 0 for line in steps)
+
+
+def train_seed(folder: Path, **variables: str) -> list[dict]:
+    seed = Path(__file__).parents[2] / "examples" / "seeds" / "infinite" / "verifiers.toml"
+    flags = ["--name", "run", "--sampling.max_tokens", "12", "--filters.zero-advantage", "false"]
+    command = [sys.executable, "-m", "paceline", "train", str(seed), *flags]
+    done = child_processes.run(command, timeout=240, cwd=folder, env=os.environ | variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]

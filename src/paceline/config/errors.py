@@ -24,6 +24,7 @@ from paceline.config.fields import (
     path_of,
     value_at,
 )
+from paceline.config.foreign_names import foreign_keys
 from paceline.config.orchestrator_layout import translate_layout
 from paceline.errors import PacelineError
 
@@ -31,60 +32,20 @@ SIBLING_LIKENESS = 0.7
 DISTANT_LIKENESS = 0.8
 """A key far from where it was written has to look more alike before it is worth naming."""
 
-FOREIGN_NAMES = {
-    # What users of TRL, verl, OpenRLHF and prime-rl would type.
-    "lr": "learning_rate",
-    "eps": "adam_epsilon epsilon",
-    "betas": "adam_beta1 adam_beta2",
-    "schedule": "lr_scheduler lr_scheduler_type",
-    "warmup_steps": "num_warmup_steps lr_warmup_steps",
-    "max_grad_norm": "clip_grad grad_clip max_norm",
-    "loss.clip_low": "clip_range cliprange clip_ratio clip_eps epsilon epsilon_low clip_ratio_low",
-    "loss.clip_high": "clip_range cliprange clip_ratio clip_eps epsilon epsilon_high clip_ratio_high",
-    "normalise": "loss_agg_mode",
-    "sampling.max_tokens": "max_new_tokens max_completion_length max_response_length",
-    "engine.max_context": "max_model_len",
-    "engine.max_running": "max_num_seqs",
-    "group_size": "num_generations rollouts_per_example n_samples_per_prompt",
-    "batch_size": "per_device_train_batch_size train_batch_size rollout_batch_size",
-    "steps": "max_steps total_training_steps",
-    "epochs": "num_train_epochs total_epochs",
-    "staleness": "max_off_policy_steps max_staleness max_async_level async_level",
-    "model.name": "model_name model_name_or_path model_path",
-    "model.tokenizer": "tokenizer_name",
-    "model.dtype": "torch_dtype",
-    "lora.rank": "lora_r lora_rank",
-    "lora.alpha": "lora_alpha",
-    "lora.dropout": "lora_dropout",
-    "lora.targets": "target_modules",
-    "name": "run_name",
-    "runs": "output_dir",
-    "resume": "resume_from_checkpoint",
-    "eval.every": "eval_steps eval_interval test_freq",
-    "checkpoint.every": "save_steps save_freq",
-    "checkpoint.keep": "save_total_limit",
-    "record.exporters": "report_to",
-    "algo": "algorithm",
-    "algo.type": "adv_estimator",
-    "env": "environment",
-}
-ALIASES = {
-    alias: [key for key, names in FOREIGN_NAMES.items() if alias in names.split()]
-    for alias in " ".join(FOREIGN_NAMES.values()).split()
-}
-
 
 def nearest_keys(unknown: KeyPath, siblings: list[str], root: SchemaNode = ROOT) -> list[KeyPath]:
     """The keys `unknown` may have meant, all equally likely; none when nothing comes close.
 
-    A known alias first, then a sibling of similar spelling, then the same key elsewhere in the file, then a
-    similar one elsewhere: `trainer.lr` gives `trainer.optimizer.lr`.
+    Another trainer's name for it first, then a sibling of similar spelling, then the same key elsewhere in the file,
+    then a similar one elsewhere: `trainer.lr` gives `trainer.optimizer.lr`.
     """
     *at, key = unknown
     key = str(key).replace("-", "_")
     everywhere = [_in_same_element(unknown, path) for path, _ in key_paths(root)]
-    if key in ALIASES:
-        return _closest(unknown, [path for alias in ALIASES[key] for path in _ending_with(everywhere, alias)])
+    if meant := foreign_keys(unknown):
+        found = [path for alias in meant for path in _ending_with(everywhere, alias)]
+        beside = [path for path in found if path[:-1] == tuple(at) and path[-1] in siblings]
+        return list(dict.fromkeys(beside)) or _closest(unknown, found)
     if near := get_close_matches(key, siblings, n=1, cutoff=SIBLING_LIKENESS):
         return [(*at, near[0])]
     if same := _closest(unknown, _ending_with(everywhere, key)):
@@ -101,8 +62,9 @@ def _in_same_element(unknown: KeyPath, path: KeyPath) -> KeyPath:
 
 
 def _ending_with(paths: list[KeyPath], end: str) -> list[KeyPath]:
-    keys = tuple(end.split("."))
-    return [path for path in paths if path[-len(keys) :] == keys]
+    """Those that end so, the places of list elements aside."""
+    keys = end.split(".")
+    return [path for path in paths if [key for key in path if isinstance(key, str)][-len(keys) :] == keys]
 
 
 def _closest(unknown: KeyPath, candidates: list[KeyPath]) -> list[KeyPath]:
@@ -222,10 +184,26 @@ def _hint(path: KeyPath, document: ConfigDocument) -> str:
     siblings = list(section.model_fields) if section else []
     if owners := [name for name, kind in node.sections.items() if key in kind.model_fields]:
         return f"it belongs to {dotted((*at, 'type'))} = {join_words(map(describe_given, owners))}"
-    if likely := nearest_keys(path, siblings, document.root):
+    written = value_at(tuple(at), table)
+    if likely := nearest_keys(path, [name for name in siblings if name not in written], document.root):
         dashes = "--" if document.origin(path).flag else ""
         return f"did you mean {join_words(in_backticks(dashes + dotted(one) for one in likely))}?"
+    if moved := _foreign_table(path, value_at(path, document.table), document.root):
+        return join_words(moved, "and")
     return f"the keys there are {join_words(in_backticks(siblings), 'and')}"
+
+
+def _foreign_table(at: KeyPath, value: object, root: SchemaNode) -> list[str]:
+    """For each key of another trainer's table that is known here, where it stands in a run file."""
+    moved = []
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        path = (*at, str(key))
+        if foreign_keys(path):
+            places = join_words(in_backticks(dotted(place) for place in nearest_keys(path, [], root)))
+            moved.append(f"{dotted(path)} is {places} here")
+        else:
+            moved += _foreign_table(path, inner, root)
+    return moved
 
 
 def _header(at: KeyPath, table: dict, root: SchemaNode) -> str:

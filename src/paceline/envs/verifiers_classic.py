@@ -74,7 +74,8 @@ class ClassicEnvironment(Environment):
             raise EnvError(f"{self._where} scores the rollouts of a group together: only one at a time is scored here")
         if (most := self._config.max_turns) is not None:
             for one in getattr(env, "envs", [env]):
-                one.max_turns = most
+                if not isinstance(one, vf.SingleTurnEnv):  # which has nothing to answer a reply with
+                    one.max_turns = most
         return env
 
     def _dataset(self, env: Any, name: str, limit: int | None) -> Any:

@@ -18,12 +18,15 @@ from paceline.config import ConfigError, RunConfig, dump, load, schema
 from paceline.config.base import Section
 from paceline.config.document import resolve_paths
 from paceline.config.env import ArithmeticConfig, CustomEnvConfig, RetrievalConfig
-from paceline.config.errors import ALIASES, nearest_keys
+from paceline.config.errors import nearest_keys
 from paceline.config.fields import ROOT, SchemaNode, dotted, is_union, key_paths, node_at
+from paceline.config.foreign_names import ALIASES, FOREIGN_NAMES
 from paceline.config.inference import SamplingConfig
 from paceline.config.trainer import TrainerConfig
 
 # --- helpers
+
+ARITHMETIC = '[[env]]\ntype = "arithmetic"'
 
 
 @pytest.fixture
@@ -582,10 +585,46 @@ def test_a_file_that_cannot_be_read_is_a_sentence(write, tmp_path):
 def test_every_alias_leads_to_a_key_and_hides_none():
     everywhere = {path for path, _ in key_paths()}
     for alias in ALIASES:
-        found = nearest_keys((alias,), list(RunConfig.model_fields))
+        path = tuple(alias.split("."))
+        found = nearest_keys(path, list(RunConfig.model_fields))
         assert found, alias
         assert set(found) <= everywhere, alias
-        assert alias not in {path[-1] for path in everywhere}, alias
+        assert path not in {known[-len(path) :] for known in everywhere}, alias
+    assert {key for keys in ALIASES.values() for key in keys} == FOREIGN_NAMES.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("[[env]]\ntype = 'module'\nmodule = 'a.py'\ndataset = 'a.jsonl'\n[env.algo]\ntype = 'opd'\n"
+         "model = {name = 'x', base_url = 'http://a'}", "did you mean `env.0.algo.teacher`?"),
+        ("[[env]]\ntype = 'module'\npath = 'a.py'\ndataset = 'a.jsonl'", "did you mean `env.0.module`?"),
+        ("[[env]]\ntype = 'module'\nenv_path = 'a.py'\ndataset = 'a.jsonl'", "did you mean `env.0.module`?"),
+        ("[[env]]\ntype = 'math'\npath = 'a.jsonl'", "did you mean `env.0.dataset`?"),
+        ("[[env]]\ntype = 'math'\ntrain_data_path = 'a.jsonl'", "did you mean `env.0.dataset`?"),
+        ("[[env]]\ntype = 'math'\ndataset = 'a.csv'\ntest_data_path = 'b.csv'", "did you mean `env.0.eval_dataset`?"),
+        ("[[env]]\ntype = 'verifiers'\nenv_id = 'x'", "did you mean `env.0.id`?"),
+        ("[[env]]\ntype = 'verifiers'\nid = 'x'\nenv_args = {a = 1}", "did you mean `env.0.args`?"),
+        ("[[env]]\ntype = 'reward'\ndataset = 'a.csv'\nreward_fn = 'a.py:b'", "did you mean `env.0.import_path`?"),
+        ("[data]\ntrain_data_path = 'a'\nprompts_per_rollout = 8\nresponses_per_prompt = 4\n" + ARITHMETIC,
+         "data.train_data_path is `env.0.dataset` here, data.prompts_per_rollout is `batch_size` here and "
+         "data.responses_per_prompt is `group_size` here"),
+        ("[actor]\nmodel_name = 'x'\ntp = 2\nkl.coef = 0.1\n" + ARITHMETIC,
+         "actor.model_name is `model.name` here, actor.tp is `trainer.parallel.tensor` here and "
+         "actor.kl.coef is `trainer.kl.coef` here"),
+        ("[adv]\nestimator = 'reinforce'\nnorm_var = true\nglobal_norm = true\n" + ARITHMETIC,
+         "adv.estimator is `algo.type` here, adv.norm_var is `algo.std` here and "
+         "adv.global_norm is `algo.baseline` here"),
+        ("dynamic_filtering = true\n" + ARITHMETIC, "did you mean `filters.zero_advantage`?"),
+        ("use_wandb = true\n" + ARITHMETIC, "did you mean `record.exporters`?"),
+        ("[trainer]\nproject = 'x'\n" + ARITHMETIC, "did you mean `record.project`?"),
+        ("beta = 0.1\n" + ARITHMETIC, "did you mean `trainer.kl.coef`?"),
+        ("staleness_limit = 3\n" + ARITHMETIC, "did you mean `staleness`?"),
+        ("max_head_offpolicy_versions = 2\n" + ARITHMETIC, "did you mean `staleness`?"),
+    ],
+)  # fmt: skip
+def test_a_key_of_another_trainer_is_answered_with_ours(write, text, hint):
+    assert any(problem.endswith(f"; {hint}") for problem in problems(write(text))), problems(write(text))
 
 
 def test_a_key_with_a_letter_missing_is_recognised_wherever_it_stands():

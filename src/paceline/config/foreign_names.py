@@ -1,0 +1,96 @@
+"""Names that other trainers give to keys of the run file, so that a wrong key is answered with the right one."""
+
+from collections.abc import Sequence
+
+FOREIGN_NAMES = {
+    # TRL, verl, OpenRLHF, prime-rl and other loops. A dotted name counts below that table only.
+    "lr": "learning_rate optim.lr",
+    "eps": "adam_epsilon epsilon",
+    "betas": "adam_beta1 adam_beta2",
+    "schedule": "lr_scheduler lr_scheduler_type",
+    "warmup_steps": "num_warmup_steps lr_warmup_steps",
+    "max_grad_norm": "clip_grad grad_clip max_norm",
+    "optimizer.offload": "offload_optimizer",
+    "parallel.cpu_offload": "offload_model param_offload",
+    "parallel.shard": "fsdp fsdp_size",
+    "parallel.replicas": "ddp",
+    "parallel.tensor": "tp tensor_parallel_size tensor_model_parallel_size",
+    "parallel.context": "sp cp context_parallel_size ulysses_sequence_parallel_size",
+    "loss.clip_low": "clip_range cliprange clip_ratio clip_eps epsilon epsilon_low clip_ratio_low ppo_clip_min",
+    "loss.clip_high": "clip_range cliprange clip_ratio clip_eps epsilon epsilon_high clip_ratio_high ppo_clip_max",
+    "loss.type": "policy_loss loss_type",
+    "normalise": "loss_agg_mode agg_mode",
+    "minibatches": "update_per_rollout ppo_n_minibatches",
+    "trainer.kl.coef": "actor.kl.coef kl_coef kl_beta kl_loss_coef beta use_kl_penalty",
+    "trainer.kl.reference": "ref_actor.model_name ref_model",
+    "trainer.kl.kind": "actor.kl.type kl_loss_type",
+    "trainer.kl.how": "actor.kl.level",
+    "trainer.entropy_coef": "entropy.coef entropy_coeff",
+    "trainer.critic.freeze_steps": "critic_warmup",
+    "trainer.critic.gamma": "adv.gamma",
+    "trainer.critic.lam": "adv.lamda adv.lam",
+    "trainer.micro_batch_tokens": "max_length_per_device micro_batch_token_budget max_tokens_per_gpu seq_len",
+    "batch_size": "per_device_train_batch_size train_batch_size rollout_batch_size prompts_per_rollout",
+    "sampling.max_tokens": "max_new_tokens max_completion_length max_response_length sampling.max_length",
+    "engine.max_context": "max_model_len max_prompt_length",
+    "engine.max_running": "max_num_seqs",
+    "engine.cache_gib": "gpu_memory_utilization",
+    "group_size": "num_generations rollouts_per_example n_samples_per_prompt num_samples_per_prompt "
+    "responses_per_prompt completions_per_prompt sampling.n",
+    "max_inflight": "max_concurrent",
+    "oversample": "oversampling_factor",
+    "steps": "max_steps total_training_steps",
+    "epochs": "num_train_epochs total_epochs n_epochs",
+    "staleness": "max_off_policy_steps max_staleness max_async_level async_level max_head_offpolicy_versions "
+    "staleness_limit",
+    "model.name": "model_name model_name_or_path model_path inference.model",
+    "model.tokenizer": "tokenizer_name",
+    "model.dtype": "torch_dtype",
+    "lora.rank": "lora_r lora_rank",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.targets": "target_modules",
+    "name": "run_name experiment_name wandb_run_name",
+    "runs": "output_dir save_dir",
+    "resume": "resume_from_checkpoint load_ckpt_from",
+    "eval.every": "eval_steps eval_interval eval_every test_freq",
+    "eval.sampling": "test_sampling_params",
+    "checkpoint.every": "save_steps save_freq checkpoint_every",
+    "checkpoint.keep": "save_total_limit",
+    "record.exporters": "report_to use_wandb",
+    "record.project": "wandb_project trainer.project",
+    "engine.base_url": "inference_url",
+    "filters.zero_advantage": "dynamic_filtering",
+    "algo": "algorithm",
+    "algo.type": "adv_estimator adv.estimator",
+    "algo.teacher": "algo.model",
+    "algo.std": "norm_var scale_rewards",
+    "algo.baseline": "global_norm",
+    "env": "environment",
+    "env.module": "env_path env.path",
+    "env.dataset": "train_data_path data_path env.path",
+    "env.eval_dataset": "test_data_path eval_data_path eval_path",
+    "env.max_turns": "rollout.max_turns",
+    "env.import_path": "reward_fn reward_funcs",
+    "env.id": "env_id",
+    "env.args": "env_args",
+    "env.corpus": "corpus_path",
+}
+
+
+def _aliases() -> dict[str, list[str]]:
+    aliases: dict[str, list[str]] = {}
+    for key, names in FOREIGN_NAMES.items():
+        for name in names.split():
+            aliases.setdefault(name, []).append(key)
+    return aliases
+
+
+ALIASES = _aliases()
+
+
+def foreign_keys(path: Sequence[str | int]) -> list[str]:
+    """The ends of the keys that another trainer's key stands for; the longest name of it that is known decides."""
+    words = [str(part).replace("-", "_") for part in path if not isinstance(part, int)]
+    names = (".".join(words[start:]) for start in range(len(words)))
+    return next((ALIASES[name] for name in names if name in ALIASES), [])
