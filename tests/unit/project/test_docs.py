@@ -91,7 +91,9 @@ def test_the_site_has_every_page_once_and_the_api_page_every_name():
         return [page for item in (entry if isinstance(entry, list) else entry.values()) for page in pages(item)]
 
     listed = pages(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"])
-    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    assert sorted(listed) == sorted(
+        page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")
+    )
     written = re.findall(r"(?m)^::: paceline\.(\w+)", (ROOT / "docs" / "api.md").read_text())
     assert sorted(written) == sorted(set(paceline.__all__) - {"__version__"})
 
