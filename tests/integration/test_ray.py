@@ -13,6 +13,7 @@ import torch
 from paceline.clients import Pool
 from paceline.config import load
 from paceline.config.model import ModelConfig, ModelRef
+from paceline.data import Sample
 from paceline.engine.base import GenerateRequest
 from paceline.model import attach_lora, load_model, load_tokenizer, trainable_parameters
 from paceline.model.loading import trained_adapter
@@ -23,6 +24,7 @@ ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 from paceline.runtime.ray.engines import EngineActor, RayEngine  # noqa: E402
 from paceline.runtime.ray.place import NAMESPACE, RayParts, Reservation, ResourceNeeds, actor, attach_scorers  # noqa: E402
 from paceline.util.private_folder import shorten_ray_sockets  # noqa: E402
+from samples import plain_logprobs  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_SCALE") != "1", reason="takes half a minute: `make scale`")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -229,8 +231,7 @@ def test_a_reference_worker_that_is_killed_gets_the_snapshot_before_it_serves_an
         adapter = Adapter("", scale)
 
     def expected(ids: list[int]) -> torch.Tensor:
-        with torch.no_grad():
-            return policy(torch.tensor([ids])).logits[0].log_softmax(-1)[range(11), ids[1:]]
+        return plain_logprobs(policy, [Sample.as_sampled(ids)])[0][1:].detach()
 
     async def story() -> None:
         needs = ResourceNeeds.of(run, 0)
