@@ -13,14 +13,18 @@ import torch
 from paceline.clients import Pool
 from paceline.config import load
 from paceline.config.model import ModelConfig, ModelRef
+from paceline.data import Sample
 from paceline.engine.base import GenerateRequest
-from paceline.model import load_model, load_tokenizer
+from paceline.model import attach_lora, load_model, load_tokenizer, trainable_parameters
+from paceline.model.loading import trained_adapter
+from paceline.weights.update import Adapter, WeightUpdate
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
 from paceline.runtime.ray.engines import EngineActor, RayEngine  # noqa: E402
 from paceline.runtime.ray.place import NAMESPACE, RayParts, Reservation, ResourceNeeds, actor, attach_scorers  # noqa: E402
 from paceline.util.private_folder import shorten_ray_sockets  # noqa: E402
+from samples import plain_logprobs  # noqa: E402
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -209,6 +213,54 @@ def test_scorers_share_what_is_asked_and_one_that_dies_is_replaced(config, teach
         await pool.aclose()
         for scorer in (first, second):
             scorer.close()
+        room.release()
+
+    asyncio.run(asyncio.wait_for(story(), PATIENCE))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_reference_worker_that_is_killed_gets_the_snapshot_before_it_serves_and_no_score_is_lost(
+    config, tmp_path, lora
+):
+    """Killed with requests in flight. What the restarted one serves is the snapshot, not the model it loaded."""
+    run = config("--trainer.kl.workers=2", "--trainer.kl.reference=snapshot", *(["--model.lora.rank=4"] * lora))
+    dice = np.random.default_rng(0)
+    asked = [dice.integers(5, 100, 12).tolist() for _ in range(48)]
+    policy = attach_lora(load_model(run.model), run.model, 0)
+    with torch.no_grad():
+        for parameter in trainable_parameters(policy).values():
+            parameter.add_(torch.randn(parameter.shape) * 0.02)
+    tensors, adapter = trainable_parameters(policy), None
+    if lora:
+        tensors, scale = trained_adapter(policy)
+        adapter = Adapter("", scale)
+
+    def expected(ids: list[int]) -> torch.Tensor:
+        return plain_logprobs(policy, [Sample.as_sampled(ids)])[0][1:].detach()
+
+    async def story() -> None:
+        needs = ResourceNeeds.of(run, 0)
+        assert needs.counts["reference"] == 2
+        room = await Reservation.reserve(needs)
+        parts = RayParts(run, room, needs, tmp_path / "live")
+        first, second = parts.references()
+        await parts.wait_ready([first, second])
+        pool = Pool([first, second])
+        await pool.load_weights(WeightUpdate(7, tensors, adapter))
+        _, pid = await first.actor.host_and_pid.remote()
+        tasks = [asyncio.ensure_future(pool.score([ids])) for ids in asked]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        os.kill(pid, signal.SIGKILL)
+        for ids, (found,) in zip(asked, await asyncio.gather(*tasks), strict=True):
+            np.testing.assert_allclose(found[1:], expected(ids), atol=1e-3)
+        while len(await pool.stats()) < 2:  # noqa: ASYNC110 - it comes back, and takes part again
+            await asyncio.sleep(0.05)
+        assert (await first.actor.host_and_pid.remote())[1] != pid
+        assert (await first.policy()).version == 7
+        np.testing.assert_allclose((await first.score(asked[:1]))[0][1:], expected(asked[0]), atol=1e-3)
+        pool.close()
+        for worker in (first, second):
+            worker.close()
         room.release()
 
     asyncio.run(asyncio.wait_for(story(), PATIENCE))

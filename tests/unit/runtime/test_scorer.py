@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from conftest import VOCABULARY, tiny_model
+from paceline.config.model import LoRAConfig, ModelConfig
+from paceline.data import Sample
 from paceline.errors import EngineError, RequestError
+from paceline.model import attach_lora, trainable_parameters
+from paceline.model.loading import trained_adapter
 from paceline.runtime.scorer import Scorer
 from paceline.trainer.backend import score_samples
+from paceline.weights.update import Adapter, WeightUpdate
+from samples import plain_logprobs
 
 
 @pytest.fixture
@@ -122,3 +128,29 @@ def test_a_failure_reaches_waiting_and_later_requests(scorer, monkeypatch):
     for _ in range(2):
         with pytest.raises(EngineError, match="division by zero"):
             asyncio.run(scorer.score([[1, 2]]))
+
+
+def test_a_scorer_that_follows_takes_an_adapter_and_scores_as_the_policy_that_has_it():
+    config = ModelConfig(lora=LoRAConfig(rank=4))
+    policy = attach_lora(tiny_model(), config, seed=0)
+    with torch.no_grad():
+        for parameter in trainable_parameters(policy).values():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    tensors, scale = trained_adapter(policy)
+    scorer = Scorer(tiny_model(), budget=64, follows=True, lora=config.lora)
+    scorer.start()
+    asked = sequences(5, 40)
+
+    async def story() -> tuple[list, list]:
+        base = await scorer.score(asked, 0.8)
+        await scorer.load_weights(WeightUpdate(3, tensors, Adapter("", scale)))
+        assert (await scorer.policy()).version == 3
+        return base, await scorer.score(asked, 0.8)
+
+    base, after = asyncio.run(story())
+    scorer.close()
+    for ids, before, row in zip(asked, base, after, strict=True):
+        assert before == pytest.approx(plain(ids, 0.8), abs=1e-4)
+        (wanted,) = plain_logprobs(policy, [Sample.as_sampled(ids, 0.8)])
+        assert row == pytest.approx(wanted.tolist(), abs=1e-3)
+    assert base != after
