@@ -142,11 +142,6 @@ class Pool:
         """Vital signs of each engine in service."""
         return list(await asyncio.gather(*(member.engine.stats() for member in self._registry.serving)))
 
-    @property
-    def version(self) -> int:
-        """The policy's version that every engine has."""
-        return self._registry.published.get("", 0)
-
     def close(self) -> None:
         """Stop looking after engines that are set aside; the engines belong to the code that made them."""
         self._registry.close()

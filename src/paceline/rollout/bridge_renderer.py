@@ -3,10 +3,9 @@
 The template says how a whole conversation is written; how to go on after tokens that were sampled must be found out
 from what it writes (`Renderer`). For the models it knows, `renderers` says it outright. That keeps two turns in one
 sample which the template alone would set apart: a reply that was cut short, and on request one whose thoughts the
-template drops once the next question is asked. It also reads calls in spellings other than the common two.
+template drops once the next question is asked.
 """
 
-import json
 import logging
 from collections.abc import Sequence
 from importlib import import_module
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from paceline.clients.tools import ToolCall, reply_message, template_message
+from paceline.clients.tools import template_message
 from paceline.data.rollout import Message, Tools, Turn
 from paceline.rollout.render import Prompt, Renderer, RenderError
 
@@ -54,26 +53,6 @@ class BridgeRenderer(Renderer):
         ids = self._bridge(turn, messages)
         # Without its text: should the template be asked for the next turn, it writes this one again.
         return super().render_continuation(turn, messages, opening or None) if ids is None else Prompt(ids, "")
-
-    def parse_reply(self, completion_ids: Sequence[int], prompt_ids: Sequence[int], tools: Tools | None) -> Message:
-        """The sampled tokens as a message, with the calls the model's own grammar finds in it.
-
-        Where a call is malformed, or of no tool there is, only the common spellings are read and the rest stays text.
-        """
-        text = self.reply(completion_ids)
-        whole = {"role": "assistant", "content": text}
-        if not tools:
-            return whole
-        try:
-            read = self._program.parse_response(list(completion_ids), tools=list(tools), prompt_ids=list(prompt_ids))
-        except RENDERERS_ERRORS:
-            return reply_message(text, tools)
-        names = {tool.get("function", tool).get("name") for tool in tools}
-        if not read.tool_calls or any(call.status != "ok" or call.name not in names for call in read.tool_calls):
-            return reply_message(text, tools)
-        thought = {"reasoning_content": read.reasoning_content} if read.reasoning_content else {}
-        calls = [_tool_call_dict(call) for call in read.tool_calls]
-        return {**whole, "content": read.content, **thought, "tool_calls": calls}
 
     def _bridge(self, turn: Turn, messages: Sequence[Message]) -> list[int] | None:
         """The turn's tokens and what follows them, if the program goes on from there."""
@@ -160,8 +139,3 @@ def _program(tokenizer: PreTrainedTokenizerBase, name: str, keep_thoughts: bool)
     if keep_thoughts:
         config = type(config).model_validate({"name": family, "thinking_retention": "all"})
     return base.create_renderer(tokenizer, config)
-
-
-def _tool_call_dict(call: Any) -> dict[str, Any]:
-    arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
-    return (ToolCall(call.name, arguments, call.id) if call.id else ToolCall(call.name, arguments)).as_dict()

@@ -145,7 +145,7 @@ class Seat:
     @property
     def version(self) -> int:
         """The policy's version at this moment."""
-        return self._client.pool.version
+        return self._client.pool.published_version
 
     @property
     def tokenizer_digest(self) -> str:

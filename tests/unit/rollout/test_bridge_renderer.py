@@ -131,29 +131,6 @@ def test_a_thought_the_package_went_on_from_is_dropped_when_the_template_drops_i
     assert known.render_continuation(second, more, prompt.text).ids == family.plain.prompt(more, [TOOL])
 
 
-CALLS = {
-    "qwen3": '<think>\nhm\n</think>\n\nI add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
-    "deepseek_v3": "I add.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
-    '```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-}
-
-
-def test_calls_are_read_in_the_models_own_grammar_and_bad_ones_stay_text(family):
-    known = family.known()
-
-    def said(text, tools):
-        turn = family.turn(known, [ASKED], text, tools=tools)
-        return known.parse_reply(turn.completion_ids, turn.prompt_ids, tools)
-
-    good = said(CALLS[family.name], [TOOL])
-    (call,) = good["tool_calls"]
-    assert (call["function"], good["content"]) == ({"name": "add", "arguments": '{"a": 1}'}, "I add.")
-    assert good.get("reasoning_content") == ("hm" if family.name == "qwen3" else None)
-    for text in (CALLS[family.name].replace("add", "sub"), CALLS[family.name].replace('"a": 1', "a: 1"), "two"):
-        assert said(text, [TOOL]) == {"role": "assistant", "content": text}
-    assert said(CALLS[family.name], None) == {"role": "assistant", "content": CALLS[family.name]}
-
-
 def test_a_model_the_package_does_not_know_is_written_by_its_template(load):
     tokenizer = load("qwen2_5")
     for model in (None, "Qwen/Qwen2.5-0.5B-Instruct", "default", "Qwen/Qwen3-8B"):
