@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import tomli_w
 from pydantic import ValidationError
@@ -315,7 +316,8 @@ def dump(config: RunConfig, *, unset: bool = False) -> str:
     return text
 
 
-UNSET = "paceline:unset"
+UNSET = uuid4().hex
+"""Stands for the missing values: a text that no run file holds."""
 
 
 def _mark_unset(value: Any) -> Any:

@@ -209,10 +209,10 @@ class Group:
     failed: Sequence[Rollout] = ()
 
     if not TYPE_CHECKING:
-        __getattr__ = renamed_attributes({"places": "size"})
+        __getattr__ = renamed_attributes({"places": "size", "members": "episodes_left"})
 
     @property
-    def members(self) -> int:
+    def episodes_left(self) -> int:
         """Episodes of which at least one actor's rollout is here."""
         return len({rollout.member for rollout in self.rollouts})
 

@@ -133,23 +133,23 @@ class TorchWeights(WeightApplier):
             fingerprint(self._adapters.tensors(1).items())
             self._adapters.clear(1)
 
-    def source_ready(self) -> "torch.cuda.Event | None":
+    def record_source_event(self) -> "torch.cuda.Event | None":
         """How far the sender's work on the GPU has come."""
         if self._model.device.type != "cuda":
             return None
         return torch.cuda.current_stream(self._model.device).record_event()
 
     def stage(
-        self, update: WeightUpdate, check: bool = True, source_ready: "torch.cuda.Event | None" = None
+        self, update: WeightUpdate, check: bool = True, source_event: "torch.cuda.Event | None" = None
     ) -> StagedUpdate:
-        with torch.no_grad(), nullcontext() if source_ready is None else torch.cuda.device(self._model.device):
-            if source_ready is None:
+        with torch.no_grad(), nullcontext() if source_event is None else torch.cuda.device(self._model.device):
+            if source_event is None:
                 return super().stage(update, check)
-            source_ready.wait()  # bounded: orders two CUDA streams, the host goes on
+            source_event.wait()  # bounded: orders two CUDA streams, the host goes on
             staged = super().stage(update, check)
             # What was left to the GPU comes before use.
-            source_ready.record(torch.cuda.current_stream(self._model.device))
-            return replace(staged, ready_event=source_ready)
+            source_event.record(torch.cuda.current_stream(self._model.device))
+            return replace(staged, ready_event=source_event)
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Nothing is left to be read from a file. A second copy of the weights is never made on the device; on the host

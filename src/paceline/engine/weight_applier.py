@@ -122,7 +122,7 @@ class WeightApplier(ABC):
     def warm_up(self) -> None:  # noqa: B027 - only where the first time takes long
         """Do once what an update does."""
 
-    def source_ready(self) -> Any:
+    def record_source_event(self) -> Any:
         """How far the sender's work on the device has come, taken on the sender's thread: reading comes after it."""
         return None
 
@@ -134,7 +134,7 @@ class WeightApplier(ABC):
         verified = self.served.fingerprints[POLICY].get(version)
         return ServedPolicy(version, verified or fingerprint(self._served_tensors(POLICY).items()))
 
-    def stage(self, update: WeightUpdate, check: bool = True, source_ready: Any = None) -> StagedUpdate:
+    def stage(self, update: WeightUpdate, check: bool = True, source_event: Any = None) -> StagedUpdate:
         """All that can be done while decoding goes on, on any thread: read it, and check that it fits and is whole."""
         if check and (canary := update.canary) is not None:
             ids, most = canary.token_ids, self._vocabulary

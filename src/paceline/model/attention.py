@@ -17,7 +17,8 @@ from paceline.data.packing import similar_lengths
 from paceline.errors import PacelineError
 
 ATTENTION = "paceline"
-PLAN = "paceline_plan"
+PLAN_KEY = "paceline_plan"
+"""The keyword by which a forward pass hands its plan to the attention function."""
 
 # What models hand through for other attention functions and what a plan does not need.
 _HARMLESS = {
@@ -57,7 +58,7 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature over a plan."""
-    plan: AttentionPlan | None = kwargs.pop(PLAN, None)
+    plan: AttentionPlan | None = kwargs.pop(PLAN_KEY, None)
     if plan is None:
         raise NoPlan("a Paceline model was called without an attention plan")
     if kwargs.pop("is_causal", None) is False or getattr(module, "is_causal", True) is False:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from paceline.model.attention import ATTENTION, PLAN, NoPlan, UnsupportedModel, sdpa, window_mask
+from paceline.model.attention import ATTENTION, PLAN_KEY, NoPlan, UnsupportedModel, sdpa, window_mask
 from paceline.model.head import LMHead
 from paceline.model.source import ROPE_OF_WHOLE_BATCH
 
@@ -42,7 +42,7 @@ def attention_shape(model: PreTrainedModel) -> AttentionShape:
     probe = _Probe(type(model).__name__)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     with torch.no_grad():
-        model.get_decoder()(input_ids=token, position_ids=token, use_cache=False, **{PLAN: probe})
+        model.get_decoder()(input_ids=token, position_ids=token, use_cache=False, **{PLAN_KEY: probe})
     return probe.shape(model.config.get_text_config().num_hidden_layers)
 
 
@@ -229,7 +229,7 @@ def check_numerics(model: PreTrainedModel) -> None:
     positions = torch.cat([torch.arange(n) for n in lengths]).to(model.device)
     plan = ShuffledPlan(sequences[order], positions[order])
     out = model.get_decoder()(
-        input_ids=ids[order][None], position_ids=positions[order][None], use_cache=False, **{PLAN: plan}
+        input_ids=ids[order][None], position_ids=positions[order][None], use_cache=False, **{PLAN_KEY: plan}
     )
     ours = LMHead(model)(out.last_hidden_state[0]).softmax(-1)[order.argsort()]
     theirs = torch.cat([p.softmax(-1) for p in _eager(model, list(ids.split(lengths)))])

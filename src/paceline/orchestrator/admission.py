@@ -338,7 +338,7 @@ class GroupAdmission:
         """Credit the group; the reason if it must not train whatever its age."""
         env = self._envs[group.ticket.env]
         assert env.config.min_group_size is not None
-        if group.members < env.config.min_group_size:
+        if group.episodes_left < env.config.min_group_size:
             return TOO_SMALL
         self._filters.before_credit(group)
         env.algorithm.assign(group)
@@ -365,7 +365,7 @@ class GroupAdmission:
             if reason == GROUP_FILTER:
                 mend = "look at what filters.group asks for"
             elif reason == TOO_SMALL and group.failed:
-                dropped = f"the last one has {group.members} of {group.size} episodes left: "
+                dropped = f"the last one has {group.episodes_left} of {group.size} episodes left: "
                 mend = f"{dropped}{group.failed[0].error}. An environment drops an episode by returning None"
             self._warn(f"the last {self._drops_in_a_row} groups were all dropped ({reason}), so nothing trains: {mend}")
 

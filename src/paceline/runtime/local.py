@@ -65,7 +65,7 @@ class LoadedMlxModel:
         self.parameters = self.model.size
 
     def engine(
-        self, config: RunConfig, grammars: Callable[[Grammar], GrammarMatcher] | None = None, alone: bool = False
+        self, config: RunConfig, grammars: Callable[[Grammar], GrammarMatcher] | None = None, owns_model: bool = False
     ) -> "MlxEngine":
         from paceline.engine.mlx.engine import MlxEngine
 
@@ -187,7 +187,7 @@ class DriverParts:
     def pool(self, engines: Sequence[Engine], make: Callable[[], Engine] | None = None) -> Pool:
         """A pool of a run's engines. For a league, `make` gives the engine of a past version that is a whole model: one
         of this process where it is left out."""
-        make = make or (lambda: load_run_model(self.config).engine(self.config, alone=True))
+        make = make or (lambda: load_run_model(self.config).engine(self.config, owns_model=True))
         return LeaguePool(engines, make) if self.past else Pool(engines)
 
     def build_run_parts(

@@ -92,8 +92,8 @@ def serve_model(config: RunConfig, settings: ServeConfig) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"http://{host}:{sock.getsockname()[1]}/v1"
     # Beside a GPU a process of its own pays off.
-    alone = settings.isolate if settings.isolate is not None else device_of(config) == "cuda"
-    how = embedded_scorer if settings.scores_only else isolated_engine if alone else embedded_engine
+    isolated = settings.isolate if settings.isolate is not None else device_of(config) == "cuda"
+    how = embedded_scorer if settings.scores_only else isolated_engine if isolated else embedded_engine
     with sock, how(config) as (engine, ends):
         app = build_app(
             engine,
@@ -127,7 +127,7 @@ def embedded_engine(config: RunConfig) -> Generator[tuple[DecodingEngine, Ends]]
         from paceline.engine.grammar import grammar_matcher_factory
 
         grammars = grammar_matcher_factory(tokenizer, ends)
-    engine = loaded.engine(with_sections(config, engine=changes), grammars, alone=True)
+    engine = loaded.engine(with_sections(config, engine=changes), grammars, owns_model=True)
     with closing(engine), loaded.compute_settings(), short_switch_interval(loaded.device):
         engine.start()
         yield engine, ends

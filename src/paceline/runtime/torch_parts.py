@@ -138,11 +138,11 @@ class LoadedTorchModel:
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
     def engine(
-        self, config: RunConfig, grammars: Callable[[Grammar], GrammarMatcher] | None = None, alone: bool = False
+        self, config: RunConfig, grammars: Callable[[Grammar], GrammarMatcher] | None = None, owns_model: bool = False
     ) -> EmbeddedEngine:
-        """`alone`: no trainer runs beside it, so that it may have the model itself."""
-        model = self.model.requires_grad_(False) if alone else clone_for_engine(self.model, config.model)
-        steps = None if alone else config.steps
+        """`owns_model`: no trainer runs beside it, so that it may have the model itself."""
+        model = self.model.requires_grad_(False) if owns_model else clone_for_engine(self.model, config.model)
+        steps = None if owns_model else config.steps
         return engine_for(model, config, grammars=grammars, steps=steps)
 
     def trainer(self, config: RunConfig, bad_batches: Path) -> TorchTrainer:

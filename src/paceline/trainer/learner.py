@@ -310,7 +310,7 @@ class Learner:
         prox = scores(need_prox)
         lacking = {i for i, s in enumerate(samples) if s.kl_ref_logprobs is None and s.rl_token_weights.any()}
         if self._reference is not None and lacking:
-            with self._reference.in_place():
+            with self._reference.swapped_in():
                 ref = scores(lacking)
             for i, stream in ref.items():
                 samples[i] = samples[i].with_streams(kl_ref_logprobs=stream)

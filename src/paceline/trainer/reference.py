@@ -31,7 +31,7 @@ class KLReference:
         self._tensors = {name: parameters.copy(p, wide=c.reference == "ema") for name, p in kept.items()}
 
     @contextmanager
-    def in_place(self) -> Generator[None]:
+    def swapped_in(self) -> Generator[None]:
         """The model computes as the reference inside."""
         replaced = self._tensors
         if self._adapters_off:

@@ -72,6 +72,7 @@ def test_json_is_the_schema_of_a_part(capsys):
         "",
         '[model.lora]\nrank = 4\n[[env]]\ntype = "reverse-text"\n[[env]]\ntype = "arithmetic"\n',
         '[[env]]\ntype = "custom"\nname = "odd"\nimport_path = "a.py:B"\n[env.kwargs]\n"a.b" = [[1], ["[c]"]]\n',
+        '[[env]]\ntype = "custom"\nimport_path = "a.py:B"\n[env.kwargs]\nmode = "paceline:unset"\n',
     ],
 )
 def test_check_names_unset_keys_in_comments_that_change_nothing(tmp_path: Path, text: str):

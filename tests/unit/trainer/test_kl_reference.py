@@ -78,7 +78,7 @@ def test_the_base_under_lora_keeps_nothing_and_leaves_the_policy_as_it_was():
     reference = trainer.learner._reference
     assert not reference._tensors
     before = state(trainer)
-    with reference.in_place():
+    with reference.swapped_in():
         assert any(not torch.equal(before[name], p) for name, p in state(trainer).items())
     assert all(torch.equal(before[name], p) for name, p in state(trainer).items())
     trainer.close()
