@@ -97,11 +97,11 @@ class ReferenceScorer:
         return cls(pool, f"`{ref.name}` at {ref.where}", context.teacher_failures, wanted)
 
     async def add_logprobs(
-        self, groups: Sequence[Group], context: Context = lambda *_: ReferencePrompt()
+        self, groups: Sequence[Group], context: Context = lambda *_: ReferencePrompt(), *, whole_batch: bool = True
     ) -> Counter[str]:
         """Put log probabilities on each sample that lacks them. A sample that cannot be scored is dropped: it would be
-        trained towards nothing. One that was scored for an earlier training keeps that. A reference that is lost for
-        good stops the run."""
+        trained towards nothing. One that was scored for an earlier training keeps that. A reference that scores nothing
+        in several whole batches stops the run."""
         pairs = [(rollout, sample) for group in groups for rollout in group.rollouts for sample in rollout.samples]
         pending = PendingBatch(sum(self._wanted.is_lacking(sample) for _, sample in pairs))
         if not pending.total:
@@ -120,7 +120,8 @@ class ReferenceScorer:
             self.cause = pending.cause
             text = "%s left %d of %d samples without a score: %s"
             log.warning(text, self.name, pending.lost, pending.total, pending.cause)
-        self._empty = self._empty + 1 if pending.lost == pending.total else 0
+        if whole_batch:
+            self._empty = self._empty + 1 if pending.lost == pending.total else 0
         if self._empty >= MAX_EMPTY_BATCHES:
             raise AlgorithmError(
                 f"{self.name} scored nothing in {self._empty} batches: {pending.cause}. "

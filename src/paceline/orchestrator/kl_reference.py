@@ -96,11 +96,11 @@ class KLReferenceModel:
 
     async def score_group(self, group: Group) -> Group:
         """Score a group before it is credited, where the reward holds the penalty. A rollout of which a sample could
-        not be scored has failed: its reward cannot be known."""
+        not be scored has failed, as [breaker] counts: its reward cannot be known."""
         if self._kl.how != "reward":
             return group
         counts = [len(rollout.samples) for rollout in group.rollouts]
-        if not await self._scorer.add_logprobs([group]):
+        if not await self._scorer.add_logprobs([group], whole_batch=False):
             return group
         good, failed = [], list(group.failed)
         for rollout, count in zip(group.rollouts, counts, strict=True):

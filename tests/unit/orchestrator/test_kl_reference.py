@@ -11,7 +11,7 @@ import pytest
 from conftest import tiny_model
 from paceline.algorithms import build_algorithm
 from paceline.algorithms.base import KL_PENALTY, AlgorithmContext, reward_before_kl
-from paceline.algorithms.reference_scorer import ReferenceScorer
+from paceline.algorithms.reference_scorer import MAX_EMPTY_BATCHES, ReferenceScorer
 from paceline.clients import Pool
 from paceline.config import RunConfig, algorithm
 from paceline.config.model import ModelRef
@@ -147,6 +147,17 @@ def test_a_rollout_without_its_kl_has_failed_and_the_others_of_its_group_go_on()
     (lost,) = group.failed
     assert lost.member == 2
     assert "maze: `m` at http://there/v1 gave no KL for the reward: I fear this" in lost.error
+
+
+def test_groups_that_lose_their_kl_together_are_counted_by_the_breaker_and_not_as_batches():
+    """A reference that is away for a moment fails every group in flight at once."""
+    model = reference(KLConfig(how="reward", reference=THERE), Oracle(fears=[0]))  # every rollout says a 0
+
+    async def together() -> list[Group]:
+        return await asyncio.gather(*(model.score_group(grouped(1.0)) for _ in range(2 * MAX_EMPTY_BATCHES)))
+
+    for group in asyncio.run(together()):
+        assert (group.rollouts, len(group.failed)) == ([], 1)
 
 
 def test_a_run_takes_the_penalty_from_every_group_before_credit(tmp_path, monkeypatch):
