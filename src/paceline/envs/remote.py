@@ -1,7 +1,6 @@
 """Plays rows by a rollout service: another process, or another machine, that returns whole rollouts as tokens."""
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -67,7 +66,7 @@ class Remote(DatasetEnvironment[RemoteEnvConfig]):
 
     async def _ask(self, request: RolloutRequest, who: str) -> bytes:
         """The body of the service's answer, posting again while the service is away."""
-        body = json.dumps(request.model_dump(), default=str).encode()
+        body = request.model_dump_json(fallback=str).encode()
         headers = {"Content-Type": "application/json", "Idempotency-Key": request.id, **self._headers}
         # Reading has no limit of its own: the episode's `timeout` ends it.
         timeouts = httpx.Timeout(None, connect=CONNECT_SECONDS)

@@ -18,7 +18,7 @@ LARGEST_LOGPROB = 1e-3
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="null")
+    model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="null", ser_json_bytes="base64")
 
 
 class PolicyAddress(_Strict):

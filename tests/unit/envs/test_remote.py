@@ -134,6 +134,14 @@ def test_an_answer_becomes_turns_as_it_stands_and_the_request_says_all_it_needs(
     assert (body["policy"]["model"], body["policy"]["version"]) == ("policy", 0)
 
 
+def test_a_row_is_posted_as_json_that_every_language_reads(actors):
+    """JSON knows no NaN and no bytes."""
+    with Script(answering(lambda answer: answer)) as service:
+        play(actors, remote(service.url), row=ROW | {"weight": math.nan, "image": b"\xff\x00", "seed": 10**30})
+    ((body, _),) = service.posts
+    assert body["row"] == ROW | {"weight": None, "image": "_wA=", "seed": 10**30}
+
+
 def change(path: str, value):
     """The good answer with one value replaced; ... removes it."""
 
