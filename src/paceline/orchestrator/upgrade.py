@@ -10,6 +10,7 @@ their tokens; the version under test gives the same tokens its own, in one forwa
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -91,11 +92,12 @@ class UpgradeGate:
         if c.max_kl is not None and not kl <= c.max_kl:
             than = "the run's first weights" if c.reference == "start" else f"step {self.promoted.step}"
             reasons.append(f"its KL divergence from {than} is {kl:.3g} nats a token (upgrade.max_kl = {c.max_kl:g})")
-        for name in rewards.keys() & before.keys():
-            if not rewards[name] >= before[name] - c.max_drop:
+        for name, reward in before.items():
+            if name in self._names and not rewards.get(name, nan) >= reward - c.max_drop:
+                now = f"{rewards[name]:.3f}" if name in rewards else "unknown, since no episode of it has one"
                 reasons.append(
-                    f"the held-out reward of `{name}` is {rewards[name]:.3f}, and {before[name]:.3f} at step "
-                    f"{self.promoted.step} (upgrade.max_drop = {c.max_drop:g})"
+                    f"the held-out reward of `{name}` is {now}, and {reward:.3f} at step {self.promoted.step} "
+                    f"(upgrade.max_drop = {c.max_drop:g})"
                 )
         metrics = {"upgrade/kl": kl, "upgrade/reward": fmean(rewards.values()), "upgrade/passed": float(not reasons)}
         return metrics, sorted(reasons)

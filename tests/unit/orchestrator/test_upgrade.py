@@ -1,5 +1,6 @@
 """Laws of the upgrade gates: what fails is not promoted, and a kill at any moment leaves a whole promoted version."""
 
+import asyncio
 import json
 import os
 import signal
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import scripted_run
+from paceline.clients import Pool
 from paceline.commands.targets import find_run
 from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig
+from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import EngineConfig
 from paceline.config.run import UpgradeConfig
 from paceline.config.trainer import OptimizerConfig, TrainerConfig
@@ -22,8 +25,8 @@ from paceline.data import Sample
 from paceline.envs import Outcome
 from paceline.errors import PacelineError
 from paceline.observe.monitor import read_jsonl
-from paceline.orchestrator import CheckpointError, Checkpoints, RollBack, RunStopped
-from paceline.orchestrator.upgrade import UPGRADE_FILE, kl_divergence
+from paceline.orchestrator import CheckpointError, Checkpoints, RollBack, RunStopped, build_train_envs
+from paceline.orchestrator.upgrade import UPGRADE_FILE, PromotedVersion, UpgradeGate, kl_divergence
 from paceline.runtime import session
 from scripted_run import CoinFlips, conduct
 
@@ -198,6 +201,20 @@ def test_a_run_that_had_no_gates_gets_them_on_resume(tmp_path):
 def test_without_held_out_rows_there_is_nothing_to_compare(tmp_path):
     with pytest.raises(RunStopped, match="no environment has any: add eval_dataset"):
         conduct(tmp_path, CoinFlips(), steps=1, upgrade=UpgradeConfig())
+
+
+def test_an_actor_without_any_reward_fails_the_gate():
+    """All its held-out episodes failed, and those of the other actor went well."""
+
+    class Duel(Scheduled):
+        actors = ("x", "o")
+
+    config = RunConfig(env=[CustomEnvConfig(name="duel", import_path="duel:Duel")])
+    gate = UpgradeGate(UpgradeConfig(), Pool([]), build_train_envs(config, {"duel": Duel()}), 1)
+    gate.promoted = PromotedVersion(2, {"duel/x": 0.5, "duel/o": 0.5})
+    _, reasons = asyncio.run(gate.compare(4, {"eval/duel/x/reward": 0.9, "eval/duel/o/failed": 6.0}))
+    (reason,) = reasons
+    assert reason.startswith("the held-out reward of `duel/o` is unknown, since no episode of it has one, and 0.500")
 
 
 def test_a_reference_that_cannot_be_read_is_one_sentence(tmp_path):
