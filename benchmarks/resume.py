@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bars import arguments, machine
-from paceline.orchestrator.checkpoint import read_groups
+from paceline.orchestrator.saved_groups import read_groups
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 STEPS = 12

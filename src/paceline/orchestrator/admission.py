@@ -18,7 +18,8 @@ from paceline.config import BreakerConfig, RunConfig
 from paceline.config.filters import LengthConfig
 from paceline.data import Sample
 from paceline.errors import PacelineError, RunStopped
-from paceline.orchestrator.episodes import TrainEnv, stop_error
+from paceline.orchestrator.episodes import TrainEnv
+from paceline.orchestrator.failures import stop_error
 from paceline.orchestrator.gate import limit_staleness
 from paceline.orchestrator.kl_reference import subtract_kl_penalty
 from paceline.orchestrator.replay import ReplayedGroup

@@ -17,11 +17,11 @@ from paceline.data import Ledger, State, Ticket
 from paceline.data.rollout import groups_that_fit, total_size
 from paceline.errors import RunStopped
 from paceline.orchestrator.admission import GroupAdmission, ReadyGroup, Tally
-from paceline.orchestrator.checkpoint import DispatcherState
 from paceline.orchestrator.episodes import RolloutRunner, TrainEnv
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.kl_reference import KLReferenceModel
 from paceline.orchestrator.replay import Replay
+from paceline.orchestrator.saved_groups import DispatcherState
 from paceline.rollout import Group
 from paceline.util.deadlines import ABANDON_SECONDS, named_wait
 from paceline.util.user_code import hook_error

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from math import nan
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
@@ -35,22 +35,13 @@ from paceline.data.rollout import copy_value
 from paceline.envs import EnvError, Environment, Outcome, build_environment
 from paceline.envs.base import LARGEST_REWARD, JudgeFailed, RefusedRollout, known_vocabulary, short_repr
 from paceline.envs.judges import JudgePanel, JudgeService, verdict_metrics, verdict_records
-from paceline.envs.workers import WorkerFailed
-from paceline.errors import EngineError, Mismatch, RequestError, RunStopped
+from paceline.errors import Mismatch
+from paceline.orchestrator.failures import EpisodeLost, error_text, failure_kind, stop_error
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
 from paceline.rollout.render import ToolsDropped
 from paceline.util.deadlines import AbandonedError, Clock, DeadlineError, gather_or_cancel
 from paceline.util.rate_limited_logger import RateLimitedLogger
-from paceline.util.user_code import (
-    UserCodeError,
-    cause_chain,
-    describe_error,
-    full_traceback,
-    is_cancelled,
-    is_ctrl_c,
-    user_code,
-    user_frames,
-)
+from paceline.util.user_code import is_cancelled, is_ctrl_c, user_code
 
 TRAIN, EVAL, MATCH = 0, 1, 2
 """Domains of sampling noise, so that evaluation and ratings never draw what training draws."""
@@ -202,60 +193,6 @@ def _train_env(env: EnvConfig, config: RunConfig, given: Environment | None, ser
     )
     train_env.skip(*skipped_rows(rows), *skipped_rows(eval_rows))
     return train_env
-
-
-class UserCodeStopped(RunStopped, UserCodeError):
-    """The run cannot go on, because user code raised too often."""
-
-
-def stop_error(text: str, cause: BaseException | None) -> RunStopped:
-    """The error that ends a run over a failed episode, raised from what its environment raised."""
-    frames = "" if cause is None else user_frames(cause)
-    error = UserCodeStopped(text, frames, full_traceback(cause)) if cause is not None and frames else RunStopped(text)
-    error.__cause__ = cause
-    return error
-
-
-FailureKind = Literal["episode", "timeout", "worker", "engine", "request", "judge"]
-KIND_BY_CLASS: Mapping[type[BaseException], FailureKind] = {
-    DeadlineError: "timeout",
-    JudgeFailed: "judge",
-    RequestError: "request",
-    EngineError: "engine",
-}
-"""A request error is an engine error too: the first that fits counts."""
-
-
-def failure_kind(error: BaseException) -> FailureKind:
-    """Of which kind an exception out of an environment is. One that was raised `from` another, or as part of a group,
-    is of the kind of what caused it: an engine that is gone is no fault of the code that asked it."""
-    kinds = [kind for cause in cause_chain(error) if (kind := _known(cause))]
-    return kinds[-1] if kinds else "episode"
-
-
-def error_text(error: BaseException) -> str:
-    """The exception as a user reads it: of a group, the first one in it; of our own, the sentence alone."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, WorkerFailed) and error.kind == "exited":
-        return f"a worker process {error}"
-    if isinstance(error, EngineError | DeadlineError | JudgeFailed):
-        return str(error)
-    return describe_error(error)
-
-
-def _known(error: BaseException) -> FailureKind | None:
-    if isinstance(error, WorkerFailed):
-        return "worker" if error.kind == "exited" else "timeout" if error.kind == "timed_out" else None
-    return next((kind for known, kind in KIND_BY_CLASS.items() if isinstance(error, known)), None)
-
-
-class EpisodeLost(Exception):
-    """An episode failed: why, and of which kind the failure is. It concerns that episode alone."""
-
-    def __init__(self, cause: str, kind: FailureKind = "episode") -> None:
-        super().__init__(cause)
-        self.kind: FailureKind = kind
 
 
 class RolloutRunner:

@@ -12,7 +12,8 @@ from paceline.config import EvalConfig
 from paceline.data import Row, Ticket
 from paceline.data.rollout import copy_value
 from paceline.envs import POLICY
-from paceline.orchestrator.episodes import EpisodeLost, RolloutRunner, TrainEnv, stop_error
+from paceline.orchestrator.episodes import RolloutRunner, TrainEnv
+from paceline.orchestrator.failures import EpisodeLost, stop_error
 from paceline.rollout import Rollout
 
 Z_95 = 1.96

@@ -18,7 +18,7 @@ from paceline.config import RunConfig
 from paceline.data import DataError, Ledger, Sample, Ticket, encode, row_change
 from paceline.errors import PacelineError, RunStopped
 from paceline.orchestrator.admission import Tally
-from paceline.orchestrator.checkpoint import GROUPS_FILE, CheckpointError, Checkpoints, encode_groups, read_groups
+from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
 from paceline.orchestrator.dispatcher import Dispatcher
 from paceline.orchestrator.episodes import EVAL, MATCH, RolloutRunner, TrainEnv
 from paceline.orchestrator.evaluation import evaluate
@@ -28,6 +28,7 @@ from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
 from paceline.orchestrator.metrics import Stopwatch, batch_metrics, row_metrics
 from paceline.orchestrator.pauses import Advisor, Pauses
 from paceline.orchestrator.replay import ReplayedGroup
+from paceline.orchestrator.saved_groups import GROUPS_FILE, encode_groups, read_groups
 from paceline.orchestrator.upgrade import UpgradeGate
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.trainer import StepReport, Trainer, TrainerError, TrainerLost

@@ -43,7 +43,8 @@ from paceline.orchestrator import (
     RunStopped,
     build_train_envs,
 )
-from paceline.orchestrator.episodes import RolloutRunner, failure_kind
+from paceline.orchestrator.episodes import RolloutRunner
+from paceline.orchestrator.failures import failure_kind
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.selfplay import Actor, Arena, ArenaEnvironment, Artifact, EpisodeRequest, Rubric, SingleTurnEpisode
 from paceline.simulate.engine import VirtualClock, run_virtual

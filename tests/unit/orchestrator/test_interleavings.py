@@ -31,7 +31,7 @@ from paceline.engine import Completion
 from paceline.envs import Environment, Outcome
 from paceline.observe.monitor import RunPlan, RunRecorder, read_jsonl
 from paceline.orchestrator import Checkpoints, Gate, Orchestrator, OrchestratorParts, build_train_envs
-from paceline.orchestrator.checkpoint import read_groups
+from paceline.orchestrator.saved_groups import read_groups
 from paceline.rollout import Group, SamplingClient
 from paceline.simulate.engine import VirtualClock, VirtualLoop
 from paceline.trainer import StepReport

@@ -16,10 +16,10 @@ from paceline.config.filters import PriorityConfig
 from paceline.data import Cursor, Ledger, Sample, State, Ticket
 from paceline.data.ledger import LedgerError
 from paceline.orchestrator import Checkpoints, Gate, RunStopped
-from paceline.orchestrator.checkpoint import read_groups
 from paceline.orchestrator.dispatcher import Dispatcher
 from paceline.orchestrator.replay import Replay as Memory
 from paceline.orchestrator.replay import ReplayedGroup, group_priority
+from paceline.orchestrator.saved_groups import read_groups
 from paceline.rollout import Group, Rollout
 from paceline.trainer import StepReport
 from scripted_run import CoinFlips, ScriptedEngine, conduct, states

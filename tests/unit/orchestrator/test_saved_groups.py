@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from paceline.data import WireError
 from paceline.orchestrator import CheckpointError
-from paceline.orchestrator.checkpoint import GROUPS_FILE, DispatcherState, decode_groups, encode_groups, read_groups
+from paceline.orchestrator.saved_groups import GROUPS_FILE, DispatcherState, decode_groups, encode_groups, read_groups
 from paceline.rollout import Group
 from rollouts import group
 

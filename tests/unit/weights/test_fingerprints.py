@@ -22,10 +22,10 @@ from paceline.engine import Completion, EmbeddedEngine, GenerateRequest
 from paceline.errors import EngineError, Mismatch
 from paceline.model import Adapter, LMHead, WeightUpdate, clone_model, fingerprint
 from paceline.model.head import make_canary
-from paceline.orchestrator import checkpoint
+from paceline.orchestrator import saved_groups
 from paceline.orchestrator.admission import Tally
-from paceline.orchestrator.checkpoint import DispatcherState, decode_groups, encode_groups
 from paceline.orchestrator.metrics import batch_metrics
+from paceline.orchestrator.saved_groups import DispatcherState, decode_groups, encode_groups
 from paceline.rollout import Group, Rollout, Turn, assemble
 from paceline.rollout.assemble import count_rewritten_turns
 from paceline.server import build_app
@@ -243,10 +243,12 @@ def test_a_turns_weights_are_recorded_and_survive_a_checkpoint():
 
 
 def test_a_checkpoint_from_before_turns_had_weights_still_loads(monkeypatch):
-    names = [name for name in checkpoint._BufferedTurn.__struct_fields__ if name != "weights"]
+    names = [name for name in saved_groups._BufferedTurn.__struct_fields__ if name != "weights"]
     before = msgspec.defstruct("before", [(name, object) for name in names], array_like=True)
-    write = checkpoint._wired_turn
-    monkeypatch.setattr(checkpoint, "_wired_turn", lambda turn: before(*(getattr(write(turn), name) for name in names)))
+    write = saved_groups._wired_turn
+    monkeypatch.setattr(
+        saved_groups, "_wired_turn", lambda turn: before(*(getattr(write(turn), name) for name in names))
+    )
     data = encode_groups(DispatcherState([group()]))
     monkeypatch.undo()
     (again,) = decode_groups(data).buffered
