@@ -27,6 +27,13 @@ def rollout(reward: float | None, lengths: tuple[int, ...] = (2, 1), member: int
     return made
 
 
+def two_turns(reward: float, member: int = 0, actor: str = "x", kind: str = "", parent: str = "") -> Rollout:
+    """Two turns that share nothing, so that credit has two samples to reach."""
+    made = rollout(reward, (2, 2), member)
+    made.actor, made.kind, made.parent = actor, kind, parent
+    return made
+
+
 def turn(numbers: list[float], messages: list[dict] | None) -> Turn:
     return Turn(
         prompt_ids=[1, 2],

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_selfplay_credit import rollout
 
 from paceline.algorithms import (
     GRPO,
@@ -28,6 +27,7 @@ from paceline.config.load import dump, load
 from paceline.data import Ticket, decode, encode
 from paceline.orchestrator import build_train_envs
 from paceline.rollout import Group, Rollout
+from rollouts import two_turns as rollout
 
 laws = settings(max_examples=12, deadline=None)
 ACTORS = ("x", "o", "judge")

@@ -19,7 +19,7 @@ from paceline.data import Sample, Ticket
 from paceline.engine import EmbeddedEngine
 from paceline.errors import PacelineError
 from paceline.model import load_model
-from paceline.rollout import Group, Rollout, Turn, assemble
+from paceline.rollout import Group, Rollout
 from paceline.runtime.selfplay import (
     Client,
     ConstantCredit,
@@ -34,29 +34,11 @@ from paceline.runtime.selfplay import (
     training_loop,
 )
 from paceline.selfplay import Actor, Arena, Artifact, EpisodeRequest, Rubric, SingleTurnEpisode
+from rollouts import two_turns as rollout
 
 laws = settings(max_examples=40, deadline=None)
 EIGHTHS = st.integers(-80, 80).map(lambda n: n / 8)
 ACTORS = st.sampled_from(["x", "o"])
-
-
-def rollout(reward: float, member: int = 0, actor: str = "x", kind: str = "", parent: str = "") -> Rollout:
-    """Two turns that share nothing, so that credit has two samples to reach."""
-    turns = [
-        Turn(
-            prompt_ids=[100 + at, 5],
-            completion_ids=[1, 2],
-            logprobs=[-0.5] * 2,
-            versions=[3] * 2,
-            finish="stop",
-            temperature=1.0,
-        )
-        for at in range(2)
-    ]
-    ticket = Ticket(4, "maze", 0, 4, 1)
-    made = Rollout(ticket=ticket, member=member, actor=actor, kind=kind, parent=parent, turns=turns, reward=reward)
-    made.samples = assemble(made)
-    return made
 
 
 def group(rollouts: list[Rollout], env: str = "maze") -> Group:
