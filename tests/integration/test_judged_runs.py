@@ -57,7 +57,7 @@ model = { name = "judge", base_url = "URL", retries = 0 }
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paceline.clients.chat.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("paceline.config.filters.FIRST_PAUSE", 0.01)
 
     def run(text: str, url: str = "", **more):
         Path("run.toml").write_text(text.replace("URL", url))

@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 import httpx
 
 from paceline.clients.http import CONNECT_SECONDS, HttpConnection
+from paceline.config.filters import FailureHandling
 from paceline.config.secret import redact
 from paceline.errors import EngineError, Overloaded, RequestError, Unreachable
 from paceline.util.deadlines import DeadlineError, wait_within
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 LONGEST_WISH = 120.0
 """Seconds that an endpoint may ask us to wait by `Retry-After`; longer ones are cut to it."""
 PASSING = frozenset((408, 425, 429))
@@ -65,8 +65,7 @@ class ChatEndpoint(HttpConnection):
                 if failed > retries:
                     raise EngineError(f"{error} ({failed} tries)" if retries else str(error)) from None
                 wish = error.wait if isinstance(error, EndpointBusy) else 0.0
-            pause = max(wish, min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failed - 1, 10)))
-            await asyncio.sleep(pause)
+            await asyncio.sleep(max(wish, FailureHandling.pause(failed)))
         raise AssertionError
 
     async def _send(self, body: dict[str, Any], seconds: float) -> tuple[dict[str, Any], float]:

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from paceline.config.env import EqualityConfig, MathConfig, TaggedAnswerConfig, TokenInConfig
 from paceline.data import Row
@@ -18,7 +19,7 @@ from paceline.envs.answers import (
     only_number,
     question_and_answers,
 )
-from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, SingleTurn, parse_outcome
+from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, parse_outcome
 from paceline.envs.offloop import run_user_code
 from paceline.envs.workers import WorkerFailed, Workers, failure_metrics
 from paceline.rollout import Reply, Seat
@@ -31,10 +32,20 @@ async def ask(seat: Seat, example: Row) -> Reply:
     return await (seat.chat(example["messages"]) if ids is None else seat.complete(ids))
 
 
-class Equality(DatasetEnvironment[EqualityConfig], SingleTurn):
-    """The reply's answer equals one of the row's but for case, punctuation and white space: 1, else 0."""
+C = TypeVar("C", EqualityConfig, TaggedAnswerConfig, MathConfig)
+
+
+class QuestionEnvironment(DatasetEnvironment[C]):
+    """Questions, in messages or exact tokens, whose rows accept one answer or several."""
 
     require = ("answer",)
+
+    def _row(self, row: Row) -> Row:
+        return question_and_answers(row, self._config.system)
+
+
+class Equality(QuestionEnvironment[EqualityConfig]):
+    """The reply's answer equals one of the row's but for case, punctuation and white space: 1, else 0."""
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         return self.score(example, await ask(seats[POLICY], example))
@@ -45,14 +56,9 @@ class Equality(DatasetEnvironment[EqualityConfig], SingleTurn):
         correct = float(said in map(normalise_answer, example["answer"]))
         return Outcome.solo(correct, correct=correct, format=float(given is not None))
 
-    def _row(self, row: Row) -> Row:
-        return question_and_answers(row, self._config.system)
 
-
-class TaggedAnswer(DatasetEnvironment[TaggedAnswerConfig], SingleTurn):
+class TaggedAnswer(QuestionEnvironment[TaggedAnswerConfig]):
     """The last `<answer>...</answer>` of a reply must equal one of the row's answers."""
-
-    require = ("answer",)
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         return self.score(example, await ask(seats[POLICY], example))
@@ -64,9 +70,6 @@ class TaggedAnswer(DatasetEnvironment[TaggedAnswerConfig], SingleTurn):
         correct = self._normalise(given) in map(self._normalise, example["answer"])
         return Outcome.solo(1.0 if correct else self._config.format_reward, correct=float(correct), format=1.0)
 
-    def _row(self, row: Row) -> Row:
-        return question_and_answers(row, self._config.system)
-
     def _normalise(self, text: str) -> str:
         return normalise_spaces(text, self._config.ignore_case)
 
@@ -74,14 +77,12 @@ class TaggedAnswer(DatasetEnvironment[TaggedAnswerConfig], SingleTurn):
 CHECK_FUNCTION = f"{Path(__file__).with_name('math_check.py')}:check"
 
 
-class Math(DatasetEnvironment[MathConfig]):
+class Math(QuestionEnvironment[MathConfig]):
     """The last `\\boxed{}` of a reply, or the whole reply, is compared by math-verify in a worker process.
 
     Where math-verify reads nothing, numbers are compared: the one in the box, or the last in the reply. Metrics:
     `correct`, `parsed` (there was something to compare), `check_failed` and under it the share of each kind of failure.
     """
-
-    require = ("answer",)
 
     def __init__(self, config: MathConfig, check: str = CHECK_FUNCTION) -> None:
         if importlib.util.find_spec("math_verify") is None:
@@ -108,9 +109,6 @@ class Math(DatasetEnvironment[MathConfig]):
             correct = value is not None and any(value == only_number(answer) for answer in answers)
             parsed = parsed or value is not None
         return Outcome.solo(float(correct), correct=float(correct), parsed=float(parsed), **failure_metrics(None))
-
-    def _row(self, row: Row) -> Row:
-        return question_and_answers(row, self._config.system)
 
 
 class TokenIn(DatasetEnvironment[TokenInConfig]):

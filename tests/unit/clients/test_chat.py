@@ -15,7 +15,7 @@ BODY = {"model": "judge", "messages": [{"role": "user", "content": "?"}]}
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr("paceline.clients.chat.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("paceline.config.filters.FIRST_PAUSE", 0.01)
 
 
 def ask(url, times: int = 1, *, key=None, seconds=30.0, retries=4, limits=((16, None),), method="chat"):

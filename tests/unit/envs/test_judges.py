@@ -19,7 +19,7 @@ ASKED = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr("paceline.clients.chat.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("paceline.config.filters.FIRST_PAUSE", 0.01)
 
 
 def section(url, *judges, **more):

@@ -59,7 +59,18 @@ class RetrievalConfig(BaseEnvConfig):
     """Seconds a search service may take for one query."""
 
 
-class MathConfig(DatasetEnvConfig):
+class MathVerifyConfig(DatasetEnvConfig):
+    """Answers that the `math-verify` package checks in worker processes."""
+
+    check_timeout: float = Field(default=5.0, gt=0)
+    """Seconds one check may take. A check that takes longer is killed and pays nothing."""
+    workers: int | None = Field(default=None, ge=1)
+    """Processes that check; one for each core when left out."""
+    memory_mb: int | None = Field(default=None, ge=256)
+    """Memory of each such process; no limit when left out."""
+
+
+class MathConfig(MathVerifyConfig):
     """Mathematics checked by the `math-verify` package. Rows have `messages`, `prompt`, `question` or exact tokens in
     `input_token_ids`; and `answer` or `gt_answer`, a string or a list of strings of which any will do. The last
     `\\boxed{}` of the reply counts, or else all of it."""
@@ -67,12 +78,6 @@ class MathConfig(DatasetEnvConfig):
     type: Literal["math"] = "math"
     system: str = "Reason step by step, then put your final answer within \\boxed{}."
     """System message put before rows that have none; empty for none."""
-    check_timeout: float = Field(default=5.0, gt=0)
-    """Seconds one check may take. A check that takes longer is killed and pays nothing."""
-    workers: int | None = Field(default=None, ge=1)
-    """Processes that check; one for each core when left out."""
-    memory_mb: int | None = Field(default=None, ge=256)
-    """Memory of each such process; no limit when left out."""
 
 
 class CodeConfig(DatasetEnvConfig):
@@ -229,7 +234,7 @@ class CalculatorConfig(BaseEnvConfig):
             raise ValueError("a wrong answer must earn less than a right one: partial_credit + call_reward < 1")
 
 
-class GSM8KConfig(DatasetEnvConfig):
+class GSM8KConfig(MathVerifyConfig):
     """Grade-school maths over the original files: `question`, and `answer` ending in `#### 18`. A wrong answer may be
     tried again; the last try counts. Answers are read from `\\boxed{}` or after `####`: numbers are compared, and
     expressions (`\\boxed{36/2}`) checked by the `math-verify` package where it is installed. With `sft` and
@@ -250,12 +255,6 @@ class GSM8KConfig(DatasetEnvConfig):
     """The message that answers a wrong answer."""
     calculator_marks: bool = False
     """Whether demonstrations keep the dataset's marks, `48/2 = <<48/2=24>>24`."""
-    check_timeout: float = Field(default=5.0, gt=0)
-    """Seconds math-verify may take for one expression. A check that takes longer is killed and pays nothing."""
-    workers: int | None = Field(default=None, ge=1)
-    """Processes that check; one for each core when left out."""
-    memory_mb: int | None = Field(default=None, ge=256)
-    """Memory of each such process; no limit when left out."""
 
 
 class TokenInConfig(DatasetEnvConfig):

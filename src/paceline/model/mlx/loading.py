@@ -115,7 +115,7 @@ class MlxModel:
 
 def load_model(config: ModelConfig) -> MlxModel:
     """The model in the run's type, computed and at rest."""
-    folder = find_folder(config.name)
+    folder = fetch(resolve(config.name))
     check_source(folder, config.trust_remote_code, mlx=True)
     try:
         described = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
@@ -139,11 +139,6 @@ def load_model(config: ModelConfig) -> MlxModel:
 
 def mlx_device() -> str:
     return "mlx-gpu" if mx.default_device() == mx.gpu else "mlx-cpu"
-
-
-def find_folder(name: str) -> Path:
-    """The folder behind a model's name; one of the hub is looked up in its cache, and fetched if it is not there."""
-    return fetch(resolve(name))
 
 
 def rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
