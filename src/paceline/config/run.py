@@ -167,9 +167,9 @@ class RunConfig(Section):
     on_stale: Literal["drop", "mask", "keep"] = "drop"
     """A sample over the limit is dropped, trains only its fresh tokens, or trains all the same."""
     cancel_stale: bool = False
-    """Cancel an episode once it started more than `staleness` versions ago, instead of playing it to its end and
-    dropping it there. Its slots are free at once, so that no row of slow episodes fills the gate. It is the long
-    episodes that are hit, and now and then one that waited so long for its first token that it would have been young
+    """Cancel a group that was started more than `staleness` versions ago, instead of playing its episodes to their end
+    and dropping it there. Its slots are free at once, so that no row of slow episodes fills the gate. Groups with long
+    episodes are hit, and now and then one that waited so long for its first token that it would have been young
     enough."""
     oversample: float = Field(default=0.0, ge=0, le=10)
     """Share of a batch that is sampled beyond what the batch needs, so that it fills from the groups that finish first

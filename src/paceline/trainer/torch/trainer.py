@@ -103,7 +103,7 @@ class TorchPolicy(PolicyBackend):
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def tokens(self, micro_batch: MicroBatch) -> tuple[TrainedTokens, Tensor]:
-        """The tokens that train, as the policy sees them now; and a zero that depends on every parameter, so that
+        """The tokens that train, as the policy sees them now; and a zero that depends on all hidden states, so that
         all ranks run backward."""
         streams = {name: self.forward.send(stream) for name, stream in streams_of(micro_batch).items()}
         logprobs, entropy, anchor = self.forward.logprobs(
