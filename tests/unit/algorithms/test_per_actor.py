@@ -27,7 +27,7 @@ from paceline.config.load import dump, load
 from paceline.data import Ticket, decode, encode
 from paceline.orchestrator import build_train_envs
 from paceline.rollout import Group, Rollout
-from rollouts import two_turns as rollout
+from rollouts import two_turns
 
 laws = settings(max_examples=12, deadline=None)
 ACTORS = ("x", "o", "judge")
@@ -47,7 +47,7 @@ GROUPS = st.lists(st.lists(SEATED, min_size=1, max_size=8), min_size=1, max_size
 
 
 def credited(algorithm: Algorithm, seated: list[tuple]) -> Group:
-    rollouts = [rollout(reward, member, actor, kind, parent) for actor, member, kind, parent, reward in seated]
+    rollouts = [two_turns(reward, member, actor, kind, parent) for actor, member, kind, parent, reward in seated]
     for one in rollouts:
         algorithm.observe(one)
     group = Group(ticket=Ticket(4, "maze", 0, 4, 1), rollouts=rollouts, size=3)
