@@ -169,7 +169,7 @@ def test_equality_takes_rows_of_every_shape_and_tells_the_policy_of_the_tags(tmp
         ((Equality, config.EqualityConfig), {"prompt": "q"}, "a row needs `answer`"),
         ((Equality, config.EqualityConfig), {"prompt": "q", "answer": []}, "`answer` must be"),
         ((Equality, config.EqualityConfig), {"prompt": "q", "answer": ["a", " "]}, "`answer` must not be empty"),
-        ((TaggedAnswer, config.TaggedAnswerConfig), {"prompt": "q", "gt_answer": " "}, "`answer` must not be empty"),
+        ((TaggedAnswer, config.TaggedAnswerConfig), {"prompt": "q", "gt_answer": " "}, "`gt_answer` must not be empty"),
         ((Equality, config.EqualityConfig), {"prompt": ["q"], "answer": "a"}, "prompt[0] must be an object"),
         ((GSM8K, config.GSM8KConfig), {"question": "q", "answer": "18"}, "must end in `#### 18`"),
         ((GSM8K, config.GSM8KConfig), {"input_token_ids": [5], "answer": "#### 18"}, "set max_turns = 1"),
