@@ -79,7 +79,8 @@ class ResourceNeeds:
     @property
     def description(self) -> str:
         names = {"rank": "trainer rank", "reference": "KL reference worker"}
-        *most, last = [f"{count} {names.get(part, part)}s" for part, count in self.counts.items() if count]
+        found = [(count, names.get(part, part)) for part, count in self.counts.items() if count]
+        *most, last = [f"{count} {name}{'s' * (count > 1)}" for count, name in found]
         return f"{', '.join(most)} and {last}"
 
     def total(self, name: str) -> float:
