@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import re
 import threading
 from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 from live_server import MODEL
 from test_teachers import Mortal, Words, distil, mortal, teacher  # noqa: F401 - fixtures
 
+from paceline.algorithms import AlgorithmError
 from paceline.clients.frozen import attach
 from paceline.config import FiltersConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
@@ -18,7 +21,6 @@ from paceline.config.inference import SamplingConfig
 from paceline.config.model import LoRAConfig, ModelConfig, ModelRef
 from paceline.config.trainer import KLConfig, OptimizerConfig, TrainerConfig
 from paceline.data import decode
-from paceline.errors import EngineError
 from paceline.orchestrator import KLReferenceModel
 from paceline.orchestrator.kl_reference import token_penalty
 
@@ -153,7 +155,8 @@ def test_an_endpoint_that_gives_no_scores_or_does_not_answer_is_refused_before_a
 
     done = held(Server, tmp_path, KLConfig(reference=at(Server)))
     assert done.outcome.status == "failed"
-    assert f"trainer.kl.reference: `{MODEL}` cannot score" in str(done.error)
+    url = f"http://127.0.0.1:{silent}/v1"
+    assert f"trainer.kl.reference: `{MODEL}` at {url} and {url} cannot score" in str(done.error)
     assert not done.metrics
 
     class Nothing:
@@ -161,11 +164,13 @@ def test_an_endpoint_that_gives_no_scores_or_does_not_answer_is_refused_before_a
 
     done = held(Nothing, tmp_path, KLConfig(how="reward", reference=at(Nothing)))
     assert done.outcome.status == "failed"
-    assert "127.0.0.1:9" in str(done.error)
+    assert "trainer.kl.reference: http://127.0.0.1:9 does not answer" in str(done.error)
 
 
 def test_a_reference_of_another_vocabulary_is_refused(teacher, load):  # noqa: F811
     kl = KLConfig(reference=ModelRef(name=MODEL, base_url=f"{teacher.url}/v1"))
     config = RunConfig(trainer=TrainerConfig(kl=kl))
-    with pytest.raises(EngineError, match="another vocabulary than the policy"):
-        asyncio.run(KLReferenceModel.connect(config, None, partial(attach, tokenizer=load("qwen2_5")), None))
+    where = re.escape(f"trainer.kl.reference: `{MODEL}` at {teacher.url}/v1 has another vocabulary than the policy")
+    client = SimpleNamespace(sampling=SamplingConfig())
+    with pytest.raises(AlgorithmError, match=where):
+        asyncio.run(KLReferenceModel.connect(config, client, partial(attach, tokenizer=load("qwen2_5")), None))

@@ -4,6 +4,7 @@
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from paceline.config import load
 from paceline.config.model import ModelConfig, ModelRef
 from paceline.data import Sample
 from paceline.engine.base import GenerateRequest
+from paceline.envs.workers import LOAD_SECONDS, WorkerFailed, WorkerLimits
 from paceline.model import attach_lora, load_model, load_tokenizer, trainable_parameters
 from paceline.model.loading import trained_adapter
 from paceline.weights.update import Adapter, WeightUpdate
@@ -23,6 +25,7 @@ ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
 from paceline.runtime.ray.engines import EngineActor, RayEngine  # noqa: E402
 from paceline.runtime.ray.place import NAMESPACE, RayParts, Reservation, ResourceNeeds, actor, attach_scorers  # noqa: E402
+from paceline.runtime.ray.ranks import RayWorkers, WorkerActor  # noqa: E402
 from paceline.util.private_folder import shorten_ray_sockets  # noqa: E402
 from samples import plain_logprobs  # noqa: E402
 
@@ -218,6 +221,14 @@ def test_scorers_share_what_is_asked_and_one_that_dies_is_replaced(config, teach
     asyncio.run(asyncio.wait_for(story(), PATIENCE))
 
 
+async def process_of(part: RayEngine) -> int | None:
+    """Its process; None while Ray starts it again."""
+    try:
+        return (await part.actor.host_and_pid.remote())[1]
+    except ray.exceptions.ActorUnavailableError:
+        return None
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_reference_worker_that_is_killed_gets_the_snapshot_before_it_serves_and_no_score_is_lost(
     config, tmp_path, lora
@@ -258,9 +269,54 @@ def test_a_reference_worker_that_is_killed_gets_the_snapshot_before_it_serves_an
         assert (await first.actor.host_and_pid.remote())[1] != pid
         assert (await first.policy()).version == 7
         np.testing.assert_allclose((await first.score(asked[:1]))[0][1:], expected(asked[0]), atol=1e-3)
+        # One that comes back between two batches, and so unnoticed, does not score as the model it loaded.
+        _, pid = await second.actor.host_and_pid.remote()
+        os.kill(pid, signal.SIGKILL)
+        while await process_of(second) in (None, pid):  # noqa: ASYNC110 - it is another process that changes
+            await asyncio.sleep(0.05)
+        scores = await asyncio.gather(*(pool.score([ids]) for ids in asked))
+        for ids, (found,) in zip(asked, scores, strict=True):
+            np.testing.assert_allclose(found[1:], expected(ids), atol=1e-3)
         pool.close()
         for worker in (first, second):
             worker.close()
         room.release()
+
+    asyncio.run(asyncio.wait_for(story(), PATIENCE))
+
+
+def test_calls_go_to_other_workers_while_one_is_started_again(config, tmp_path):
+    """The killed one is not back before all calls have their answers."""
+    run, closed = config("--name=checks"), tmp_path / "closed"
+
+    class GatedActor(WorkerActor):
+        def __init__(self, *arguments: str) -> None:
+            super().__init__(*arguments)
+            while closed.exists():
+                time.sleep(0.05)
+
+    async def story() -> None:
+        names = ["worker-0", "worker-1"]
+        made = [
+            actor(GatedActor, f"checks/{name}", [run.model_dump_json(), name, str(tmp_path)], {"CPU": 1}, again=True)
+            for name in names
+        ]
+        (_, first), (_, second) = [await one.host_and_pid.remote() for one in made]
+        workers = RayWorkers(made)
+
+        async def process_that_answers() -> int:
+            return await workers.call("os:getppid", [], 60.0, WorkerLimits(1, None, 1024))
+
+        assert set(await asyncio.gather(*(process_that_answers() for _ in range(4)))) == {first, second}
+        closed.touch()
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(LOAD_SECONDS / 2):  # after so long a call gives up the one it waits for
+            assert set(await asyncio.gather(*(process_that_answers() for _ in range(8)))) == {second}
+        closed.unlink()
+        while await process_that_answers() == second:  # noqa: ASYNC110 - it is another process that changes
+            await asyncio.sleep(0.05)
+        with pytest.raises(WorkerFailed, match=r"timed out after 0\.1 s"):  # a check that hangs
+            await workers.call("time:sleep", [PATIENCE], 0.1, WorkerLimits(1, None, 1024))
+        workers.close()
 
     asyncio.run(asyncio.wait_for(story(), PATIENCE))

@@ -82,19 +82,22 @@ class ReferenceScorer:
         """The policy, or a frozen model that can score at the run's temperature. `where` is for errors."""
         if ref == "policy":
             return cls(context.client.pool, "the policy", context.teacher_failures, wanted)
-        where = where or f"environment `{context.env}`"
-        pool = await context.attach(ref)
+        where, name = where or f"environment `{context.env}`", f"`{ref.name}` at {ref.where}"
         temperature = context.client.sampling.temperature
+        try:
+            pool = await context.attach(ref)
+        except EngineError as error:
+            raise AlgorithmError(f"{where}: {error}") from error
         if temperature != 1.0 and not pool.scores_any_temperature:
             raise AlgorithmError(
-                f"{where}: `{ref.name}` at {ref.where} scores at temperature 1 only, and the run "
+                f"{where}: {name} scores at temperature 1 only, and the run "
                 f"samples at {temperature:g}: set sampling.temperature = 1.0, or serve it with `paceline serve`"
             )
         try:
             await pool.score([context.client.renderer.prompt([{"role": "user", "content": "?"}])], temperature)
         except EngineError as error:
-            raise AlgorithmError(f"{where}: `{ref.name}` cannot score: {error}") from error
-        return cls(pool, f"`{ref.name}` at {ref.where}", context.teacher_failures, wanted)
+            raise AlgorithmError(f"{where}: {name} cannot score: {error}") from error
+        return cls(pool, name, context.teacher_failures, wanted)
 
     async def add_logprobs(
         self, groups: Sequence[Group], context: Context = lambda *_: ReferencePrompt(), *, whole_batch: bool = True

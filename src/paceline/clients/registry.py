@@ -174,9 +174,9 @@ class EngineRegistry:
             self._set_aside(member, error)
             return True
         current = [update.version for name, update in self._updates.items() if not name]
-        is_partial = policy.version < 0  # an update broke off there: it must be sent all weights
+        is_partial = policy.version < 0  # an update broke off there, or none came yet: it must be sent all weights
         if is_partial or (current and policy.version not in current and not self._publishing):
-            served = "a mixture of versions" if is_partial else f"version {policy.version}"
+            served = "no whole version" if is_partial else f"version {policy.version}"
             self._set_aside(member, EngineError(f"it serves {served}, not version {max(current, default=0)}"))
             return True
         return False

@@ -207,8 +207,6 @@ class RowShape:
     def __call__(self, row: Row) -> Row:
         taken = {ours: _value(row, theirs) for theirs, ours in self.fields.items()}
         row = {name: value for name, value in row.items() if name not in self.fields} | taken
-        if ANSWER in self.require and row.get(ANSWER) is None and GIVEN_ANSWER in row:
-            row[ANSWER] = row[GIVEN_ANSWER]
         if row.get(TOKENS) is None:  # a table of both kinds of rows has the column in all
             row.pop(TOKENS, None)
         else:
@@ -223,7 +221,12 @@ class RowShape:
             )
         if self.demonstrations and row.get("messages", [{}])[-1].get("role") != "assistant":
             raise BadRow("a demonstration must end in an assistant message, or have a `completion`")
+        given = row.get(ANSWER) is None and GIVEN_ANSWER in row
+        if ANSWER in self.require and given:
+            row[ANSWER] = row[GIVEN_ANSWER]
         if name := next((name for name in self.require if row.get(name) in (None, "")), None):
+            if name == ANSWER and given:
+                raise BadRow(f"`{GIVEN_ANSWER}` must not be empty: it is {row[name]!r}")
             raise BadRow(f'a row needs `{name}`: if it has another name, write fields = {{NAME = "{name}"}}')
         return row if self.refine is None else self.refine(row)
 

@@ -5,7 +5,7 @@ import string
 from fractions import Fraction
 
 from paceline.data import BadRow, Row
-from paceline.data.rows import TOKENS
+from paceline.data.rows import ANSWER, GIVEN_ANSWER, TOKENS
 from paceline.rollout import Message
 
 # Longer ones are no answer to any question here, and Python takes quadratic time over them.
@@ -104,14 +104,15 @@ def conversation(row: Row, system: str = "") -> list[Message]:
 
 def accepted_answers(row: Row) -> list[str]:
     """The answers a row accepts."""
-    answer = row.get("answer")
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
+    answer = row.get(ANSWER)
+    name = GIVEN_ANSWER if ANSWER in row and row.get(GIVEN_ANSWER) is answer else ANSWER
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and answer - answer == 0:  # not NaN, not inf
         answer = str(answer)
     answers = [answer] if isinstance(answer, str) else answer
     if not isinstance(answers, list) or not answers or not all(isinstance(text, str) for text in answers):
-        raise BadRow(f"`answer` must be a string or a list of strings, not {answer!r}")
+        raise BadRow(f"`{name}` must be a string or a list of strings, not {answer!r}")
     if not all(map(str.strip, answers)):
-        raise BadRow(f"`answer` must not be empty: it is {answer!r}")
+        raise BadRow(f"`{name}` must not be empty: it is {answer!r}")
     return answers
 
 

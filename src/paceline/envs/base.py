@@ -164,17 +164,18 @@ def import_extra(package: str) -> Any:
         raise EnvError(f"{name} needs `{missing}`, which is not installed: pip install {missing} ({error})") from error
 
 
-_VOCABULARY: ContextVar[int | None] = ContextVar("tokens there are", default=None)
+_TOKEN_LIMITS: ContextVar[tuple[int | None, int | None]] = ContextVar("tokens there are", default=(None, None))
 
 
 @contextmanager
-def known_vocabulary(size: int | None) -> Generator[None]:
-    """Refuse rows of exact tokens that hold an id the policy does not have; None takes them all."""
-    token = _VOCABULARY.set(size)
+def token_limits(vocabulary: int | None, context: int | None = None) -> Generator[None]:
+    """Refuse rows of exact tokens that hold an id the policy does not have, or leave no room in its context for a
+    reply; None takes them all."""
+    token = _TOKEN_LIMITS.set((vocabulary, context))
     try:
         yield
     finally:
-        _VOCABULARY.reset(token)
+        _TOKEN_LIMITS.reset(token)
 
 
 _ROW_LIMIT: ContextVar[int | None] = ContextVar("rows of each dataset", default=None)
@@ -229,15 +230,20 @@ class DatasetEnvironment(Environment, Generic[C]):
         """Rows that are objects of this process, in place of those that the section names."""
 
     def examples(self, split: Split) -> Sequence[Row]:
-        refine = partial(self._checked_row, _VOCABULARY.get())
+        refine = partial(self._checked_row, *_TOKEN_LIMITS.get())
         if split in self._rows:
             name = "dataset" if split == "train" else "eval_dataset"
             return listed_rows(self._rows[split], name, self._config.fields, prompted=self.prompted, refine=refine)
         return dataset_rows(self._config, split, refine, require=self.require, prompted=self.prompted)
 
-    def _checked_row(self, vocabulary: int | None, row: Row) -> Row:
-        if vocabulary is not None and (largest := max(row.get(TOKENS, (0,)))) >= vocabulary:
+    def _checked_row(self, vocabulary: int | None, context: int | None, row: Row) -> Row:
+        ids = row.get(TOKENS, (0,))
+        if vocabulary is not None and (largest := max(ids)) >= vocabulary:
             raise BadRow(f"`{TOKENS}` holds {largest}, and the model's vocabulary ends at {vocabulary - 1}")
+        if context is not None and len(ids) >= context:
+            raise BadRow(
+                f"`{TOKENS}` has {len(ids)} tokens, and engine.max_context = {context} leaves no room for a reply"
+            )
         return self._row(row)
 
     def _row(self, row: Row) -> Row:

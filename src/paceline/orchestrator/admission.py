@@ -19,7 +19,7 @@ from paceline.config.filters import LengthConfig
 from paceline.data import Sample
 from paceline.errors import PacelineError, RunStopped
 from paceline.orchestrator.episodes import TrainEnv
-from paceline.orchestrator.failures import stop_error
+from paceline.orchestrator.failures import failure_kind, stop_error
 from paceline.orchestrator.gate import limit_staleness
 from paceline.orchestrator.kl_reference import subtract_kl_penalty
 from paceline.orchestrator.replay import ReplayedGroup
@@ -350,10 +350,14 @@ class GroupAdmission:
 
     def _count_failures(self, group: Group) -> None:
         self.tally.failed_rollouts += len(group.failed)
+        refusals: set[str] = set()
         for rollout in sorted([*group.failed, *group.rollouts], key=lambda rollout: rollout.member):
             if rollout.error is None:
                 self._breaker.record_success()
-            elif not rollout.dropped:
+            elif not rollout.dropped and rollout.error not in refusals:
+                # A prompt that the engine refuses is the same for the whole group: one row is one failure.
+                if rollout.cause is not None and failure_kind(rollout.cause) == "request":
+                    refusals.add(rollout.error)
                 where = f" (row {rollout.ticket.row}, ticket {rollout.ticket.number})"
                 self._breaker.record_failure(rollout.error, where, rollout.cause)
 

@@ -33,7 +33,7 @@ from paceline.data import (
 )
 from paceline.data.rollout import copy_value
 from paceline.envs import EnvError, Environment, Outcome, build_environment
-from paceline.envs.base import LARGEST_REWARD, JudgeFailed, RefusedRollout, known_vocabulary, short_repr
+from paceline.envs.base import LARGEST_REWARD, JudgeFailed, RefusedRollout, short_repr, token_limits
 from paceline.envs.judges import JudgePanel, JudgeService, verdict_metrics, verdict_records
 from paceline.errors import Mismatch
 from paceline.orchestrator.failures import EpisodeLost, error_text, failure_kind, stop_error
@@ -114,12 +114,12 @@ def build_train_envs(
     config: RunConfig, given: dict[str, Environment] | None = None, vocabulary: int | None = None
 ) -> dict[str, TrainEnv]:
     """The run's environments by name. `given` ones replace those the run file names. Rows of exact tokens beyond the
-    `vocabulary` are bad rows."""
+    `vocabulary`, or longer than the engine's context, are bad rows."""
     given = given or {}
     if unknown := given.keys() - {env.name for env in config.env}:
         raise EnvError(f"environments {sorted(unknown)} are not in the run file: add an [[env]] of that name")
     service = JudgeService()
-    with known_vocabulary(vocabulary):
+    with token_limits(vocabulary, config.engine.max_context):
         return {env.name: _train_env(env, config, given.get(env.name), service) for env in config.env}
 
 

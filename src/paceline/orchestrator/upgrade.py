@@ -25,12 +25,12 @@ from paceline.orchestrator.checkpoint import CheckpointError
 from paceline.orchestrator.episodes import TrainEnv
 from paceline.orchestrator.replay import ReplayedGroup
 from paceline.rollout import Group, Rollout, threads
+from paceline.trainer.terms import k3
 from paceline.util.deadlines import gather_or_cancel
 
 UPGRADE_FILE = "upgrade.msgpack"
 SECONDS = 120.0
 """How long the engine may take for the log probabilities of one reply."""
-LARGEST_LOG_RATIO = 20.0
 
 
 @dataclass(slots=True)
@@ -150,12 +150,13 @@ def kl_divergence(reference: Sequence[Sample], logprobs: Sequence[np.ndarray]) -
     """Mean of r - log r - 1 over the sampled tokens of replies, r the probability a version gives a token over that of
     the reference which sampled it: an unbiased estimate of KL(reference || version) that is never below 0 (Schulman's
     k3). 0 without any token."""
-    gaps = []
+    terms = []
     for sample, scores in zip(reference, logprobs, strict=True):
         assert sample.kl_ref_logprobs is not None
-        gaps.append((scores.astype(np.float64) - sample.kl_ref_logprobs)[sample.loss_mask])
-    gap = np.clip(np.concatenate([[], *gaps]), -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    return float(np.mean(np.exp(gap) - gap - 1.0)) if len(gap) else 0.0
+        mask = sample.loss_mask
+        terms.append(k3(sample.kl_ref_logprobs[mask].astype(np.float64), scores[mask].astype(np.float64)))
+    values = np.concatenate([[], *terms])
+    return float(values.mean()) if len(values) else 0.0
 
 
 def _replies(rollout: Rollout) -> list[Sample]:

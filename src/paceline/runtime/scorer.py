@@ -21,7 +21,7 @@ from paceline.config.model import LoRAConfig
 from paceline.data import Sample
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.engine.embedded import TorchWeights
-from paceline.engine.weight_applier import POLICY
+from paceline.engine.weight_applier import BROKEN_VERSION, POLICY
 from paceline.errors import EngineError, Overloaded, RequestError
 from paceline.model import LMHead, ServedPolicy, WeightUpdate, fingerprint, set_cpu_threads
 from paceline.model.adapters import Adapters, install
@@ -55,7 +55,8 @@ class Scorer:
         follows: bool = False,
         lora: LoRAConfig | None = None,
     ) -> None:
-        """One that `follows` takes new weights of the policy: all of them, or where `lora` says so its adapter."""
+        """One that `follows` takes weights of the policy, all of them or where `lora` says so its adapter, and scores
+        once it has some: a process that was started again would score as the model it loaded."""
         self._model = model.eval().requires_grad_(False)
         self._forward = ForwardPass(model, fp32_head)
         text = model.config.get_text_config()
@@ -69,6 +70,8 @@ class Scorer:
         self._weights = TorchWeights(model, head, self._adapters, [], 0) if follows else None
         self._weights_lock = threading.Lock()
         """Held for one pack, and for one update."""
+        self._distrust = EngineError("it was started and not yet sent the weights to score with") if follows else None
+        """Why nothing is scored with the weights held: there were none, or the last update failed."""
         self._waiting: deque[tuple[ScoreRequest, int]] = deque()
         """Single sequences, the oldest question's first."""
         self._tokens = 0
@@ -163,7 +166,10 @@ class Scorer:
 
     def _score(self, pack: Sequence[tuple[ScoreRequest, int]]) -> None:
         with self._weights_lock:
-            self._score_samples(pack)
+            if self._distrust is None:
+                self._score_samples(pack)
+            else:
+                _fail_requests(pack, self._distrust)
 
     def _score_samples(self, pack: Sequence[tuple[ScoreRequest, int]]) -> None:
         if self._adapters is not None and self._weights is not None:
@@ -193,14 +199,21 @@ class Scorer:
         staged = weights.stage(update)
         with self._weights_lock, torch.no_grad():
             began = time.perf_counter()
-            sent = weights.apply(staged)
-            assert sent is not None
-            weights.verify(update, sent)
+            try:
+                sent = weights.apply(staged)
+                assert sent is not None
+                weights.verify(update, sent)
+            except EngineError as error:
+                self._distrust = error
+                raise
+            self._distrust = None
             return time.perf_counter() - began
 
     async def policy(self) -> ServedPolicy:
         if self._failure is not None:
             raise EngineError(f"the scorer has stopped: {self._failure}")
+        if self._distrust is not None:
+            return ServedPolicy(BROKEN_VERSION, "")
         if self._weights is not None:
             return await asyncio.to_thread(self._weights.policy)
         if self._mark is None:

@@ -8,7 +8,6 @@ from test_frozen_models import REF, renderer  # noqa: F401 - a fixture
 
 from paceline.algorithms import AlgorithmError, build_algorithm
 from paceline.config.algorithm import OPDConfig
-from paceline.errors import EngineError
 from paceline.orchestrator.admission import has_no_signal
 from rule_scorer import Attached, Oracle, context, grouped, spoken, truth
 
@@ -47,7 +46,7 @@ def test_a_teacher_at_one_temperature_only_is_refused_at_another(renderer, monke
 
 def test_a_teacher_that_does_not_answer_or_cannot_score_is_refused_at_the_start(renderer):  # noqa: F811
     algorithm = build_algorithm(OPDConfig(teacher=REF))
-    with pytest.raises(EngineError, match="the model does not answer"):
+    with pytest.raises(AlgorithmError, match="environment `maze`: the model does not answer"):
         asyncio.run(algorithm.begin(context(renderer, Oracle(), teacher=False)))
-    with pytest.raises(AlgorithmError, match="environment `maze`: `big` cannot score: I fear this"):
+    with pytest.raises(AlgorithmError, match=r"environment `maze`: `big` at .+ cannot score: I fear this"):
         asyncio.run(algorithm.begin(context(renderer, Oracle(fears=range(200)))))

@@ -33,9 +33,14 @@ TYPES = {
     ),
     "math": (
         ASKED | {"answer": "42"},
-        [({"answer": ""}, "a row needs `answer`: if it has another"), ({"answer": [3]}, "`answer` must be a string")],
+        [
+            ({"answer": ""}, "a row needs `answer`: if it has another"),
+            ({"answer": None, "gt_answer": ""}, "`gt_answer` must not be empty"),
+            ({"answer": None, "gt_answer": float("nan")}, "`gt_answer` must be a string"),
+            ({"answer": [3]}, "`answer` must be a string"),
+        ],
     ),
-    "tagged-answer": (ASKED | {"gt_answer": "42"}, [({"gt_answer": " "}, "`answer` must not be empty")]),
+    "tagged-answer": (ASKED | {"gt_answer": "42"}, [({"gt_answer": " "}, "`gt_answer` must not be empty")]),
     "gsm8k": (
         ASKED | {"answer": "6 * 7 = 42\n#### 42"},
         [({"answer": "42"}, "`answer` must end in `#### 18`"), ({"answer": "#### 4 or 2"}, "`answer` must end in")],

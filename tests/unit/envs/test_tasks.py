@@ -20,7 +20,7 @@ from paceline.data import DataError
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs.alphabet_sort import AlphabetSort
 from paceline.envs.answers import extract_boxed, extract_tag, last_number, normalise_spaces, numbers, only_number
-from paceline.envs.base import known_vocabulary
+from paceline.envs.base import token_limits
 from paceline.envs.calculator import MAX_CHARACTERS, BadExpression, Calculator, calculate, format_number
 from paceline.envs.gsm8k import GSM8K
 from paceline.envs.questions import Equality, TaggedAnswer, TokenIn
@@ -169,7 +169,7 @@ def test_equality_takes_rows_of_every_shape_and_tells_the_policy_of_the_tags(tmp
         ((Equality, config.EqualityConfig), {"prompt": "q"}, "a row needs `answer`"),
         ((Equality, config.EqualityConfig), {"prompt": "q", "answer": []}, "`answer` must be"),
         ((Equality, config.EqualityConfig), {"prompt": "q", "answer": ["a", " "]}, "`answer` must not be empty"),
-        ((TaggedAnswer, config.TaggedAnswerConfig), {"prompt": "q", "gt_answer": " "}, "`answer` must not be empty"),
+        ((TaggedAnswer, config.TaggedAnswerConfig), {"prompt": "q", "gt_answer": " "}, "`gt_answer` must not be empty"),
         ((Equality, config.EqualityConfig), {"prompt": ["q"], "answer": "a"}, "prompt[0] must be an object"),
         ((GSM8K, config.GSM8KConfig), {"question": "q", "answer": "18"}, "must end in `#### 18`"),
         ((GSM8K, config.GSM8KConfig), {"input_token_ids": [5], "answer": "#### 18"}, "set max_turns = 1"),
@@ -572,11 +572,22 @@ def test_any_question_may_be_asked_in_exact_tokens_and_its_answer_be_called_gt_a
 def test_a_token_that_the_policy_does_not_have_makes_a_bad_row(tmp_path):
     rows = [{"input_token_ids": [token], "answer": "a"} for token in (9, 10, 3)]
     environment = TokenIn(config.TokenInConfig(dataset=(path := write(tmp_path, rows))))
-    with known_vocabulary(10):
+    with token_limits(10):
         found = environment.examples("train")
     assert [row["input_token_ids"] for row in found] == [[9], [3]]
     assert f"{path}:2: `input_token_ids` holds 10, and the model's vocabulary ends at 9" in str(found.bad)
     assert len(environment.examples("train")) == 3  # where the vocabulary is not known, the engine says so
+
+
+def test_exact_tokens_that_leave_no_room_for_a_reply_make_a_bad_row(tmp_path):
+    rows = [{"input_token_ids": [3] * length, "answer": "a"} for length in (7, 8, 9, 1, 1)]
+    environment = TokenIn(config.TokenInConfig(dataset=(path := write(tmp_path, rows))))
+    with token_limits(10, context=8):
+        found = environment.examples("train")
+    assert [len(row["input_token_ids"]) for row in found] == [7, 1, 1]
+    for line, length in ((2, 8), (3, 9)):
+        sentence = f"`input_token_ids` has {length} tokens, and engine.max_context = 8 leaves no room for a reply"
+        assert f"{path}:{line}: {sentence}" in str(found.bad)
 
 
 @laws

@@ -504,6 +504,21 @@ def test_whatever_all_episodes_meet_stops_the_run_with_its_sentence(tmp_path, tr
     assert seconds < 130
 
 
+def test_a_row_that_the_engine_refuses_costs_its_group_and_not_the_run(tmp_path):
+    """A large group fails as a whole, of one cause."""
+    env = CustomEnvConfig(name="coins", import_path="x:y", group_size=8)
+    refused = Coins(lambda row, time: RequestError("a prompt of 600 tokens") if row % 10 == 3 else None, rows=20)
+    monitor = Told()
+    trainer, _, error, _ = conduct(tmp_path, refused, monitor=monitor, env=[env], batch_size=16, steps=16)
+    assert error is None
+    assert len(trainer.trained) == 16 * 16
+    assert refused.played[3] == refused.played[13] == 16, "they were drawn in both epochs"
+    assert monitor.total("dropped/failed_rollouts") >= 4 * 8
+    config = {"env": [env], "batch_size": 16}
+    _, _, error, _ = conduct(tmp_path, Coins(lambda row, time: RequestError("a prompt of 600 tokens")), **config)
+    assert "5 rollouts failed in a row; the first cause: coins: a prompt of 600 tokens" in str(error)
+
+
 def test_an_episode_that_swallows_its_cancellation_is_abandoned_and_the_run_goes_on(tmp_path):
     over = []
 

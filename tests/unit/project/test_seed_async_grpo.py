@@ -10,7 +10,7 @@ import torch
 from conftest import tiny_model
 from paceline.algorithms import build_algorithm
 from paceline.config import load
-from paceline.envs import build_environment
+from paceline.envs import POLICY, build_environment
 from paceline.model import clone_model
 from paceline.rollout import Group
 from paceline.runtime.scorer import Scorer
@@ -93,6 +93,15 @@ def test_rows_are_token_ids_with_an_answer_that_math_verify_grades(run):
     pytest.importorskip("math_verify", reason="needs the extra `tasks`")
     environment = build_environment(run.env[0])
     row = environment.examples("train")[0]
-    assert {"input_token_ids", "gt_answer"} <= row.keys()
-    for text, right in ((row["gt_answer"], 1.0), (f"{row['gt_answer']}.0", 1.0), ("-1", 0.0), ("", 0.0), ("?!", 0.0)):
-        assert environment._scorer(row, text) == right
+    answer = row["gt_answer"]
+    assert row["input_token_ids"]
+    assert "messages" not in row
+
+    async def grade() -> None:
+        right, wrong = (answer, f"{answer}.0", rf"\boxed{{{answer}}}"), ("-1", "", "?!")
+        for text in right + wrong:
+            outcome = await environment.grade(text, row["answer"])
+            assert outcome.rewards == {POLICY: float(text in right)}, text
+            assert not outcome.metrics["check_failed"]
+
+    asyncio.run(grade())

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ import torch
 from conftest import VOCABULARY, tiny_model
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import Sample
-from paceline.errors import EngineError, RequestError
+from paceline.engine.weight_applier import BROKEN_VERSION
+from paceline.errors import EngineError, Mismatch, RequestError
 from paceline.model import attach_lora, trainable_parameters
 from paceline.model.loading import trained_adapter
 from paceline.runtime.scorer import Scorer
 from paceline.trainer.backend import score_samples
-from paceline.weights.update import Adapter, WeightUpdate
+from paceline.weights.update import Adapter, Canary, WeightUpdate
 from samples import plain_logprobs
 
 
@@ -141,16 +143,38 @@ def test_a_scorer_that_follows_takes_an_adapter_and_scores_as_the_policy_that_ha
     scorer.start()
     asked = sequences(5, 40)
 
-    async def story() -> tuple[list, list]:
-        base = await scorer.score(asked, 0.8)
+    async def story() -> list[list[float]]:
+        with pytest.raises(EngineError, match="not yet sent the weights"):  # those of the model it loaded are no answer
+            await scorer.score(asked, 0.8)
+        assert (await scorer.policy()).version == BROKEN_VERSION
         await scorer.load_weights(WeightUpdate(3, tensors, Adapter("", scale)))
         assert (await scorer.policy()).version == 3
-        return base, await scorer.score(asked, 0.8)
+        return await scorer.score(asked, 0.8)
 
-    base, after = asyncio.run(story())
+    scores = asyncio.run(story())
     scorer.close()
-    for ids, before, row in zip(asked, base, after, strict=True):
-        assert before == pytest.approx(plain(ids, 0.8), abs=1e-4)
+    for ids, row in zip(asked, scores, strict=True):
         (wanted,) = plain_logprobs(policy, [Sample.as_sampled(ids, 0.8)])
         assert row == pytest.approx(wanted.tolist(), abs=1e-3)
-    assert base != after
+        assert len(ids) == 1 or row != pytest.approx(plain(ids, 0.8), abs=1e-3)
+
+
+def test_weights_that_fail_their_check_score_nothing_until_whole_ones_come():
+    scorer = Scorer(tiny_model(), budget=64, follows=True)
+    scorer.start()
+    update = WeightUpdate(1, dict(tiny_model(1).named_parameters()))
+    wrong = Canary((1, 2, 3), (0.0, -1.0, -1.0), tolerance=1e-3)
+
+    async def story() -> None:
+        await scorer.load_weights(update)
+        assert await scorer.score([[1, 2]])
+        with pytest.raises(Mismatch, match="canary"):
+            await scorer.load_weights(replace(update, version=2, canary=wrong))
+        with pytest.raises(EngineError, match="version 2 failed its canary"):
+            await scorer.score([[1, 2]])
+        assert (await scorer.policy()).version == BROKEN_VERSION
+        await scorer.load_weights(replace(update, version=3))
+        assert await scorer.score([[1, 2]])
+
+    asyncio.run(story())
+    scorer.close()

@@ -82,12 +82,12 @@ async def _describe(run: str, part: str) -> str:
         async with asyncio.timeout(ANSWER_SECONDS):
             host, pid = await handle.host_and_pid.remote()
             doing = ""
-            if part.startswith(("engine", "scorer")):
+            if part.startswith(("engine", "scorer", "reference")):
                 engine = RayEngine(handle, part)
                 policy, stats = await asyncio.gather(engine.policy(), engine.stats())
                 running = f"{stats.running} requests run and {stats.waiting} wait"
                 doing = f", version {policy.version}, {running}, {stats.tokens:,} tokens"
-                if part.startswith("scorer"):
+                if not part.startswith("engine"):
                     doing = f", {stats.waiting} sequences wait, {stats.prompt_tokens:,} tokens scored"
     except (RayError, GetTimeoutError, EngineError, TimeoutError, ValueError):
         return f"{part:<12} does not answer"

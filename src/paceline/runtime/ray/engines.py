@@ -208,8 +208,8 @@ class ScorerActor(EngineActor):
     serves = embedded_scorer
 
 
-class ReferenceActor(EngineActor):
-    """A scorer of the KL reference: the model the run starts from, until it is sent a snapshot of the policy."""
+class SnapshotActor(EngineActor):
+    """A scorer of snapshots of the policy. It scores once it was sent one."""
 
     serves = partial(embedded_scorer, follows=True)
 

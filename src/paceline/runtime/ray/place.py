@@ -30,7 +30,7 @@ from paceline.errors import PacelineError
 from paceline.model import load_tokenizer
 from paceline.observe.monitor import RunDirectory
 from paceline.runtime.local import RunParts, prepare, with_sections
-from paceline.runtime.ray.engines import CONTROL, EngineActor, RayEngine, ReferenceActor, ScorerActor, last_line
+from paceline.runtime.ray.engines import CONTROL, EngineActor, RayEngine, ScorerActor, SnapshotActor, last_line
 from paceline.runtime.ray.ranks import RankActor, RayTrainer, RayWorkers, WeightsGroup, WorkerActor
 from paceline.util.private_folder import shorten_ray_sockets
 
@@ -79,7 +79,8 @@ class ResourceNeeds:
     @property
     def description(self) -> str:
         names = {"rank": "trainer rank", "reference": "KL reference worker"}
-        *most, last = [f"{count} {names.get(part, part)}s" for part, count in self.counts.items() if count]
+        found = [(count, names.get(part, part)) for part, count in self.counts.items() if count]
+        *most, last = [f"{count} {name}{'s' * (count > 1)}" for count, name in found]
         return f"{', '.join(most)} and {last}"
 
     def total(self, name: str) -> float:
@@ -281,9 +282,10 @@ class RayParts:
 
     def references(self) -> list[RayEngine]:
         """The workers of the KL reference."""
-        text = remote_config(self._config, self._config.cluster.scorer_cpus)
+        text, kl = remote_config(self._config, self._config.cluster.scorer_cpus), self._config.trainer.kl
+        kind = SnapshotActor if kl is not None and kl.reference == "snapshot" else ScorerActor
         return [
-            RayEngine(self.start_actor(ReferenceActor, "reference", number, text), f"reference-{number}")
+            RayEngine(self.start_actor(kind, "reference", number, text), f"reference-{number}")
             for number in range(self.needs.counts["reference"])
         ]
 

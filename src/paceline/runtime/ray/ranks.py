@@ -321,17 +321,29 @@ class WorkerActor(RayActor):
 
 
 class RayWorkers:
-    """Sends each call to the least busy actor. One whose machine dies under it is made once more, elsewhere."""
+    """Sends each call to the least busy actor. While Ray starts one again the others have its calls; a call whose
+    machine dies under it is made once more, elsewhere."""
 
     def __init__(self, actors: Sequence[Any]) -> None:
         self._busy = [0] * len(actors)
+        self._away_until = [0.0] * len(actors)
+        """When to ask an actor again that was being started."""
         self._actors = actors
 
     async def call(self, function: str, args: Sequence[Any], timeout: float, limits: WorkerLimits) -> Any:
+        now = asyncio.get_running_loop().time
         lost: list[int] = []
-        waited = 0.0
+        waiting_since: float | None = None
         while len(lost) < ATTEMPTS:
-            chosen = min(range(len(self._busy)), key=lambda at: (at in lost, self._busy[at]))
+            began = now()
+            away = [until > began for until in self._away_until]
+            chosen = min(range(len(away)), key=lambda at: (at in lost, away[at], self._busy[at]))
+            if away[chosen]:  # all are, but for those that were lost under this call
+                waiting_since = waiting_since or began
+                if began - waiting_since > LOAD_SECONDS:
+                    raise WorkerFailed("exited", f"no worker was back within {LOAD_SECONDS:g} s")
+                await asyncio.sleep(AGAIN_SECONDS)  # bounded: by LOAD_SECONDS
+                continue
             self._busy[chosen] += 1
             reference = self._actors[chosen].call.remote(
                 function, list(args), timeout, (limits.count, limits.memory_mb, limits.answer_bytes)
@@ -343,12 +355,8 @@ class RayWorkers:
                 raise
             except RayTaskError:
                 raise  # a bug over there: no worker was lost
-            except ActorUnavailableError:
-                # It is being started again, which is no verdict on the call.
-                if waited > LOAD_SECONDS:
-                    lost.append(chosen)
-                waited += AGAIN_SECONDS
-                await asyncio.sleep(AGAIN_SECONDS)  # bounded: by LOAD_SECONDS
+            except ActorUnavailableError:  # it is being started again, which is no verdict on the call
+                self._away_until[chosen] = now() + AGAIN_SECONDS
                 continue
             except RayError:
                 lost.append(chosen)
