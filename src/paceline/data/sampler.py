@@ -93,9 +93,9 @@ class Curriculum(Cursor):
         over all orders they may come in."""
         if len(rewards) == 0:
             return
-        rate = sum(reward >= self._settings.pass_at for reward in rewards) / len(rewards)
-        kept = (1.0 - self._settings.beta) ** len(rewards)
-        self.accuracy[row] = kept * float(self.accuracy[row]) + (1.0 - kept) * rate
+        passed = sum(reward >= self._settings.pass_at for reward in rewards) / len(rewards)
+        kept = (1.0 - self._settings.rate) ** len(rewards)
+        self.accuracy[row] = kept * float(self.accuracy[row]) + (1.0 - kept) * passed
         self.seen[row] = True
         self._weights[row] = float(self._weight(self.accuracy[row : row + 1])[0])
 

@@ -32,7 +32,7 @@ def rows(tmp_path) -> Path:
 
 def configured(rows: Path, **more) -> RunConfig:
     keys = ("curriculum", "contamination")
-    section = {"contamination": ContaminationConfig(words=4), "curriculum": CurriculumConfig(beta=0.5)}
+    section = {"contamination": ContaminationConfig(words=4), "curriculum": CurriculumConfig(rate=0.5)}
     section |= {key: more.pop(key) for key in keys if key in more}
     env = EqualityConfig(
         name="words",
@@ -83,7 +83,7 @@ def test_a_run_tells_of_its_rows(rows):
     assert 0 < first["curriculum/words/hard/seen"] <= 6 / 16
     assert first["curriculum/words/hard/seen"] < last["curriculum/words/hard/seen"] <= 12 / 16
     assert 1 < last["curriculum/words/hard/effective_rows"] <= 16
-    again = session.train(configured(rows, steps=3, resume="latest", curriculum=CurriculumConfig(beta=0.5, floor=0.1)))
+    again = session.train(configured(rows, steps=3, resume="latest", curriculum=CurriculumConfig(rate=0.5, floor=0.1)))
     assert again.outcome.status == "finished", again.outcome.message
     told = "words: going on with other settings than step-000002: the curriculum's floor from 0.001 to 0.1"
     assert told in notes(again)

@@ -24,7 +24,7 @@ class CurriculumConfig(Section):
 
     p = (1 - floor) softmax(sharpness (1 - accuracy)) + floor / rows."""
 
-    beta: float = Field(default=0.05, gt=0, le=1)
+    rate: float = Field(default=0.05, gt=0, le=1)
     """Weight of the newest rollout in its row's accuracy."""
     sharpness: float = Field(default=3.0, ge=0, le=100)
     """How strongly rows of low accuracy are preferred: the inverse temperature of the softmax. 0 draws all alike."""
