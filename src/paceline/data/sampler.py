@@ -311,6 +311,16 @@ def skipped_rows(rows: Sequence[Row]) -> list[BadRows]:
     return [rows.bad] if isinstance(rows, StoredRows) and rows.bad else []
 
 
+def place_in_source(rows: Sequence[Row], index: int) -> tuple[str | None, int]:
+    """Where a row stands: its dataset if several are mixed, and its number there from 1, with the bad ones counted."""
+    if isinstance(rows, Mixture):
+        part, offset = rows.locate(index)
+        return rows.names[part], place_in_source(rows.parts[part], offset)[1]
+    if isinstance(rows, RowSubset):
+        return place_in_source(rows.rows, rows.indices[index])
+    return None, (rows.stored_number(index) if isinstance(rows, StoredRows) else index) + 1
+
+
 def open_dataset(
     source: str | Sequence[str] | Mapping[str, float], fields: Mapping[str, str] | None = None, **options: Any
 ) -> Sequence[Row]:

@@ -71,7 +71,7 @@ def test_a_run_tells_of_its_rows(rows):
     table = json.loads((result.directory / "contamination.json").read_text())["words"]
     assert (table["words"], table["checked"], table["dropped"], table["held_out"]) == (4, 33, 1, 2)
     (found,) = table["rows"]
-    assert (Path(found["dataset"]).name, found["row"], found["words"]) == ("hard.jsonl", 0, "reverse one two three")
+    assert (Path(found["dataset"]).name, found["row"], found["words"]) == ("hard.jsonl", 1, "reverse one two three")
     assert any("1 of 33 training rows overlap the evaluation split" in note for note in notes(result))
     for line in (line for line in result.metrics if line["step"]):
         assert line["mixture/words/easy/share"] == 0.25 or line["step"] > 1
@@ -94,8 +94,8 @@ def test_too_much_overlap_ends_the_run_before_it_starts_and_check_says_so(rows):
     result = session.train(config)
     sentence = (
         "environment `words`: 1 of 33 training rows (3.0%) overlap the evaluation split, and contamination.max_share = "
-        '0.02 allows 2.0%: row 17 has "reverse one two three", and 1 rows have "reverse one two three". Take them out '
-        "of one of the two sets, or raise max_share"
+        f'0.02 allows 2.0%: row 1 of {rows / "hard.jsonl"} has "reverse one two three", and 1 rows have '
+        '"reverse one two three". Take them out of one of the two sets, or raise max_share'
     )
     assert (result.outcome.status, result.outcome.message) == ("failed", sentence)
     assert not (rows / "runs" / "run" / "metrics.jsonl").exists()
