@@ -74,11 +74,13 @@ def test_a_model_comes_whole_through_a_hub_that_is_busy_at_first_and_then_from_t
     assert said(hub, tmp_path, MODEL) == [loaded]
 
 
-def test_a_hub_that_stays_busy_is_asked_six_times_and_then_named(hub, tmp_path):
-    hub.refuse = lambda number: 429
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_hub_that_stays_busy_is_asked_six_times_and_then_named(hub, tmp_path, status):
+    hub.refuse = lambda number: status
     *waits, end = said(hub, tmp_path, MODEL)
     assert waits == [f"waited {seconds:.1f}" for seconds in (10, 20, 40, 80, 160)]
     assert end.startswith("HubBusy model `me/tiny` cannot be loaded")
+    assert str(status) in end
 
 
 @pytest.mark.parametrize("status", [404, 401])
@@ -92,6 +94,19 @@ def test_a_hub_that_is_not_there_is_waited_for(hub, tmp_path):
     hub.server_close()
     *waits, end = said(hub, tmp_path, MODEL)
     assert (len(waits), end.split()[0]) == (5, "HubBusy")
+
+
+@pytest.mark.parametrize(("status", "reason"), [(429, "is busy (429, rate limit)"), (503, "answers 503")])
+def test_a_dataset_of_a_hub_that_stays_busy_says_so(tmp_path, status, reason):
+    pytest.importorskip("datasets")
+    with hub_of(tmp_path, "me/sums") as hub:
+        hub.refuse = lambda number: status
+        *waits, end = said(hub, tmp_path, DATASET)
+    assert len(waits) == 5
+    assert end == (
+        f"DataError dataset train@me/sums: cannot be loaded: the hub {reason}; without a network, name a local file "
+        "instead"
+    )
 
 
 def test_a_dataset_comes_through_a_busy_hub_too(tmp_path):

@@ -1,6 +1,6 @@
 """Errors as sentences for the user: where, what is wrong, what to write instead."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -45,7 +45,8 @@ def nearest_keys(unknown: KeyPath, siblings: list[str], root: SchemaNode = ROOT)
     if meant := foreign_keys(unknown):
         found = [path for alias in meant for path in _ending_with(everywhere, alias)]
         beside = [path for path in found if path[:-1] == tuple(at) and path[-1] in siblings]
-        return list(dict.fromkeys(beside)) or _closest(unknown, found)
+        of_the_run = [path for path in found if len(path) == 1]
+        return list(dict.fromkeys(beside or of_the_run)) or _closest(unknown, found)
     if near := get_close_matches(key, siblings, n=1, cutoff=SIBLING_LIKENESS):
         return [(*at, near[0])]
     if same := _closest(unknown, _ending_with(everywhere, key)):
@@ -185,25 +186,37 @@ def _hint(path: KeyPath, document: ConfigDocument) -> str:
     if owners := [name for name, kind in node.sections.items() if key in kind.model_fields]:
         return f"it belongs to {dotted((*at, 'type'))} = {join_words(map(describe_given, owners))}"
     written = value_at(tuple(at), table)
+    if moved := _foreign_table(path, value_at(path, document.table), document.root):
+        return join_words(moved, "and")
     if likely := nearest_keys(path, [name for name in siblings if name not in written], document.root):
         dashes = "--" if document.origin(path).flag else ""
         return f"did you mean {join_words(in_backticks(dashes + dotted(one) for one in likely))}?"
-    if moved := _foreign_table(path, value_at(path, document.table), document.root):
-        return join_words(moved, "and")
     return f"the keys there are {join_words(in_backticks(siblings), 'and')}"
 
 
 def _foreign_table(at: KeyPath, value: object, root: SchemaNode) -> list[str]:
-    """For each key of another trainer's table that is known here, where it stands in a run file."""
-    moved = []
+    """For each key of another trainer's table where it stands in a run file; empty if the table is none."""
+    leaves = list(_leaves(at, value))
+    if not any(foreign_keys(path) for path in leaves):
+        return []
+    places = {dotted(path): in_backticks(map(dotted, _places(path, root))) for path in leaves}
+    return [f"{key} is {join_words(found) if found else 'nothing'} here" for key, found in places.items()]
+
+
+def _leaves(at: KeyPath, value: object) -> Iterator[KeyPath]:
+    """The keys of a table that hold no table, or one that has a name here."""
     for key, inner in value.items() if isinstance(value, dict) else ():
         path = (*at, str(key))
-        if foreign_keys(path):
-            places = join_words(in_backticks(dotted(place) for place in nearest_keys(path, [], root)))
-            moved.append(f"{dotted(path)} is {places} here")
-        else:
-            moved += _foreign_table(path, inner, root)
-    return moved
+        yield from _leaves(path, inner) if isinstance(inner, dict) and not foreign_keys(path) else (path,)
+
+
+def _places(path: KeyPath, root: SchemaNode) -> list[KeyPath]:
+    """Where a key of another trainer's stands: by its foreign name, or by the same name, as much of it as is known."""
+    if foreign_keys(path):
+        return nearest_keys(path, [], root)
+    everywhere = [known for known, _ in key_paths(root)]
+    ends = (_ending_with(everywhere, dotted(path[start:])) for start in range(len(path)))
+    return _closest(path, next(filter(None, ends), []))
 
 
 def _header(at: KeyPath, table: dict, root: SchemaNode) -> str:

@@ -193,7 +193,9 @@ def _take(arguments: list[str]) -> Override:
     dotted = flag.removeprefix("--no-" if negated else "--")
     keys = tuple(dotted.split("."))
     if not flag.startswith("--") or not all(keys):
-        raise ConfigError([f"{COMMAND_LINE}: {argument}: expected a flag, such as --trainer.optimizer.lr 1e-3"])
+        has_value = equals and all(keys) and not flag.startswith("-")
+        instead = f"write --{argument}" if has_value else "such as --trainer.optimizer.lr 1e-3"
+        raise ConfigError([f"{COMMAND_LINE}: {argument}: expected a flag, {instead}"])
     if negated and equals:
         raise ConfigError([f"{COMMAND_LINE}: {flag} takes no value: write {flag}, or --{dotted}={text}"])
     if equals or negated:

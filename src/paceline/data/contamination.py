@@ -6,11 +6,12 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from paceline.config.env import ContaminationConfig
 from paceline.data.rows import DataError, Row, RowSubset
-from paceline.data.sampler import Mixture
+from paceline.data.sampler import Mixture, place_in_source
 
 NGRAM_WORDS = 13
 """The length of Brown et al. (arXiv 2005.14165, appendix C)."""
@@ -32,9 +33,9 @@ class ContaminationReport:
     checked: int = 0
     held_out: int = 0
     too_short: int = 0
-    """Rows of fewer words than are compared, so that nothing can be said about them."""
-    rows: list[tuple[int, str]] = field(default_factory=list)
-    """Dropped rows, by their place before any was dropped, each with the first words it shares."""
+    """Rows kept that have fewer words than are compared: of these only exact copies are found."""
+    rows: list[tuple[str | None, int, str]] = field(default_factory=list)
+    """Dropped rows: the dataset where several are mixed, the place in it from 1, and the first words shared."""
     shared: Counter[str] = field(default_factory=Counter)
     """Rows dropped, by the first words they share."""
 
@@ -46,13 +47,16 @@ class ContaminationReport:
     def share(self) -> float:
         return self.dropped / max(1, self.checked)
 
-    def table(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """The report as JSON. Of a mixture, `rows` before any was dropped, each row is named by its dataset too."""
-        listed = []
-        for index, words in self.rows:
-            part, offset = rows.locate(index) if isinstance(rows, Mixture) else (None, index)
-            where = {} if part is None or not isinstance(rows, Mixture) else {"dataset": rows.names[part]}
-            listed.append({**where, "row": offset, "words": words})
+    @property
+    def first(self) -> str:
+        """The first dropped row and its words, as a clause."""
+        dataset, number, words = self.rows[0]
+        return f'row {number}{f" of {dataset}" if dataset else ""} has "{words}"'
+
+    def table(self) -> dict[str, Any]:
+        """The report as JSON. Of a mixture, each row is named by its dataset too."""
+        keys = ("dataset", "row", "words")
+        listed = [{k: v for k, v in zip(keys, found, strict=True) if v is not None} for found in self.rows]
         counts = {"checked": self.checked, "held_out": self.held_out, "dropped": self.dropped, "share": self.share}
         shared = [{"words": words, "rows": count} for words, count in self.shared.most_common(MOST_SHARED)]
         return {"words": self.words, **counts, "too_short": self.too_short, "shared": shared, "rows": listed}
@@ -60,15 +64,16 @@ class ContaminationReport:
     def __str__(self) -> str:
         if not self.held_out:
             return f"contamination compares nothing: there are no held-out rows beside {self.checked} training rows"
-        short = f"; {self.too_short} are too short to tell" if self.too_short else ""
-        example = f'; row {self.rows[0][0] + 1} has "{self.rows[0][1]}"' if self.rows else ""
+        short = f"; {self.too_short} have fewer than {self.words} words and are no copies" if self.too_short else ""
+        example = f"; {self.first}" if self.rows else ""
         return f"{self.dropped} of {self.checked} training rows overlap the evaluation split{example}{short}"
 
 
 class Overlap:
-    """All runs of n words in the given rows. System messages do not count, because all rows of a task have the same
-    one; an instruction that stands in every user message does count, and the report then names it. Words are numbered,
-    and a run is its numbers as bytes: exact, and found in one look into a set.
+    """All runs of n words in the given rows, and all rows of fewer words as a whole. System messages do not count,
+    because all rows of a task have the same one; an instruction that stands in every user message does count, and the
+    report then names it. Words are numbered, and a run is its numbers as bytes: exact, and found in one look into a
+    set.
 
     Most rows share nothing, and that is seen sooner: n words in a row, wherever they begin, cover one of the blocks of
     (n + 1) / 2 words that a text is cut into, so a text none of whose blocks is known is clean.
@@ -78,14 +83,25 @@ class Overlap:
         self._length, self._block = length, (length + 1) // 2
         self._numbers: dict[str, int] = {}
         self._runs, self._blocks = set[bytes](), set[bytes]()
+        self._short: set[tuple[str, ...]] = set()
         for row in rows:
-            for words in texts(row):
+            said = texts(row)
+            if self.is_short(said):
+                self._short.add(_whole(said))
+            for words in said:
                 code = array("i", [self._numbers.setdefault(word, len(self._numbers)) for word in words]).tobytes()
                 self._runs.update(_ngrams(code, length))
                 self._blocks.update(_ngrams(code, self._block))
 
+    def is_short(self, said: Sequence[Text]) -> bool:
+        """Whether a row has no run of n words."""
+        return all(len(words) < self._length for words in said)
+
     def first(self, said: Sequence[Text]) -> str | None:
         """The first words that are shared; None if none are."""
+        if self.is_short(said):
+            whole = _whole(said)
+            return " ".join(whole) if whole and whole in self._short else None
         for words in said:
             code = array("i", [self._numbers.get(word, -1) for word in words]).tobytes()
             if not self._blocks.isdisjoint(_ngrams(code, self._block, step=self._block)):
@@ -93,6 +109,10 @@ class Overlap:
                     if run in self._runs:
                         return " ".join(words[start : start + self._length])
         return None
+
+
+def _whole(said: Sequence[Text]) -> tuple[str, ...]:
+    return tuple(chain.from_iterable(said))
 
 
 def _ngrams(code: bytes, length: int, step: int = 1) -> list[bytes]:
@@ -137,10 +157,10 @@ def decontaminate(
         if (words := overlap.first(said)) is not None:
             report.shared[words] += 1
             if len(report.rows) < MOST_LISTED:
-                report.rows.append((index, words))
+                report.rows.append((*place_in_source(rows, index), words))
             continue
         kept.append(index)
-        report.too_short += all(len(words) < length for words in said)
+        report.too_short += overlap.is_short(said)
     words, count = next(iter(report.shared.most_common(1)), ("", 0))
     if report.checked and not kept:
         raise DataError(
@@ -148,11 +168,10 @@ def decontaminate(
             f'"{words}": if that is an instruction to all, put it into the system message'
         )
     if report.dropped > max_share * report.checked + 1e-9:
-        first, shared = report.rows[0]
         raise DataError(
             f"{report.dropped} of {report.checked} training rows ({report.share:.1%}) overlap the evaluation split, "
-            f"and contamination.max_share = {max_share:g} allows {max_share:.1%}: row {first + 1} has "
-            f'"{shared}", and {count} rows have "{words}". Take them out of one of the two sets, or raise max_share'
+            f"and contamination.max_share = {max_share:g} allows {max_share:.1%}: {report.first}, and {count} rows "
+            f'have "{words}". Take them out of one of the two sets, or raise max_share'
         )
     if not report.dropped:
         return rows, report

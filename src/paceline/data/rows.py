@@ -242,6 +242,13 @@ def _value(row: Row, path: str) -> Any:
     return value
 
 
+def check_messages(value: Any, name: str) -> list[dict]:
+    """The messages of a list, which may be empty. Raises `BadRow`, with the place of the one that is none."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise BadRow(f"`{name}` must be a list of messages, not {_kind(value)}")
+    return [_message(message, f"{name}[{index}]") for index, message in enumerate(value)]
+
+
 def _messages(row: Row, demonstrations: bool) -> list[dict] | None:
     if (name := next((name for name in ("messages", *PROMPTS) if row.get(name) is not None), None)) is None:
         return None
@@ -255,8 +262,7 @@ def _conversation(value: Any, name: str, role: str) -> list[dict]:
     """A list of messages, such a list as JSON text (tables have no better place for it), or one message's text."""
     if isinstance(value, str) and name != "messages":
         return [{"role": role, "content": value}]
-    value = _parse_list(value, name, "messages")
-    return [_message(message, f"{name}[{index}]") for index, message in enumerate(value)]
+    return check_messages(_parse_list(value, name, "messages"), name)
 
 
 def _message(message: Any, where: str) -> dict:

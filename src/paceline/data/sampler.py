@@ -93,9 +93,9 @@ class Curriculum(Cursor):
         over all orders they may come in."""
         if len(rewards) == 0:
             return
-        rate = sum(reward >= self._settings.pass_at for reward in rewards) / len(rewards)
-        kept = (1.0 - self._settings.beta) ** len(rewards)
-        self.accuracy[row] = kept * float(self.accuracy[row]) + (1.0 - kept) * rate
+        passed = sum(reward >= self._settings.pass_at for reward in rewards) / len(rewards)
+        kept = (1.0 - self._settings.rate) ** len(rewards)
+        self.accuracy[row] = kept * float(self.accuracy[row]) + (1.0 - kept) * passed
         self.seen[row] = True
         self._weights[row] = float(self._weight(self.accuracy[row : row + 1])[0])
 
@@ -309,6 +309,16 @@ def skipped_rows(rows: Sequence[Row]) -> list[BadRows]:
     if isinstance(rows, RowSubset):
         return skipped_rows(rows.rows)
     return [rows.bad] if isinstance(rows, StoredRows) and rows.bad else []
+
+
+def place_in_source(rows: Sequence[Row], index: int) -> tuple[str | None, int]:
+    """Where a row stands: its dataset if several are mixed, and its number there from 1, with the bad ones counted."""
+    if isinstance(rows, Mixture):
+        part, offset = rows.locate(index)
+        return rows.names[part], place_in_source(rows.parts[part], offset)[1]
+    if isinstance(rows, RowSubset):
+        return place_in_source(rows.rows, rows.indices[index])
+    return None, (rows.stored_number(index) if isinstance(rows, StoredRows) else index) + 1
 
 
 def open_dataset(

@@ -28,7 +28,7 @@ from urllib.parse import parse_qsl
 
 from paceline.data import rows as parsing
 from paceline.data.rows import BadRow, BadRows, DataError, PlacedRows, Row, Rows, RowShape, wrap_read_errors
-from paceline.util.hub_retry import retry_hub
+from paceline.util.hub_retry import passing_trouble, retry_hub
 from paceline.util.importing import FROM_PYTHON
 
 
@@ -51,7 +51,11 @@ class StoredRows(Rows):
         return len(self._used)
 
     def _row(self, index: int) -> Row:
-        return self._shape(self._stored(self._used[index]))
+        return self._shape(self._stored(self.stored_number(index)))
+
+    def stored_number(self, index: int) -> int:
+        """The number of a row, counted with the bad ones."""
+        return self._used[index]
 
     @abstractmethod
     def _stored(self, number: int) -> Row:
@@ -231,7 +235,7 @@ def open_hub(uri: str, shape: RowShape, limit: int | None) -> ListRows:
         rows = retry_hub(f"dataset {uri}", lambda: datasets.load_dataset(name, config or None, split=split))
     # All it raises of its own: a missing name, split or config, no network, files it cannot parse.
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = passing_trouble(error) or (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise DataError(
             f"dataset {uri}: cannot be loaded: {reason}; without a network, name a local file instead"
         ) from error

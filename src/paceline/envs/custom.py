@@ -12,7 +12,8 @@ from typing import Any, get_args
 
 from paceline.config.env import CustomEnvConfig as Config
 from paceline.config.env import ModuleEnvConfig
-from paceline.data import Row, Ticket
+from paceline.data import BadRow, Row, Ticket
+from paceline.data.rows import check_messages
 from paceline.engine import Finish
 from paceline.envs.base import (
     POLICY,
@@ -33,8 +34,6 @@ from paceline.util.user_code import user_code
 MAX_VERSION = 2**31 - 1
 MAX_FLOAT = 3e38
 """The largest values that fit the streams' types."""
-MESSAGE_KEYS = {"content", "tool_calls"}
-"""A message has at least one of these."""
 UNKNOWN_TICKET = Ticket(0, "", 0, 0, 0)
 STREAMS = ("prompt_ids", "completion_ids", "logprobs", "versions", "log_z")
 
@@ -174,6 +173,12 @@ class ModuleEnvironment(DatasetEnvironment[ModuleEnvConfig]):
             raise EnvError(f"{config.module}: max_turns = {config.max_turns} needs a function `interact(messages)`")
         self._tools = _check_tools(getattr(module, "tools", None), f"{config.module}: `tools`")
 
+    def _row(self, row: Row) -> Row:
+        answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+        if not answers or any(text is None or (isinstance(text, str) and not text.strip()) for text in answers):
+            raise BadRow(f"`answer` must not be empty: it is {row['answer']!r}")
+        return row
+
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         messages: list[Message] = example["messages"]
         try:
@@ -200,12 +205,13 @@ class ModuleEnvironment(DatasetEnvironment[ModuleEnvConfig]):
 
     async def _answer(self, messages: list[Message]) -> list[Message]:
         answer = await self._call("interact", messages)
-        where = f"{self._config.module}: interact returned {answer!r:.200}"
-        if not isinstance(answer, list | tuple):
-            raise EnvError(f"{where}: return a list of messages to append, [] to end the episode")
-        if not all(isinstance(m, dict) and isinstance(m.get("role"), str) and m.keys() & MESSAGE_KEYS for m in answer):
-            raise EnvError(f'{where}: each message is an object like {{"role": "user", "content": "..."}}')
-        return list(answer)
+        try:
+            return check_messages(answer, "messages")
+        except BadRow as problem:
+            raise EnvError(
+                f"{self._config.module}: interact returned {answer!r:.200}: {problem}. Return a list of messages to "
+                'append, {"role": "user", "content": "..."}, or [] to end the episode'
+            ) from None
 
     async def _call(self, name: str, *args: Any) -> Any:
         """A user's function, whose every error says where it comes from."""

@@ -168,13 +168,12 @@ def _train_env(env: EnvConfig, config: RunConfig, given: Environment | None, ser
         rows, eval_rows = environment.examples("train"), environment.examples("eval")
     if not rows:
         raise EnvError(f"environment `{env.name}` has no training rows")
-    all_rows = rows
     with user_code(f"the rows of environment `{env.name}`"):
         try:
             rows, report = clean_rows(rows, eval_rows, env.contamination)
         except DataError as error:
             raise EnvError(f"environment `{env.name}`: {error}") from error
-    contamination = report.table(all_rows) if report else {}
+    contamination = report.table() if report else {}
     if report:
         note = f"{env.name}: {report}"
     with user_code(f"the rows of environment `{env.name}`"):

@@ -428,12 +428,14 @@ class Orchestrator:
         # Whole batches, as the gate counts them: the batch size may have changed since.
         self._gate.publish(self._parts.trainer.version)
         self._gate.accepted = self._gate.version * self._config.batch_size
-        kept = self._dispatcher.load(read_groups(path))
+        held = read_groups(path)
+        kept = self._dispatcher.load(held)
         for fields in state["ledger"]["open"]:  # a changed dataset must have the row, unless its group is finished
             if (ticket := Ticket(*fields)).env in changed and ticket not in kept:
                 fields[:] = ticket._replace(row=ticket.row % len(envs[ticket.env].rows))
         self._ledger.load(state["ledger"], kept)
-        if again := state["ledger"].get("buffered", 0) - len(kept):
+        skipped = sum((g.ticket.env, g.ticket.draw) in self._dispatcher.skipped_draws for g in held.buffered)
+        if again := state["ledger"].get("buffered", 0) - len(kept) - skipped:
             self._notes.append(
                 f"{again} finished groups are played again: the run file's sizes changed, or a file could not keep them"
             )

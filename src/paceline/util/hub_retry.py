@@ -1,4 +1,4 @@
-"""Repeats what the Hugging Face hub refused because it was busy or could not be reached."""
+"""Repeats what the Hugging Face hub refused because it was busy, failed or could not be reached."""
 
 import logging
 import signal
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 def retry_hub(what: str, load: Callable[[], T], pause: Callable[[float], object] | None = None) -> T:
-    """What `load` gives, tried again up to 5 times while the hub is busy or out of reach. `pause` waits so many
-    seconds; Ctrl-C ends the wait. All other errors, a missing name say, are raised at once."""
+    """What `load` gives, tried again up to 5 times while the hub is busy, fails or is out of reach. `pause` waits so
+    many seconds; Ctrl-C ends the wait. All other errors, a missing name say, are raised at once."""
     for retry in range(RETRIES + 1):
         try:
             return load()
@@ -48,7 +48,7 @@ def passing_trouble(error: BaseException) -> str:
         if status == 429 or (status is None and any(mark in str(cause).lower() for mark in BUSY)):
             return "the hub is busy (429, rate limit)"
         if status is not None:
-            return ""
+            return f"the hub answers {status}" if status >= 500 else ""
         if type(cause).__name__ in UNREACHED or isinstance(cause, ConnectionRefusedError | ConnectionResetError):
             return "the hub cannot be reached"
     return ""

@@ -420,6 +420,7 @@ def test_no_leaves_an_optional_key_out(write):
     [
         (["lr"], "command line: lr: expected a flag, such as --trainer.optimizer.lr 1e-3"),
         (["--"], "command line: --: expected a flag"),
+        (["adv.estimator=gae"], "command line: adv.estimator=gae: expected a flag, write --adv.estimator=gae"),
         (["--seed", "1", "2"], "command line: 2: expected a flag"),
         (["--no-resume=x"], "command line: --no-resume takes no value: write --no-resume, or --resume=x"),
         (["--trainer.lr", "1"], "command line: --trainer.lr: there is no key `lr` in [trainer]; "
@@ -596,8 +597,6 @@ def test_every_alias_leads_to_a_key_and_hides_none():
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("[[env]]\ntype = 'module'\nmodule = 'a.py'\ndataset = 'a.jsonl'\n[env.algo]\ntype = 'opd'\n"
-         "model = {name = 'x', base_url = 'http://a'}", "did you mean `env.0.algo.teacher`?"),
         ("[[env]]\ntype = 'module'\npath = 'a.py'\ndataset = 'a.jsonl'", "did you mean `env.0.module`?"),
         ("[[env]]\ntype = 'module'\nenv_path = 'a.py'\ndataset = 'a.jsonl'", "did you mean `env.0.module`?"),
         ("[[env]]\ntype = 'math'\npath = 'a.jsonl'", "did you mean `env.0.dataset`?"),
@@ -612,6 +611,18 @@ def test_every_alias_leads_to_a_key_and_hides_none():
         ("[actor]\nmodel_name = 'x'\ntp = 2\nkl.coef = 0.1\n" + ARITHMETIC,
          "actor.model_name is `model.name` here, actor.tp is `trainer.parallel.tensor` here and "
          "actor.kl.coef is `trainer.kl.coef` here"),
+        ("[actor]\nddp_size = 1\nuse_liger_kernel = true\nmax_grad_norm = 1.0\nkl.type = 'reward'\n"
+         "kl.reward_estimator = 'k3'\n" + ARITHMETIC,
+         "actor.ddp_size is `trainer.parallel.replicas` here, actor.use_liger_kernel is nothing here, "
+         "actor.max_grad_norm is `trainer.optimizer.max_grad_norm` here, actor.kl.type is `trainer.kl.how` here and "
+         "actor.kl.reward_estimator is `trainer.kl.kind` here"),
+        ("[rollout]\nenv_path = 'a.py'\ntest_sampling_params.temperature = 0.0\n" + ARITHMETIC,
+         "rollout.env_path is `env.0.module` here and rollout.test_sampling_params is `eval.sampling` here"),
+        ("[critic]\nmodel_name = 'x'\nlr = 5e-6\nclip = 0.5\n" + ARITHMETIC,
+         "critic.model_name is `model.name` here, critic.lr is `trainer.critic.lr` here and "
+         "critic.clip is `trainer.critic.value_clip` here"),
+        ("[trianer]\nstaleness = 2\n" + ARITHMETIC, "did you mean `trainer`?"),
+        ("[trainer]\nexperiment_name = 'x'\n" + ARITHMETIC, "did you mean `name`?"),
         ("[adv]\nestimator = 'reinforce'\nnorm_var = true\nglobal_norm = true\n" + ARITHMETIC,
          "adv.estimator is `algo.type` here, adv.norm_var is `algo.std` here and "
          "adv.global_norm is `algo.baseline` here"),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config.env import ContaminationConfig
-from paceline.data import DataError, clean_rows, decontaminate
+from paceline.data import DataError, clean_rows, decontaminate, open_dataset
 from paceline.data.contamination import normalise_text
 from paceline.data.sampler import Mixture
 
@@ -25,10 +25,22 @@ def runs(rows: list[dict], length: int) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + length]) for words in texts for i in range(len(words) - length + 1)}
 
 
+def whole(row: dict) -> tuple[str, ...]:
+    return tuple(word for message in row["messages"] for word in normalise_text(message["content"]))
+
+
+def copied(row: dict, held_out: list[dict], length: int) -> bool:
+    """Rows of too few words for a run are copies where all of their words are the same."""
+    if runs([row], length):
+        return bool(runs([row], length) & runs(held_out, length))
+    short = [whole(other) for other in held_out if not runs([other], length)]
+    return bool(whole(row)) and whole(row) in short
+
+
 @settings(max_examples=40, deadline=None)
 @given(DOCUMENTS, DOCUMENTS, st.integers(1, 6))
-def test_a_row_is_dropped_exactly_when_it_shares_a_run_of_words(rows, held_out, length):
-    clean = [row for row in rows if not runs([row], length) & runs(held_out, length)]
+def test_a_row_is_dropped_exactly_when_it_shares_a_run_of_words_or_is_a_short_copy(rows, held_out, length):
+    clean = [row for row in rows if not copied(row, held_out, length)]
     if not clean:
         with pytest.raises(DataError, match=f"all {len(rows)} training rows overlap the evaluation split"):
             decontaminate(rows, held_out, length)
@@ -37,8 +49,9 @@ def test_a_row_is_dropped_exactly_when_it_shares_a_run_of_words(rows, held_out, 
     assert list(kept) == clean
     assert (report.checked, report.dropped) == (len(rows), len(rows) - len(clean))
     assert report.too_short == sum(not runs([row], length) for row in clean)
-    for index, words in report.rows:
-        assert tuple(words.split()) in runs([rows[index]], length) & runs(held_out, length)
+    for _, number, words in report.rows:
+        shared = runs([rows[number - 1]], length) & runs(held_out, length)
+        assert tuple(words.split()) in (shared or {whole(rows[number - 1])})
 
 
 def test_thirteen_words_in_a_row_are_too_many_and_twelve_are_not():
@@ -53,7 +66,7 @@ def test_thirteen_words_in_a_row_are_too_many_and_twelve_are_not():
     assert list(kept) == [share[0], split, system]
     assert str(report) == (
         "2 of 5 training rows overlap the evaluation split; "
-        f'row 2 has "{" ".join(words[2:15])}"; 2 are too short to tell'
+        f'row 2 has "{" ".join(words[2:15])}"; 2 have fewer than 13 words and are no copies'
     )
     assert decontaminate(share[:1], [said(text)])[0] == share[:1]
 
@@ -76,7 +89,7 @@ def test_a_mixture_stays_one_when_rows_are_dropped():
 @settings(max_examples=40, deadline=None)
 @given(DOCUMENTS, DOCUMENTS, st.integers(1, 4), st.floats(0, 1))
 def test_more_overlap_than_is_allowed_is_refused_and_no_less(rows, held_out, length, allowed):
-    copies = sum(bool(runs([row], length) & runs(held_out, length)) for row in rows)
+    copies = sum(copied(row, held_out, length) for row in rows)
     if copies == len(rows) or copies > allowed * len(rows) + 1e-9:
         with pytest.raises(DataError, match=f"{len(rows)} training rows"):
             decontaminate(rows, held_out, length, allowed)
@@ -96,7 +109,7 @@ def test_the_refusal_names_the_share_the_row_the_words_and_what_to_do():
     kept, report = clean_rows(rows, [said("a b c d")], setting.model_copy(update={"max_share": 0.6}))
     assert list(kept) == [rows[0], rows[2]]
     assert report is not None
-    assert json.loads(json.dumps(report.table(rows))) == {
+    assert json.loads(json.dumps(report.table())) == {
         "words": 3,
         "checked": 5,
         "held_out": 1,
@@ -104,7 +117,7 @@ def test_the_refusal_names_the_share_the_row_the_words_and_what_to_do():
         "share": 0.6,
         "too_short": 2,
         "shared": [{"words": "a b c", "rows": 2}, {"words": "b c d", "rows": 1}],
-        "rows": [{"row": 1, "words": "a b c"}, {"row": 3, "words": "a b c"}, {"row": 4, "words": "b c d"}],
+        "rows": [{"row": 2, "words": "a b c"}, {"row": 4, "words": "a b c"}, {"row": 5, "words": "b c d"}],
     }
     assert clean_rows(rows, [said("a b c d")], False) == (rows, None)
 
@@ -113,11 +126,14 @@ def test_a_report_names_the_dataset_of_a_mixtures_row():
     mixture = Mixture(
         {"x.jsonl": [said("a"), said("p q r")], "y.jsonl": [said("a b c"), said("d")]}, {"x.jsonl": 1, "y.jsonl": 1}
     )
-    _, report = decontaminate(mixture, [said("a b c p q r")], 3)
-    assert report.table(mixture)["rows"] == [
-        {"dataset": "x.jsonl", "row": 1, "words": "p q r"},
-        {"dataset": "y.jsonl", "row": 0, "words": "a b c"},
+    held_out = [said("a b c p q r")]
+    _, report = decontaminate(mixture, held_out, 3)
+    assert report.table()["rows"] == [
+        {"dataset": "x.jsonl", "row": 2, "words": "p q r"},
+        {"dataset": "y.jsonl", "row": 1, "words": "a b c"},
     ]
+    with pytest.raises(DataError, match=r': row 2 of x.jsonl has "p q r", and'):
+        decontaminate(mixture, held_out, 3, 0.1)
 
 
 def test_rows_of_any_shape_are_compared_and_odd_ones_end_nothing():
@@ -140,3 +156,17 @@ def test_without_held_out_rows_the_report_says_that_nothing_was_compared():
     kept, report = clean_rows([said("a b")], [], True)
     assert list(kept) == [said("a b")]
     assert str(report) == "contamination compares nothing: there are no held-out rows beside 1 training rows"
+
+
+def test_a_short_row_goes_when_it_is_a_copy_and_a_files_rows_are_counted_with_the_bad_ones(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    lines = ['{"prompt": "reverse: ab"}', '{"text": "bad"}', '{"prompt": "Reverse  AB!"}', '{"prompt": "reverse: abc"}']
+    file.write_text("\n".join(lines))
+    kept, report = decontaminate(open_dataset(str(file)), [said("reverse ab")])
+    assert [row["prompt"] for row in kept] == ["reverse: abc"]
+    assert report.table()["rows"] == [{"row": 1, "words": "reverse ab"}, {"row": 3, "words": "reverse ab"}]
+    assert report.too_short == 1
+
+
+def test_rows_without_words_are_no_copies_of_one_another():
+    assert decontaminate([said("?"), said("")], [said("!")])[1].dropped == 0

@@ -22,7 +22,7 @@ LIVES = st.lists(st.tuples(st.integers(0, 6), REWARDS), max_size=30)
 
 SETTINGS = st.builds(
     CurriculumConfig,
-    beta=st.floats(0.01, 1),
+    rate=st.floats(0.01, 1),
     sharpness=st.floats(0, 20),
     floor=st.floats(1e-6, 1),
     start=st.floats(0, 1),
@@ -45,7 +45,7 @@ def test_probabilities_are_the_formula(rows, life, c):
         orders = [accuracy[row % rows]] * math.factorial(len(rewards))
         for at, order in enumerate(permutations(rewards)):
             for reward in order:
-                orders[at] = (1 - c.beta) * orders[at] + c.beta * (reward >= c.pass_at)
+                orders[at] = (1 - c.rate) * orders[at] + c.rate * (reward >= c.pass_at)
         accuracy[row % rows] = sum(orders) / len(orders)
         seen |= {row % rows} if rewards else set()
     curriculum = lived(rows, life, settings=c)
@@ -65,7 +65,7 @@ def test_probabilities_are_the_formula(rows, life, c):
 
 def test_the_defaults_are_those_of_the_formula_as_it_is_told():
     c = CurriculumConfig()
-    assert (c.beta, c.sharpness, c.floor, c.start, c.pass_at) == (0.05, 3.0, 1e-3, 0.5, 0.5)
+    assert (c.rate, c.sharpness, c.floor, c.start, c.pass_at) == (0.05, 3.0, 1e-3, 0.5, 0.5)
     plain, given_ = lived(3, [(0, [1.0])]), lived(3, [(0, [1.0])], settings=c)
     assert plain.state() == given_.state()
 
@@ -224,7 +224,7 @@ def test_a_mixtures_parts_have_metrics_of_their_own():
     mixture = Mixture(
         {"data/x.jsonl": [{"prompt": "a"}], "y.csv": [{"prompt": "b"}] * 3}, {"data/x.jsonl": 1, "y.csv": 1}
     )
-    cursor = make_cursor(mixture, 0, "env", CurriculumConfig(beta=1.0))
+    cursor = make_cursor(mixture, 0, "env", CurriculumConfig(rate=1.0))
     cursor.update(0, [1.0])
     cursor.update(2, [0.0])
     metrics = cursor.metrics()

@@ -206,6 +206,8 @@ def interact(messages):
         return "more"
     if what == "half":
         return [{"content": "no role"}]
+    if what == "number":
+        return [{"role": "tool", "content": 3}]
     if what == "raise":
         raise KeyError("lost")
     if what == "exit":
@@ -284,8 +286,9 @@ def test_state_under_the_conversations_id_lives_as_long_as_its_episode(stage, mo
             "yes",
             r"interact raised TimeoutError: `interact` took longer than 1 s: raise `call_timeout` in \[\[env\]\]",
         ),
-        ("nonsense", "yes", r"task\.py: interact returned 'more': return a list of messages"),
-        ("half", "yes", r"task\.py: interact returned .*no role.*: each message is an object"),
+        ("nonsense", "yes", r"task\.py: interact returned 'more': `messages` must be a list of messages, not str"),
+        ("half", "yes", r"task\.py: interact returned .*no role.*: messages\[0\] has no `role`"),
+        ("number", "yes", r"task\.py: interact returned .*: messages\[0\]: `content` must be text, not int"),
         ("stop", "word", r"task\.py: reward_fn returned 'word': return a number"),
         ("stop", "typo", r"task\.py: reward_fn raised KeyError: 'typo'"),
     ],
@@ -328,6 +331,9 @@ def test_a_module_that_does_not_fit_is_refused_before_it_plays(module, text, set
         ({"answer": "x"}, r"rows\.jsonl:2: a row needs `messages`"),
         ({"messages": [{"role": "user", "content": "x"}]}, r"rows\.jsonl:2: a row needs `answer`"),
         ({"input_token_ids": [1, 2], "answer": "x"}, r"rows\.jsonl:2: a row needs `messages`"),
+        ({"prompt": "x", "answer": []}, r"rows\.jsonl:2: `answer` must not be empty: it is \[\]"),
+        ({"prompt": "x", "answer": ["a", " "]}, r"rows\.jsonl:2: `answer` must not be empty"),
+        ({"prompt": "x", "answer": [None]}, r"rows\.jsonl:2: `answer` must not be empty"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(module, tmp_path, row, says):

@@ -317,6 +317,7 @@ def test_a_failed_gate_rolls_back_and_trains_other_draws(tmp_path, monkeypatch):
     assert result.outcome.status == "finished"
     events = read_jsonl(result.directory / "events.jsonl")
     assert [event["step"] for event in events if event["event"] == "roll_back"] == [0]
+    assert not [event for event in events if "are played again" in event.get("text", "")]  # skipped, not played again
     ends = {(r["env"], r["draw"]): r for r in read_jsonl(result.directory / "tickets.jsonl") if r["state"] == "dropped"}
     assert len(refused) == 2 * 8
     assert all(ends[draw]["reason"] == "skipped_draw" for draw in refused)

@@ -32,7 +32,7 @@ def rows(tmp_path) -> Path:
 
 def configured(rows: Path, **more) -> RunConfig:
     keys = ("curriculum", "contamination")
-    section = {"contamination": ContaminationConfig(words=4), "curriculum": CurriculumConfig(beta=0.5)}
+    section = {"contamination": ContaminationConfig(words=4), "curriculum": CurriculumConfig(rate=0.5)}
     section |= {key: more.pop(key) for key in keys if key in more}
     env = EqualityConfig(
         name="words",
@@ -71,7 +71,7 @@ def test_a_run_tells_of_its_rows(rows):
     table = json.loads((result.directory / "contamination.json").read_text())["words"]
     assert (table["words"], table["checked"], table["dropped"], table["held_out"]) == (4, 33, 1, 2)
     (found,) = table["rows"]
-    assert (Path(found["dataset"]).name, found["row"], found["words"]) == ("hard.jsonl", 0, "reverse one two three")
+    assert (Path(found["dataset"]).name, found["row"], found["words"]) == ("hard.jsonl", 1, "reverse one two three")
     assert any("1 of 33 training rows overlap the evaluation split" in note for note in notes(result))
     for line in (line for line in result.metrics if line["step"]):
         assert line["mixture/words/easy/share"] == 0.25 or line["step"] > 1
@@ -83,7 +83,7 @@ def test_a_run_tells_of_its_rows(rows):
     assert 0 < first["curriculum/words/hard/seen"] <= 6 / 16
     assert first["curriculum/words/hard/seen"] < last["curriculum/words/hard/seen"] <= 12 / 16
     assert 1 < last["curriculum/words/hard/effective_rows"] <= 16
-    again = session.train(configured(rows, steps=3, resume="latest", curriculum=CurriculumConfig(beta=0.5, floor=0.1)))
+    again = session.train(configured(rows, steps=3, resume="latest", curriculum=CurriculumConfig(rate=0.5, floor=0.1)))
     assert again.outcome.status == "finished", again.outcome.message
     told = "words: going on with other settings than step-000002: the curriculum's floor from 0.001 to 0.1"
     assert told in notes(again)
@@ -94,8 +94,8 @@ def test_too_much_overlap_ends_the_run_before_it_starts_and_check_says_so(rows):
     result = session.train(config)
     sentence = (
         "environment `words`: 1 of 33 training rows (3.0%) overlap the evaluation split, and contamination.max_share = "
-        '0.02 allows 2.0%: row 17 has "reverse one two three", and 1 rows have "reverse one two three". Take them out '
-        "of one of the two sets, or raise max_share"
+        f'0.02 allows 2.0%: row 1 of {rows / "hard.jsonl"} has "reverse one two three", and 1 rows have '
+        '"reverse one two three". Take them out of one of the two sets, or raise max_share'
     )
     assert (result.outcome.status, result.outcome.message) == ("failed", sentence)
     assert not (rows / "runs" / "run" / "metrics.jsonl").exists()

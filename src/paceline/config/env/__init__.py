@@ -291,7 +291,7 @@ class RemoteEnvConfig(DatasetEnvConfig):
 
 class ModuleEnvConfig(DatasetEnvConfig):
     """A Python module with `reward_fn(messages, answer)` and, for several turns, `interact(messages)`. Rows have
-    `messages`, `prompt` or `question`, and `answer`: a string or a list."""
+    `messages`, `prompt` or `question`, and `answer`: a string, a list of strings, or what else the function takes."""
 
     type: Literal["module"] = "module"
     module: Annotated[str, PathKey("module")]

@@ -24,7 +24,7 @@ class CurriculumConfig(Section):
 
     p = (1 - floor) softmax(sharpness (1 - accuracy)) + floor / rows."""
 
-    beta: float = Field(default=0.05, gt=0, le=1)
+    rate: float = Field(default=0.05, gt=0, le=1)
     """Weight of the newest rollout in its row's accuracy."""
     sharpness: float = Field(default=3.0, ge=0, le=100)
     """How strongly rows of low accuracy are preferred: the inverse temperature of the softmax. 0 draws all alike."""
@@ -50,7 +50,7 @@ class ContaminationConfig(Section):
     """When a training row counts as a copy of a held-out one, and how many copies a run puts up with."""
 
     words: int = Field(default=13, ge=1)
-    """Words in a row that two rows must share; of rows of tokens, tokens."""
+    """Words in a row that two rows must share; of rows of tokens, tokens. Rows of fewer are compared as a whole."""
     max_share: float = Field(default=1.0, ge=0, le=1)
     """A larger share of overlapping training rows ends the run before it starts. At 1 they are left out, however many
     there are, as long as one row is left."""
@@ -79,8 +79,8 @@ class BaseEnvConfig(Section):
     """Draw rows the policy fails at more often than those it masters, by a running accuracy of each row; a table sets
     how."""
     contamination: bool | ContaminationConfig = False
-    """Leave out training rows that share thirteen words in a row with a held-out one; a table sets how many words, and
-    how many such rows are too many."""
+    """Leave out training rows that share thirteen words in a row with a held-out one, and shorter ones that are copies;
+    a table sets how many words, and how many such rows are too many."""
     timeout: float = Field(default=120.0, gt=0)
     """Seconds an episode may take before it counts as failed; one that is played again has them again."""
     pause: list[AdvisoryName] | None = None
