@@ -19,65 +19,13 @@ from paceline.config.fields import (
     dotted,
     in_backticks,
     join_words,
-    key_paths,
     node_at,
     path_of,
     value_at,
 )
-from paceline.config.foreign_names import foreign_keys
+from paceline.config.foreign_names import foreign_keys, nearest_keys
 from paceline.config.orchestrator_layout import translate_layout
 from paceline.errors import PacelineError
-
-SIBLING_LIKENESS = 0.7
-DISTANT_LIKENESS = 0.8
-"""A key far from where it was written has to look more alike before it is worth naming."""
-
-
-def nearest_keys(unknown: KeyPath, siblings: list[str], root: SchemaNode = ROOT) -> list[KeyPath]:
-    """The keys `unknown` may have meant, all equally likely; none when nothing comes close.
-
-    Another trainer's name for it first, then a sibling of similar spelling, then the same key elsewhere in the file,
-    then a similar one elsewhere: `trainer.lr` gives `trainer.optimizer.lr`.
-    """
-    *at, key = unknown
-    key = str(key).replace("-", "_")
-    everywhere = [_in_same_element(unknown, path) for path, _ in key_paths(root)]
-    if meant := foreign_keys(unknown):
-        found = [path for alias in meant for path in _ending_with(everywhere, alias)]
-        beside = [path for path in found if path[:-1] == tuple(at) and path[-1] in siblings]
-        return list(dict.fromkeys(beside)) or _closest(unknown, found)
-    if near := get_close_matches(key, siblings, n=1, cutoff=SIBLING_LIKENESS):
-        return [(*at, near[0])]
-    if same := _closest(unknown, _ending_with(everywhere, key)):
-        return same
-    keys = {str(path[-1]) for path in everywhere}
-    near = get_close_matches(key, keys, n=1, cutoff=DISTANT_LIKENESS)
-    return _closest(unknown, _ending_with(everywhere, near[0])) if near else []
-
-
-def _in_same_element(unknown: KeyPath, path: KeyPath) -> KeyPath:
-    """The same key of the list element the unknown key stands in: `env.2`, where `key_paths` says `env.0`."""
-    inside = len(unknown) > 2 and isinstance(unknown[1], int) and path[:2] == (unknown[0], 0)
-    return unknown[:2] + path[2:] if inside else path
-
-
-def _ending_with(paths: list[KeyPath], end: str) -> list[KeyPath]:
-    """Those that end so, the places of list elements aside."""
-    keys = end.split(".")
-    return [path for path in paths if [key for key in path if isinstance(key, str)][-len(keys) :] == keys]
-
-
-def _closest(unknown: KeyPath, candidates: list[KeyPath]) -> list[KeyPath]:
-    """Those that share most of the way with where the key was written; among them the shortest."""
-
-    def distance(path: KeyPath) -> tuple[int, int]:
-        pairs = list(zip(path, unknown[:-1], strict=False))
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        return -shared, len(path)
-
-    best = min(map(distance, candidates), default=None)
-    return list(dict.fromkeys(path for path in candidates if distance(path) == best))
-
 
 Options = TypeVar("Options", bound=BaseModel)
 
@@ -185,11 +133,13 @@ def _hint(path: KeyPath, document: ConfigDocument) -> str:
     if owners := [name for name, kind in node.sections.items() if key in kind.model_fields]:
         return f"it belongs to {dotted((*at, 'type'))} = {join_words(map(describe_given, owners))}"
     written = value_at(tuple(at), table)
-    if likely := nearest_keys(path, [name for name in siblings if name not in written], document.root):
+    likely = nearest_keys(path, [name for name in siblings if name not in written], document.root)
+    moved = _foreign_table(path, value_at(path, document.table), document.root)
+    if moved and not any(one[:-1] == tuple(at) for one in likely):  # it says more than a key like it elsewhere
+        return join_words(moved, "and")
+    if likely:
         dashes = "--" if document.origin(path).flag else ""
         return f"did you mean {join_words(in_backticks(dashes + dotted(one) for one in likely))}?"
-    if moved := _foreign_table(path, value_at(path, document.table), document.root):
-        return join_words(moved, "and")
     return f"the keys there are {join_words(in_backticks(siblings), 'and')}"
 
 
@@ -209,7 +159,8 @@ def _foreign_table(at: KeyPath, value: object, root: SchemaNode) -> list[str]:
 def _header(at: KeyPath, table: dict, root: SchemaNode) -> str:
     if not at:
         return "at the top level" if root == ROOT else f"in {root.sections[''].__name__}"
-    name = f"[[{at[0]}]]" if isinstance(at[-1], int) else f"[{dotted(at)}]"
+    words = ".".join(str(key) for key in at if isinstance(key, str))
+    name = f"[[{words}]]" if isinstance(at[-1], int) else f"[{dotted(at)}]"
     node = node_at(at, table, root)
     chosen = value_at((*at, "type"), table)
     return f"in {name} of type `{chosen}`" if node and node.is_choice else f"in {name}"
