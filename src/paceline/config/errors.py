@@ -17,6 +17,7 @@ from paceline.config.fields import (
     describe_expected,
     describe_given,
     dotted,
+    header,
     in_backticks,
     join_words,
     node_at,
@@ -121,7 +122,8 @@ def _sentences(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) ->
             )
             return [f"{document.origin(path).place(path)}: {problem}"]
     value = value_at(path, document.table)
-    return [f"{place}: expected {describe_expected(node)}, got {describe_given(value)}{correction_hint(node, value)}"]
+    hint = correction_hint(node, value, path)
+    return [f"{place}: expected {describe_expected(node)}, got {describe_given(value)}{hint}"]
 
 
 def _hint(path: KeyPath, document: ConfigDocument) -> str:
@@ -159,8 +161,7 @@ def _foreign_table(at: KeyPath, value: object, root: SchemaNode) -> list[str]:
 def _header(at: KeyPath, table: dict, root: SchemaNode) -> str:
     if not at:
         return "at the top level" if root == ROOT else f"in {root.sections[''].__name__}"
-    words = ".".join(str(key) for key in at if isinstance(key, str))
-    name = f"[[{words}]]" if isinstance(at[-1], int) else f"[{dotted(at)}]"
+    name = f"[[{header(at)}]]" if isinstance(at[-1], int) else f"[{dotted(at)}]"
     node = node_at(at, table, root)
     chosen = value_at((*at, "type"), table)
     return f"in {name} of type `{chosen}`" if node and node.is_choice else f"in {name}"

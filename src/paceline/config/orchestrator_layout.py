@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from paceline.config.fields import KeyPath, describe_given, dotted, in_backticks, join_words, key_paths, node_at
+from paceline.config.fields import KeyPath, describe_given, dotted, header, in_backticks, join_words, key_paths, node_at
 from paceline.config.foreign_names import foreign_keys, nearest_keys
 
 TYPES = {"group_norm": "grpo", "default": "grpo", "ref_kl": "opd", "logprobs": "opd"}
@@ -258,7 +258,7 @@ def _likely(path: KeyPath, value: Any, algo: str) -> str:
 
 def _line(path: KeyPath, value: Any) -> str:
     """A key with its value, behind the header of its table."""
-    table = ".".join(str(key) for key in path[:-1] if isinstance(key, str))
+    table = header(path[:-1])
     line = f"{path[-1]} = {_toml(value)}"
     if not table:
         return f"{line} at the top of the file"
