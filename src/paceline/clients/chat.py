@@ -32,13 +32,19 @@ class ChatEndpoint(HttpConnection):
     """One address. What is set by `limit` holds for all who ask here."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
+        url = url.rstrip("/").removesuffix("/chat/completions")
         path = urlsplit(url).path.rstrip("/")
-        super().__init__(url.removesuffix("/chat/completions"), api_key, env_proxies=True)
+        super().__init__(url, api_key, env_proxies=True)
         # Some services have their routes under another path than `/v1`.
         self._prefix = "" if path and not path.endswith("/v1") else "/v1"
         self._concurrency, self._spacing = 1 << 30, 0.0
         self._slots: asyncio.Semaphore | None = None
         self._next_start = 0.0
+
+    @property
+    def address(self) -> str:
+        """The same, however the address was written: with `/v1`, a slash or `/chat/completions` at its end."""
+        return f"{self.name}{self._prefix}"
 
     def limit(self, concurrency: int, requests_per_minute: float | None) -> None:
         """Allow at most so many requests at once and in a minute; the smallest limits that were set count."""

@@ -8,7 +8,6 @@ has them, so it scores at temperature 1 only.
 
 import asyncio
 import dataclasses
-import os
 from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -20,7 +19,7 @@ from paceline.clients.http import HttpConnection, HttpEngine
 from paceline.clients.pool import Pool
 from paceline.clients.registry import answer_within
 from paceline.config.model import ModelRef
-from paceline.config.secret import redact
+from paceline.config.secret import read_key, redact
 from paceline.engine.base import Completion, Engine, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.errors import EngineError, RequestError
 from paceline.weights.update import ServedPolicy, WeightUpdate
@@ -85,9 +84,7 @@ class FrozenPool(Pool):
 
 async def attach(ref: ModelRef, tokenizer: PreTrainedTokenizerBase) -> FrozenPool:
     """The endpoints' model, once each is known to answer and to have the policy's vocabulary."""
-    key = os.environ.get(ref.api_key_env) if ref.api_key_env is not None else None
-    if ref.api_key_env is not None and not key:
-        raise EngineError(f"`{ref.name}`: the environment variable {ref.api_key_env} is not set: put its key there")
+    key = read_key(ref.api_key_env, f"`{ref.name}`")
     engines: list[HttpEngine | CompletionsEngine] = []
     async with AsyncExitStack() as on_failure:
         for url in ref.urls:

@@ -24,7 +24,7 @@ from paceline.data.rollout import Tools
 from paceline.envs import Split, build_environment
 from paceline.envs.judges import JudgeService
 from paceline.errors import PacelineError
-from paceline.observe.monitor.show_rollout import show_rollout
+from paceline.observe.monitor.show_rollout import show_rollout, show_verdicts
 from paceline.observe.monitor.text import format_amount, format_score
 from paceline.rollout import Message, Reply
 from paceline.rollout.assemble import same_conversation
@@ -254,8 +254,10 @@ def opponent_model(config: RunConfig, options: PlayOptions) -> tuple[RunConfig, 
 
 
 def _show_game(console: Console, played: PlayedEpisode, number: int, seat: str, reveal: bool) -> None:
-    for record in episode_records(played) if reveal else ():
-        if record["actor"] != seat:
+    for record in episode_records(played):
+        if record["actor"] == seat:
+            show_verdicts(record, console)
+        elif reveal:
             show_rollout(record, console)
     line = Text(f"game {number}", "bold")
     if played.outcome is not None and played.error is None:

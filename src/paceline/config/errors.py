@@ -17,68 +17,16 @@ from paceline.config.fields import (
     describe_expected,
     describe_given,
     dotted,
+    header,
     in_backticks,
     join_words,
-    key_paths,
     node_at,
     path_of,
     value_at,
 )
-from paceline.config.foreign_names import foreign_keys
+from paceline.config.foreign_names import foreign_keys, foreign_places, nearest_keys
 from paceline.config.orchestrator_layout import translate_layout
 from paceline.errors import PacelineError
-
-SIBLING_LIKENESS = 0.7
-DISTANT_LIKENESS = 0.8
-"""A key far from where it was written has to look more alike before it is worth naming."""
-
-
-def nearest_keys(unknown: KeyPath, siblings: list[str], root: SchemaNode = ROOT) -> list[KeyPath]:
-    """The keys `unknown` may have meant, all equally likely; none when nothing comes close.
-
-    Another trainer's name for it first, then a sibling of similar spelling, then the same key elsewhere in the file,
-    then a similar one elsewhere: `trainer.lr` gives `trainer.optimizer.lr`.
-    """
-    *at, key = unknown
-    key = str(key).replace("-", "_")
-    everywhere = [_in_same_element(unknown, path) for path, _ in key_paths(root)]
-    if meant := foreign_keys(unknown):
-        found = [path for alias in meant for path in _ending_with(everywhere, alias)]
-        beside = [path for path in found if path[:-1] == tuple(at) and path[-1] in siblings]
-        of_the_run = [path for path in found if len(path) == 1]
-        return list(dict.fromkeys(beside or of_the_run)) or _closest(unknown, found)
-    if near := get_close_matches(key, siblings, n=1, cutoff=SIBLING_LIKENESS):
-        return [(*at, near[0])]
-    if same := _closest(unknown, _ending_with(everywhere, key)):
-        return same
-    keys = {str(path[-1]) for path in everywhere}
-    near = get_close_matches(key, keys, n=1, cutoff=DISTANT_LIKENESS)
-    return _closest(unknown, _ending_with(everywhere, near[0])) if near else []
-
-
-def _in_same_element(unknown: KeyPath, path: KeyPath) -> KeyPath:
-    """The same key of the list element the unknown key stands in: `env.2`, where `key_paths` says `env.0`."""
-    inside = len(unknown) > 2 and isinstance(unknown[1], int) and path[:2] == (unknown[0], 0)
-    return unknown[:2] + path[2:] if inside else path
-
-
-def _ending_with(paths: list[KeyPath], end: str) -> list[KeyPath]:
-    """Those that end so, the places of list elements aside."""
-    keys = end.split(".")
-    return [path for path in paths if [key for key in path if isinstance(key, str)][-len(keys) :] == keys]
-
-
-def _closest(unknown: KeyPath, candidates: list[KeyPath]) -> list[KeyPath]:
-    """Those that share most of the way with where the key was written; among them the shortest."""
-
-    def distance(path: KeyPath) -> tuple[int, int]:
-        pairs = list(zip(path, unknown[:-1], strict=False))
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        return -shared, len(path)
-
-    best = min(map(distance, candidates), default=None)
-    return list(dict.fromkeys(path for path in candidates if distance(path) == best))
-
 
 Options = TypeVar("Options", bound=BaseModel)
 
@@ -174,7 +122,8 @@ def _sentences(path: KeyPath, detail: ErrorDetails, document: ConfigDocument) ->
             )
             return [f"{document.origin(path).place(path)}: {problem}"]
     value = value_at(path, document.table)
-    return [f"{place}: expected {describe_expected(node)}, got {describe_given(value)}{correction_hint(node, value)}"]
+    hint = correction_hint(node, value, path)
+    return [f"{place}: expected {describe_expected(node)}, got {describe_given(value)}{hint}"]
 
 
 def _hint(path: KeyPath, document: ConfigDocument) -> str:
@@ -186,9 +135,11 @@ def _hint(path: KeyPath, document: ConfigDocument) -> str:
     if owners := [name for name, kind in node.sections.items() if key in kind.model_fields]:
         return f"it belongs to {dotted((*at, 'type'))} = {join_words(map(describe_given, owners))}"
     written = value_at(tuple(at), table)
-    if moved := _foreign_table(path, value_at(path, document.table), document.root):
+    likely = nearest_keys(path, [name for name in siblings if name not in written], document.root)
+    moved = _foreign_table(path, value_at(path, document.table), document.root)
+    if moved and not any(one[:-1] == tuple(at) for one in likely):  # it says more than a key like it elsewhere
         return join_words(moved, "and")
-    if likely := nearest_keys(path, [name for name in siblings if name not in written], document.root):
+    if likely:
         dashes = "--" if document.origin(path).flag else ""
         return f"did you mean {join_words(in_backticks(dashes + dotted(one) for one in likely))}?"
     return f"the keys there are {join_words(in_backticks(siblings), 'and')}"
@@ -199,7 +150,7 @@ def _foreign_table(at: KeyPath, value: object, root: SchemaNode) -> list[str]:
     leaves = list(_leaves(at, value))
     if not any(foreign_keys(path) for path in leaves):
         return []
-    places = {dotted(path): in_backticks(map(dotted, _places(path, root))) for path in leaves}
+    places = {dotted(path): in_backticks(map(dotted, foreign_places(path, root))) for path in leaves}
     return [f"{key} is {join_words(found) if found else 'nothing'} here" for key, found in places.items()]
 
 
@@ -210,19 +161,10 @@ def _leaves(at: KeyPath, value: object) -> Iterator[KeyPath]:
         yield from _leaves(path, inner) if isinstance(inner, dict) and not foreign_keys(path) else (path,)
 
 
-def _places(path: KeyPath, root: SchemaNode) -> list[KeyPath]:
-    """Where a key of another trainer's stands: by its foreign name, or by the same name, as much of it as is known."""
-    if foreign_keys(path):
-        return nearest_keys(path, [], root)
-    everywhere = [known for known, _ in key_paths(root)]
-    ends = (_ending_with(everywhere, dotted(path[start:])) for start in range(len(path)))
-    return _closest(path, next(filter(None, ends), []))
-
-
 def _header(at: KeyPath, table: dict, root: SchemaNode) -> str:
     if not at:
         return "at the top level" if root == ROOT else f"in {root.sections[''].__name__}"
-    name = f"[[{at[0]}]]" if isinstance(at[-1], int) else f"[{dotted(at)}]"
+    name = f"[[{header(at)}]]" if isinstance(at[-1], int) else f"[{dotted(at)}]"
     node = node_at(at, table, root)
     chosen = value_at((*at, "type"), table)
     return f"in {name} of type `{chosen}`" if node and node.is_choice else f"in {name}"

@@ -186,6 +186,11 @@ def _paths_below(node: SchemaNode, path: KeyPath) -> Iterator[tuple[KeyPath, Sch
         yield from _paths_below(node.element, (*path, 0))
 
 
+def header(path: KeyPath) -> str:
+    """The path as a table's header has it, without places in lists: `env.judges`."""
+    return dotted(tuple(key for key in path if isinstance(key, str)))
+
+
 def dotted(path: KeyPath) -> str:
     """The path as TOML would write it: a key that is no plain word, a file's name say, stands in quotes."""
     return ".".join(str(key) if _PLAIN.fullmatch(str(key)) else json.dumps(key, ensure_ascii=False) for key in path)
@@ -223,10 +228,12 @@ def describe_given(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def correction_hint(node: SchemaNode, value: Any) -> str:
+def correction_hint(node: SchemaNode, value: Any, path: KeyPath = ("env",)) -> str:
     kind = node.annotation
     if node.is_list and isinstance(value, dict):
-        return "; write the header in double brackets, such as [[env]]"
+        return f"; write the header in double brackets, [[{header(path)}]]"
+    if isinstance(value, str) and any({"name", "base_url"} <= table.model_fields.keys() for table in node.tables):
+        return f'; write {{name = {describe_given(value)}, base_url = "http://HOST:PORT/v1"}}'
     if node.is_list and isinstance(value, str):
         return f"; write [{describe_given(value)}]"
     if get_origin(kind) is Literal:

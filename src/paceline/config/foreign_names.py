@@ -1,6 +1,9 @@
-"""Names that other trainers give to keys of the run file, so that a wrong key is answered with the right one."""
+"""Finds the key that a wrong one stands for: another trainer's name for it, or one of similar spelling."""
 
 from collections.abc import Sequence
+from difflib import get_close_matches
+
+from paceline.config.fields import ROOT, KeyPath, SchemaNode, key_paths
 
 FOREIGN_NAMES = {
     # TRL, verl, OpenRLHF, prime-rl and other loops. A dotted name counts below that table only.
@@ -20,6 +23,8 @@ FOREIGN_NAMES = {
     "clip_range cliprange clip_ratio clip_eps epsilon epsilon_low clip_ratio_low ppo_clip_min",
     "loss.clip_high": "actor.clip "
     "clip_range cliprange clip_ratio clip_eps epsilon epsilon_high clip_ratio_high ppo_clip_max",
+    "loss.low": "dppo_mask_low token_mask_low",
+    "loss.high": "dppo_mask_high token_mask_high",
     "loss.type": "policy_loss loss_type",
     "normalise": "loss_agg_mode agg_mode",
     "minibatches": "update_per_rollout ppo_n_minibatches",
@@ -40,7 +45,9 @@ FOREIGN_NAMES = {
     "engine.cache_gib": "gpu_memory_utilization",
     "group_size": "num_generations rollouts_per_example n_samples_per_prompt num_samples_per_prompt "
     "responses_per_prompt completions_per_prompt sampling.n",
-    "max_inflight": "max_concurrent",
+    "max_inflight": "max_concurrent max_inflight_rollouts",
+    "model.concurrency": "max_concurrent",
+    "model.requests_per_minute": "rate_limit rpm max_requests_per_minute",
     "oversample": "oversampling_factor",
     "steps": "max_steps total_training_steps",
     "epochs": "num_train_epochs total_epochs n_epochs",
@@ -56,17 +63,17 @@ FOREIGN_NAMES = {
     "name": "run_name experiment_name wandb_run_name",
     "runs": "output_dir save_dir",
     "resume": "resume_from_checkpoint load_ckpt_from",
-    "eval.every": "eval_steps eval_interval eval_every test_freq",
+    "eval.every": "eval_steps eval_interval eval_every eval.interval test_freq",
     "eval.sampling": "test_sampling_params",
-    "checkpoint.every": "save_steps save_freq checkpoint_every",
-    "checkpoint.keep": "save_total_limit",
+    "checkpoint.every": "save_steps save_freq checkpoint_every ckpt.interval",
+    "checkpoint.keep": "save_total_limit ckpt.keep_last",
     "record.exporters": "report_to use_wandb",
-    "record.project": "wandb_project trainer.project",
+    "record.project": "wandb_project wandb.project trainer.project",
     "engine.base_url": "inference_url",
     "filters.zero_advantage": "dynamic_filtering",
     "algo": "algorithm",
     "algo.type": "adv_estimator adv.estimator",
-    "algo.teacher": "algo.model",
+    "algo.tools": "tool_names",
     "algo.std": "norm_var scale_rewards",
     "algo.baseline": "global_norm",
     "env": "environment",
@@ -74,7 +81,9 @@ FOREIGN_NAMES = {
     "env.dataset": "train_data_path data_path env.path",
     "env.eval_dataset": "test_data_path eval_data_path eval_path",
     "env.max_turns": "rollout.max_turns",
-    "env.import_path": "reward_fn reward_funcs",
+    "env.import_path": "reward_fn reward_funcs env.path",
+    "env.judges": "env.judge",
+    "env.weight": "env.ratio",
     "env.id": "env_id",
     "env.args": "env_args",
     "env.corpus": "corpus_path",
@@ -97,3 +106,64 @@ def foreign_keys(path: Sequence[str | int]) -> list[str]:
     words = [str(part).replace("-", "_") for part in path if not isinstance(part, int)]
     names = (".".join(words[start:]) for start in range(len(words)))
     return next((ALIASES[name] for name in names if name in ALIASES), [])
+
+
+SIBLING_LIKENESS = 0.7
+DISTANT_LIKENESS = 0.8
+"""A key far from where it was written has to look more alike before it is worth naming."""
+
+
+def nearest_keys(unknown: KeyPath, siblings: list[str], root: SchemaNode = ROOT) -> list[KeyPath]:
+    """The keys `unknown` may have meant, all equally likely; none when nothing comes close.
+
+    Another trainer's name for it first, then a sibling of similar spelling, then the same key elsewhere in the file,
+    then a similar one elsewhere: `trainer.lr` gives `trainer.optimizer.lr`.
+    """
+    *at, key = unknown
+    key = str(key).replace("-", "_")
+    everywhere = [_in_same_element(unknown, path) for path, _ in key_paths(root)]
+    if meant := foreign_keys(unknown):
+        found = [path for alias in meant for path in _ending_with(everywhere, alias)]
+        beside = [path for path in found if path[:-1] == tuple(at) and path[-1] in siblings]
+        of_the_run = [path for path in found if len(path) == 1]
+        return list(dict.fromkeys(beside or of_the_run)) or _closest(unknown, found)
+    if near := get_close_matches(key, siblings, n=1, cutoff=SIBLING_LIKENESS):
+        return [(*at, near[0])]
+    if same := _closest(unknown, _ending_with(everywhere, key)):
+        return same
+    keys = {str(path[-1]) for path in everywhere}
+    near = get_close_matches(key, keys, n=1, cutoff=DISTANT_LIKENESS)
+    return _closest(unknown, _ending_with(everywhere, near[0])) if near else []
+
+
+def foreign_places(path: KeyPath, root: SchemaNode) -> list[KeyPath]:
+    """Where a key of another trainer's stands: by its foreign name, or by the same name, as much of it as is known."""
+    if foreign_keys(path):
+        return nearest_keys(path, [], root)
+    everywhere = [known for known, _ in key_paths(root)]
+    ends = (_ending_with(everywhere, ".".join(map(str, path[start:]))) for start in range(len(path)))
+    return _closest(path, next(filter(None, ends), []))
+
+
+def _in_same_element(unknown: KeyPath, path: KeyPath) -> KeyPath:
+    """The same key of the list element the unknown key stands in: `env.2`, where `key_paths` says `env.0`."""
+    inside = len(unknown) > 2 and isinstance(unknown[1], int) and path[:2] == (unknown[0], 0)
+    return unknown[:2] + path[2:] if inside else path
+
+
+def _ending_with(paths: list[KeyPath], end: str) -> list[KeyPath]:
+    """Those that end so, the places of list elements aside."""
+    keys = end.split(".")
+    return [path for path in paths if [key for key in path if isinstance(key, str)][-len(keys) :] == keys]
+
+
+def _closest(unknown: KeyPath, candidates: list[KeyPath]) -> list[KeyPath]:
+    """Those that share most of the way with where the key was written; among them the shortest."""
+
+    def distance(path: KeyPath) -> tuple[int, int]:
+        pairs = list(zip(path, unknown[:-1], strict=False))
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        return -shared, sum(isinstance(key, str) for key in path)
+
+    best = min(map(distance, candidates), default=None)
+    return list(dict.fromkeys(path for path in candidates if distance(path) == best))

@@ -1,6 +1,7 @@
 """Model settings: the policy with its weights, tokenizer and LoRA, and frozen models."""
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -26,7 +27,10 @@ class ModelRef(Section):
     @classmethod
     def _check_urls(cls, given: str | list[str] | None) -> str | list[str] | None:
         for url in [given] if isinstance(given, str) else given or []:
-            if not url.startswith(("http://", "https://")):
+            parts = urlsplit(url)
+            if parts.query:  # which may hold a key, and is not shown
+                raise ValueError("an address has no `?`: write where the model is served, http://HOST:PORT/v1")
+            if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"`{url}` is no address: write where the model is served, http://HOST:PORT/v1")
         if given is not None and not given:
             raise ValueError("name at least one address")

@@ -8,21 +8,31 @@ exact line that says the same.
 import json
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
-from paceline.config.fields import KeyPath
+from paceline.config.fields import KeyPath, describe_given, dotted, header, in_backticks, join_words, key_paths, node_at
+from paceline.config.foreign_names import foreign_keys, nearest_keys
 
-TYPES = {"group_norm": "grpo", "default": "grpo", "ref_kl": "opd", "demo_ref_kl": "opsd", "supervised": "sft"}
+TYPES = {"group_norm": "grpo", "default": "grpo", "ref_kl": "opd", "logprobs": "opd"}
+TYPES |= dict.fromkeys(("demo_ref_kl", "demo_logprobs", "self_distill"), "opsd")
+TYPES |= dict.fromkeys(("supervised", "sft_distill"), "sft")
 """Names of algorithms as that layout had them at some time."""
 BUILT_IN = ("reverse-text", "alphabet-sort", "gsm8k")
-FIXED = "leave it out: the choice is not there to be made"
+FIXED = "leave it out: the algorithm's type decides what trains each token"
+PLACEHOLDER = '{name = "MODEL", base_url = "http://HOST:PORT/v1"}'
 Answer = str | Callable[[str, Any], str]
 """Text in which `{algo}` is the header of the algorithm's table, `{key}` the last key and `{value}` the value; or what
 makes it of header and value."""
 
 
 def _kind(algo: str, value: Any) -> str:
-    return f"{algo} type = {_toml(TYPES.get(value, value))}"
+    kind, known = TYPES.get(value, value), _algorithms()
+    if value == "none":
+        return "leave it out: opd, opsd and sft give no advantage, by their type"
+    return (
+        f"{algo} type = {_toml(kind)}" if kind in known else f"{algo} type = {join_words(map(describe_given, known))}"
+    )
 
 
 def _teacher(algo: str, value: Any) -> str:
@@ -45,7 +55,7 @@ def _source(algo: str, value: Any) -> str:
 
 def _mode(algo: str, value: Any) -> str:
     kind = {"rl": "grpo"}.get(value, value)
-    needs = ', teacher = {name = "MODEL", base_url = "http://HOST:PORT/v1"}' if kind in ("opd", "sft") else ""
+    needs = f", teacher = {PLACEHOLDER}" if kind in ("opd", "sft") else ""
     return f"{algo} type = {_toml(kind)}{needs}"
 
 
@@ -54,7 +64,7 @@ def _filters(_: str, value: Any) -> str:
         one.get("type") if isinstance(one, dict) else one for one in (value if isinstance(value, list) else [value])
     ]
     lines = ["[filters] zero_advantage = true, which is the default"] if "zero_advantage" in kinds else []
-    if others := [str(kind) for kind in kinds if kind != "zero_advantage"]:
+    if others := [str(kind or "others") for kind in kinds if kind != "zero_advantage"]:
         mine = 'group = {import_path = "my_filters.py:keep"}'
         lines.append(f"for {' and '.join(others)}: [filters] {mine}, a function of your own over a group")
     return "; ".join(lines)
@@ -62,7 +72,23 @@ def _filters(_: str, value: Any) -> str:
 
 def _bonus(algo: str, value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else value
-    return f"{algo} length_bonus = {_toml('turns' if kind == 'turns' else 'tokens')}"
+    weights = isinstance(value, dict) and any("weight" in key for key in value)
+    line = f"{algo} length_bonus = {_toml('turns' if kind == 'turns' else 'tokens')}"
+    return f"{line}, in which all tokens weigh alike" if weights else line
+
+
+def _roles(algo: str, value: Any) -> str:
+    """`{tool = {alpha = 0.1}}` as `{tool = 0.1}`."""
+    if not isinstance(value, dict):
+        return f"{algo} roles = {_toml(value)}"
+    alphas = {role: one.get("alpha", 0.1) if isinstance(one, dict) else one for role, one in value.items()}
+    tools = [tool for one in value.values() if isinstance(one, dict) for tool in one.get("tool_names") or ()]
+    return f"{algo} roles = {_toml(alphas)}" + (f", tools = {_toml(tools)}" if tools else "")
+
+
+def _observations(algo: str, value: Any) -> str:
+    roles = ("system", "user", "tool") if value == "all" else ("tool",)
+    return f"{_roles(algo, dict.fromkeys(roles, 0.1))}, where the numbers are what was `observation_weight`"
 
 
 def _environment(_: str, value: Any) -> str:
@@ -70,61 +96,70 @@ def _environment(_: str, value: Any) -> str:
     return f"[[env]] type = {_toml(known)}" if known else f'[[env]] type = "verifiers", id = {_toml(value)}'
 
 
+def _server(_: str, value: Any) -> str:
+    url = value[0] if isinstance(value, list) and value else value
+    engine = f'[engine] backend = "vllm", base_url = {_toml(url)}'
+    return f"leave it out: the run starts its own engine; or, for a vLLM that runs already, write {engine}"
+
+
 ROWS: dict[str, Answer] = {
     "algo.advantage.type": _kind,
     "algo.advantage": lambda algo, value: _kind(algo, value) if isinstance(value, str) else f'{algo} type = "reward"',
+    "algo.name": _kind,
+    "algo.type": _kind,
     "algo.advantage.model": _teacher,
     "algo.advantage.teacher": _teacher,
     "algo.advantage.length_penalty": _bonus,
-    "algo.advantage.roles": lambda algo, value: f"{algo} roles = {_toml(_alphas(value))}",
-    "algo.advantage.*": "{algo} {key} = {value}",
+    "algo.advantage.roles": _roles,
+    "algo.roles": _roles,
+    "algo.advantage.observations": _observations,
+    "algo.advantage.observation_weight": "{algo} roles = {tool = {value}}",
+    "algo.advantage.*loss*": FIXED,
     "algo.model": _teacher,
     "algo.teacher": _teacher,
     "algo.sampling.source": _source,
-    "algo.sampling.*": "[sampling] {key} = {value}",
     "algo.loss*": FIXED,
-    "algo.token_scorer*": "leave it out: the algorithm's type says who scores",
-    "algo.*": "{algo} {key} = {value}",
+    "algo.token_scorer*": FIXED,
     "sampling.source": _source,
     "teacher": _teacher,
     "training_mode": _mode,
+    "models.*": f"name a frozen model where it is used: [algo] teacher = {PLACEHOLDER}, or [[env.judges]] "
+    f"model = {PLACEHOLDER}",
     "length_penalty": _bonus,
-    "filters": _filters,
+    "*filters": _filters,
     "renderer*": '[model] renderer = "renderers"; "auto" is the default',
-    "model.name": "[model] name = {value}",
-    "model.client.*": "leave it out: the run starts its own engine; or, for a server, [engine] backend = "
-    '"vllm", base_url = "http://HOST:PORT"',
-    "model.lora": "[model] lora = {value}",
-    "model.trust_remote_code": "[model] trust_remote_code = {value}",
-    "model.*": "[model] {key} = {value}, if `paceline config model` lists it",
-    "sampling.*": "[sampling] {key} = {value}",
-    "batch_size": "batch_size = {value} at the top of the file",
-    "rollouts_per_example": "group_size = {value} at the top of the file",
-    "group_size": "group_size = {value} at the top of the file",
-    "max_off_policy_steps": "staleness = {value} at the top of the file",
-    "max_async_level": "staleness = {value} at the top of the file",
-    "max_inflight*": "max_inflight = {value} at the top of the file",
-    "max_steps": "steps = {value} at the top of the file",
-    "seed": "seed = {value} at the top of the file",
+    "model.client.base_url": _server,
+    "model.client.*": "leave it out: the run starts its own engine, and [engine] sets it up",
+    "model.vlm*": "leave it out: conversations are text",
+    "oversampling_factor": lambda _, factor: f"oversample = {_toml(round(factor - 1, 9))} at the top of the file",
+    "token_batch_size": "leave it out: a batch is counted in rollouts, by batch_size",
+    "eval.env*": "leave it out: each environment is evaluated on its own held-out rows, eval_dataset where it reads "
+    "a dataset",
     "env.id": _environment,
-    "env.ratio": "[[env]] weight = {value}",
-    "env.*": "[[env]] {key} = {value}",
-    "*": "no [orchestrator]: its keys stand at the top of the file, and `paceline config` lists them",
 }
-"""What stands where, below [orchestrator]; the first row that fits counts. Tables that are translated whole end in a
-name, others are looked into."""
-WHOLE = {key for key, answer in ROWS.items() if answer in (_teacher, _source, _bonus, _filters)} | {
-    "algo.advantage.roles",
+"""What stands where, below [orchestrator]; the first row that fits counts, and keys without one are looked for among
+those of the run file."""
+WHOLE = {key for key, answer in ROWS.items() if answer in (_teacher, _source, _bonus, _filters, _roles)} | {
+    "models.*",
     "algo.advantage.filter",
     "algo.advantage.kwargs",
     "model.lora",
+    "model.vlm",
     "env.args",
+    "eval.env",
 }
-OUTSIDE = ("algo.advantage*", "algo.model", "algo.sampling*", "algo.loss*", "algo.token_scorer*")
+"""Tables that are answered as one; others are looked into."""
+OUTSIDE = ("algo.advantage*", "algo.name", "algo.model", "algo.sampling*", "algo.loss*", "algo.token_scorer*")
 """Rows that hold in this layout's own `[algo]` and `[[env]]` too, where such a key was never right."""
 ALONE = ("training_mode", "teacher", "length_penalty", "renderer*")
 """Those that hold at the top of the file and in [[env]]."""
 ALIASES = {"algorithm": "algo", "policy": "model", "student": "model", "client": "model.client"}
+
+
+@cache
+def _algorithms() -> list[str]:
+    node = node_at(("algo",), {})
+    return list(node.sections) if node else []
 
 
 def translate_layout(table: dict[str, Any]) -> dict[KeyPath, str]:
@@ -138,6 +173,8 @@ def translate_layout(table: dict[str, Any]) -> dict[KeyPath, str]:
     for place, env in enumerate(envs if isinstance(envs, list) else []):
         for path, value in _foreign(env, ("env", place)):
             found[path] = _answer(path[2:], value, "[env.algo]")
+        if isinstance(env, dict) and "id" in env and "type" not in env:
+            found["env", place, "id"] = _answer(("env", "id"), env["id"])
     for path, value in _foreign(table, ()):
         found[path] = _answer(path, value)
     loss = (table.get("trainer") or {}).get("loss") if isinstance(table.get("trainer"), dict) else None
@@ -152,14 +189,18 @@ def _foreign(table: Any, at: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
         return
     for path, value in _leaves({key: entry for key, entry in table.items() if key != "orchestrator"}, ()):
         name = _name(path)
-        if any(fnmatchcase(name, row) for row in (*OUTSIDE, *ALONE)):
+        renamed = name == "algo.type" and value in TYPES
+        nested = (
+            name == "algo.roles" and isinstance(value, dict) and any(isinstance(one, dict) for one in value.values())
+        )
+        if renamed or nested or any(fnmatchcase(name, row) for row in (*OUTSIDE, *ALONE)):
             yield (*at, *path), value
 
 
 def _leaves(value: Any, at: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     """Every value that is translated as one, with its path."""
     inside = at[1:] if at[:1] == ("orchestrator",) else at
-    if isinstance(value, dict) and value and not (inside and _name(inside) in WHOLE):
+    if isinstance(value, dict) and value and not any(fnmatchcase(_name(inside), row) for row in WHOLE):
         for key, entry in value.items():
             yield from _leaves(entry, (*at, key))
     elif isinstance(value, list) and inside and _name(inside) == "env":
@@ -176,29 +217,52 @@ def _name(path: KeyPath) -> str:
     in_env = parts[:1] == ["env"] and parts[1:2] and parts[1] in ("algo", "advantage", "algorithm", "sampling")
     parts = parts[1:] if in_env else parts
     parts[:1] = ALIASES.get(parts[0], parts[0]).split(".") if parts else []
+    parts = parts[1:] if parts[:2] == ["model", "model"] else parts
     return ".".join(["algo", *parts] if parts[:1] == ["advantage"] else parts)
 
 
-def _row(path: KeyPath) -> str:
+def _row(path: KeyPath) -> str | None:
     name = _name(path)
-    return next(row for row in ROWS if fnmatchcase(name, row))
+    return next((row for row in ROWS if fnmatchcase(name, row)), None)
 
 
 def _answer(path: KeyPath, value: Any, algo: str = "") -> str:
-    answer = ROWS[_row(path)]
-    algo = algo or ("[env.algo]" if "env" in path else "[algo]")
+    row, algo = _row(path), algo or ("[env.algo]" if "env" in path else "[algo]")
+    if row is None:
+        return _likely(path, value, algo)
+    answer = ROWS[row]
     if isinstance(answer, str):
-        text = answer.replace("{algo}", algo).replace("{key}", str(path[-1])).replace("{value}", _toml(value))
+        text = answer.replace("{algo}", algo).replace("{value}", _toml(value))
     else:
         text = answer(algo, value)
-    return text if text.startswith(("leave", "no ", "for ")) else f"write {text}"
+    return text if text.startswith(("leave", "name", "for ")) else f"write {text}"
 
 
-def _alphas(roles: Any) -> Any:
-    """`{tool = {alpha = 0.1}}` as `{tool = 0.1}`."""
-    if not isinstance(roles, dict):
-        return roles
-    return {role: one.get("alpha", 0.1) if isinstance(one, dict) else one for role, one in roles.items()}
+def _likely(path: KeyPath, value: Any, algo: str) -> str:
+    """The key of this run file that one without a row stands for: the same one, or what else it may mean."""
+    words = _name(path).replace("algo.advantage.", "algo.").replace("algo.sampling.", "sampling.").split(".")
+    if words[0] == "algo" and algo == "[env.algo]":
+        words = ["env", *words]
+    target: KeyPath = ("env", 0, *words[1:]) if words[0] == "env" else tuple(words)
+    everywhere = [known for known, _ in key_paths()]
+    siblings = [str(known[-1]) for known in everywhere if known[:-1] == target[:-1]]
+    found = [target] if target in everywhere else nearest_keys(target, siblings)
+    if len(found) == 1 and (target in everywhere or foreign_keys(target) or found[0][-1] == target[-1]):
+        return f"write {_line(found[0], value)}"
+    if found:
+        return f"did you mean {join_words(in_backticks(map(dotted, found)))}?"
+    section = dotted(target[:1]) if len(target) > 1 and target[:1] in everywhere else ""
+    listed = f"`paceline config {section}`" if section else "`paceline config`"
+    return f"there is no [orchestrator], and no key `{words[-1]}`: {listed} lists those there are"
+
+
+def _line(path: KeyPath, value: Any) -> str:
+    """A key with its value, behind the header of its table."""
+    table = header(path[:-1])
+    line = f"{path[-1]} = {_toml(value)}"
+    if not table:
+        return f"{line} at the top of the file"
+    return f"[[{table}]] {line}" if isinstance(path[-2], int) else f"[{table}] {line}"
 
 
 def _toml(value: Any) -> str:

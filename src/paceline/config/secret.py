@@ -4,9 +4,12 @@ Everything a run writes begins with its run file or comes from its environments,
 What needs one names the environment variable that holds it.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
+
+from paceline.errors import PacelineError
 
 _NAME = re.compile(
     r"(?:.*_)?(?:(?:api|secret|access|private|auth|openai|anthropic|hf|wandb|account|service|signing|encryption|master)"
@@ -46,6 +49,14 @@ def address_secret(address: str) -> str | None:
     if _LOGIN.match(address):
         return "a login before the @"
     return "a key behind the ?" if _QUERY.match(address) else None
+
+
+def read_key(variable: str | None, where: str) -> str | None:
+    """The key that an environment variable holds; None where none is named."""
+    key = os.environ.get(variable) if variable is not None else None
+    if variable is not None and not key:
+        raise PacelineError(f"{where}: the environment variable {variable} is not set: put the key there")
+    return key
 
 
 def redact(text: str, secret: str | None) -> str:

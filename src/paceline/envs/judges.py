@@ -6,7 +6,6 @@ same while it is being answered wait for the same answer. All judges of a run th
 
 import asyncio
 import math
-import os
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,6 +19,7 @@ import orjson
 from paceline.clients.chat import ChatEndpoint
 from paceline.config.env.base import BaseEnvConfig
 from paceline.config.env.judges import TASK, JudgeConfig
+from paceline.config.secret import read_key
 from paceline.data import Row
 from paceline.data.rollout import JudgeVerdict, message_text
 from paceline.envs.base import EnvError, Environment, JudgeFailed, Outcome, parse_reward
@@ -39,8 +39,8 @@ class JudgeService:
     """The endpoints of a run's judges, and the verdicts that are remembered. One for each run."""
 
     def __init__(self) -> None:
-        self._endpoints: dict[tuple[str, str | None], ChatEndpoint] = {}
-        self._users: dict[tuple[str, str | None], str] = {}
+        self._endpoints: dict[tuple[str, str | None], tuple[ChatEndpoint, str]] = {}
+        """By address and key; with who named it first."""
         self._verdicts: OrderedDict[bytes, asyncio.Task[JudgeVerdict]] = OrderedDict()
 
     def panel(self, config: BaseEnvConfig, environment: Environment) -> "JudgePanel | None":
@@ -48,29 +48,27 @@ class JudgeService:
         if not config.judges:
             return None
         panel = JudgePanel(self, config, [Judge(judge, config.name, self) for judge in config.judges])
+        for judge in panel.values():
+            if unknown := [actor for actor in judge.config.actors if actor not in environment.actors]:
+                known = ", ".join(f"`{actor}`" for actor in environment.actors)
+                raise EnvError(f"{judge.where}: actors: there is no actor `{unknown[0]}`, only {known}")
         environment.set_judges(panel)
         return panel
 
     def endpoint(self, config: JudgeConfig, url: str, where: str) -> ChatEndpoint:
         model = config.model
-        key = os.environ.get(model.api_key_env) if model.api_key_env is not None else None
-        if model.api_key_env is not None and not key:
-            raise EnvError(f"{where}: the environment variable {model.api_key_env} is not set: put its key there")
-        place = url.rstrip("/"), model.api_key_env
-        found = self._endpoints.setdefault(place, ChatEndpoint(url, key))
+        made = ChatEndpoint(url, read_key(model.api_key_env, where))
+        found, _ = self._endpoints.setdefault((made.address, model.api_key_env), (made, where))
         found.limit(model.concurrency, model.requests_per_minute)
-        self._users.setdefault(place, where)
         return found
 
     async def check(self) -> None:
         """Raise a sentence unless every endpoint answers and takes its key."""
-        for place, endpoint in self._endpoints.items():
+        for endpoint, where in self._endpoints.values():
             try:
                 await endpoint.check()
             except EngineError as error:
-                raise EnvError(
-                    f"{self._users[place]}: {error}: start it, or take the judge out of the run file"
-                ) from None
+                raise EnvError(f"{where}: {error}: start it, or take the judge out of the run file") from None
 
     async def remember(self, question: bytes, ask: Callable[[], Coroutine[Any, Any, JudgeVerdict]]) -> JudgeVerdict:
         """The verdict on a question, asked anew only where it is not remembered or being asked right now."""
@@ -95,7 +93,7 @@ class JudgeService:
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)  # bounded: they are cancelled
-        for endpoint in self._endpoints.values():
+        for endpoint, _ in self._endpoints.values():
             await endpoint.aclose()
 
 

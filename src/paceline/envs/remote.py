@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import Mapping
 from time import monotonic
 from uuid import uuid4
@@ -10,9 +9,9 @@ from uuid import uuid4
 import httpx
 
 from paceline.config.env import RemoteEnvConfig
-from paceline.config.secret import redact
+from paceline.config.secret import read_key, redact
 from paceline.data import Row
-from paceline.envs.base import POLICY, DatasetEnvironment, EnvError, Outcome, RefusedRollout
+from paceline.envs.base import POLICY, DatasetEnvironment, Outcome, RefusedRollout
 from paceline.envs.rollout_service import RolloutRequest, check_answer, parse_answer
 from paceline.errors import RequestError, Unreachable
 from paceline.rollout import Seat
@@ -38,12 +37,7 @@ class Remote(DatasetEnvironment[RemoteEnvConfig]):
 
     def __init__(self, config: RemoteEnvConfig) -> None:
         super().__init__(config)
-        self._key = os.environ.get(config.api_key_env) if config.api_key_env else None
-        if config.api_key_env and not self._key:
-            raise EnvError(
-                f"environment `{config.name}`: the environment variable {config.api_key_env} is not set: "
-                "put the rollout service's key there"
-            )
+        self._key = read_key(config.api_key_env, f"environment `{config.name}`")
         self._headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._ssl = httpx.create_ssl_context() if config.url.startswith("https") else False
 

@@ -285,7 +285,7 @@ class RolloutRunner:
             except (JudgeFailed, EnvError) as error:
                 losses.append(EpisodeLost(f"{env.name}: {error}", failure_kind(error)))
                 losses[-1].__cause__ = error
-            await self._wait_for_retry(env, losses)
+            await self._wait_for_retry(env, losses, "asked again")
 
     async def prepare(self, env: TrainEnv, work: Callable[[], Awaitable[Row]]) -> Row:
         """The prepared row that all episodes on it share; raises `EpisodeLost`."""
@@ -297,7 +297,7 @@ class RolloutRunner:
                 losses.append(lost)
             await self._wait_for_retry(env, losses)
 
-    async def _wait_for_retry(self, env: TrainEnv, losses: Sequence[EpisodeLost]) -> None:
+    async def _wait_for_retry(self, env: TrainEnv, losses: Sequence[EpisodeLost], what: str = "played again") -> None:
         """Wait before the next try; or raise the first cause, as the loss of the episode or as the end of the run."""
         if is_cancelled():
             raise asyncio.CancelledError  # the environment made a failure of it, and the caller waits for no other try
@@ -315,8 +315,8 @@ class RolloutRunner:
             raise EpisodeLost(text, first.kind) from first.__cause__
         pause = policy.pause(failed)
         self.retry_counts[last.kind] += 1
-        text = "%s: played again in %g s, try %d of %d (failures.%s)"
-        limited_log.warn((env.name, last.kind), text, last, pause, failed + 1, policy.tries, last.kind)
+        text = "%s: %s in %g s, try %d of %d (failures.%s)"
+        limited_log.warn((env.name, last.kind), text, last, what, pause, failed + 1, policy.tries, last.kind)
         await self._clock.sleep(pause)
 
     async def _call_user_code(

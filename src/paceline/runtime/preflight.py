@@ -6,7 +6,6 @@ reasons later. A run file from elsewhere is safe to check: user code that it nam
 
 import ast
 import importlib.util
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ from paceline.config.env import (
     ArenaEnvConfig,
     BaseEnvConfig,
     CustomEnvConfig,
-    DatasetEnvConfig,
     ModuleEnvConfig,
     RetrievalConfig,
     TextArenaConfig,
@@ -34,6 +32,7 @@ from paceline.config.env import (
 )
 from paceline.config.hardware import unsupported_settings, uses_mlx
 from paceline.config.model import ModelConfig
+from paceline.config.secret import read_key
 from paceline.data import DataError, Row, clean_rows, parse_address, part_problem
 from paceline.data.sources import hub_name
 from paceline.envs import EnvError, build_environment
@@ -225,7 +224,7 @@ def _try_environment(env: BaseEnvConfig, found: Preflight) -> None:
     for judge in env.judges:
         where = f"judge `{judge.name}` of environment `{env.name}`"
         named = prompt_fields(read_prompt(judge, where))
-        if isinstance(env, DatasetEnvConfig) and (lacking := [name for name in named if rows and name not in rows[0]]):
+        if known and rows and (lacking := [name for name in named if name not in rows[0]]):
             raise EnvError(f"{where}: {missing_field(lacking[0], rows[0])}")
     for split, some in (("training", rows), ("held-out", held_out)):
         for number, row in enumerate(some[:ROWS]):
@@ -345,5 +344,4 @@ def _check_machine(config: RunConfig, found: Preflight) -> None:
         (f"environment `{env}`, judge `{one.name}`: model.api_key_env", one.model.api_key_env) for env, one in judges
     ]
     for where, variable in keys:
-        if variable is not None and not os.environ.get(variable):
-            found.add([f"{where}: the environment variable {variable} is not set: put the key there"])
+        found.attempt(lambda variable=variable, where=where: read_key(variable, where))

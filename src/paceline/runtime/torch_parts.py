@@ -21,6 +21,7 @@ from paceline.clients.external_engine import ExternalEngine
 from paceline.clients.sglang import SglangEngine
 from paceline.clients.vllm import LaunchedVllm, VllmEngine, VllmProcess, max_lora_rank
 from paceline.config import RunConfig
+from paceline.config.secret import read_key
 from paceline.engine import EmbeddedEngine
 from paceline.engine.base import Grammar
 from paceline.engine.sequence import GrammarMatcher
@@ -60,10 +61,7 @@ def external_engine(
         return LaunchedVllm(_process(config, source, model, root), **shared)
     assert engine.base_url is not None
     kind = {"vllm": VllmEngine, "sglang": SglangEngine}[engine.backend]
-    key, variable = os.environ.get(engine.api_key_env or ""), engine.api_key_env
-    if variable is not None and not key:
-        raise PacelineError(f"engine.api_key_env: the environment variable {variable} is not set: put the key there")
-    return kind(engine.base_url, api_key=key, **shared)
+    return kind(engine.base_url, api_key=read_key(engine.api_key_env, "engine.api_key_env"), **shared)
 
 
 def _process(config: RunConfig, source: str, model: PreTrainedModel, root: Path) -> VllmProcess:

@@ -109,10 +109,12 @@ def test_a_key_is_sent_and_never_shown():
 
 def test_a_path_of_the_services_own_is_kept():
     for url, path in [
-        ("http://h:1", "/v1"), ("http://h:1/v1/", "/v1"), ("http://h:1/api/v4", ""), ("http://h:1/x/v1", "/v1")
+        ("http://h:1", "/v1"), ("http://h:1/v1/", "/v1"), ("http://h:1/api/v4", ""), ("http://h:1/x/v1", "/v1"),
+        ("http://h:1/v1/chat/completions", "/v1"), ("http://h:1/api/v4/chat/completions/", ""),
     ]:  # fmt: skip
         endpoint = ChatEndpoint(url)
-        assert endpoint.name + endpoint._prefix == (url.rstrip("/") if url != "http://h:1" else "http://h:1/v1")
+        plain = url.rstrip("/").removesuffix("/chat/completions")
+        assert endpoint.address == (plain if url != "http://h:1" else "http://h:1/v1")
         assert endpoint._prefix == path
 
 

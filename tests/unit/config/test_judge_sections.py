@@ -23,6 +23,23 @@ def judge(name: str = "good", prompt: str = 'prompt = "{reply}"', model: str = M
     [
         ([judge(model='{ name = "m" }')], "a judge is never started by the run: serve `m` and write where"),
         ([judge(model='{ name = "m", base_url = "there" }')], "`there` is no address"),
+        ([judge(model='{ name = "m", base_url = "http://" }')], "`http://` is no address"),
+        ([judge(model='{ name = "m", base_url = "http://h/v1?x=y" }')], "an address has no `\\?`"),
+        (
+            [judge(model='"m"')],
+            'model: expected a table, got "m"; write {name = "m", base_url = "http://HOST:PORT/v1"}',
+        ),
+        (
+            [judge(more='base_url = "http://h"')],
+            r"no key `base_url` in \[\[env.judges\]\]; did you mean .*model.base_url`",
+        ),
+        ([judge(model='{ name = "m", base_url = "http://h", rpm = 3 }')], "did you mean .*model.requests_per_minute`"),
+        ([judge(more='key = "grade"')], '`key` is for verdict = "json", not "number"'),
+        (
+            [judge(more="extra_body = { messages = [] }")],
+            "`messages` .write `prompt` and `system`. cannot be given here",
+        ),
+        ([judge(more="extra_body = { stream = true }")], "`stream` .an answer is read whole. cannot be given here"),
         ([judge(prompt="")], "a judge needs its question: write `prompt`, or name a text file with `prompt_file`"),
         ([judge(prompt='prompt = "x"\nprompt_file = "x.txt"')], "a judge needs its question"),
         ([judge(), judge()], "two judges are named `good`: give each its own `name`"),
@@ -40,6 +57,21 @@ def test_what_cannot_work_is_refused_with_what_to_write(tmp_path, judges, senten
         read(tmp_path, *judges)
 
 
+def test_rewards_that_no_judge_or_none_but_zero_makes_are_refused(tmp_path):
+    weighed = 'type = "reverse-text"\ntask_weight = 0'
+    for judges, sentence in (
+        ([], "task_weight = 0 weighs .* and there are none"),
+        ([judge(more="automatic = false")], "task_weight = 0 weighs .* and there are none"),
+        ([judge(more="weight = 0")], "the weight of every judge are 0, so each reward is 0"),
+    ):
+        with pytest.raises(ConfigError, match=f"env.0: .*{sentence}"):
+            read(tmp_path, *judges, env=weighed)
+    assert read(tmp_path, judge(), judge("other", more="weight = 0"), env=weighed).env[0].task_weight == 0
+    (tmp_path / "run.toml").write_text(f"[[env]]\n{weighed}\n[env.judges]\nname = 'x'\n")
+    with pytest.raises(ConfigError, match=r"write the header in double brackets, \[\[env.judges\]\]"):
+        load(tmp_path / "run.toml")
+
+
 def test_a_prompt_that_names_a_field_no_row_has_fails_the_check(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     env = 'type = "equality"\ndataset = "rows.jsonl"'
@@ -48,6 +80,8 @@ def test_a_prompt_that_names_a_field_no_row_has_fails_the_check(tmp_path):
     assert "judge `good` of environment `equality`: its prompt names `{anser}`" in problem
     assert "did you mean `{answer}`?" in problem
     assert not preflight(read(tmp_path, judge(prompt='prompt = "{reply} {answer}"'), env=env)).problems
+    (problem,) = preflight(read(tmp_path, judge(prompt='prompt = "{reply} {anser}"'))).problems
+    assert "judge `good` of environment `reverse-text`: its prompt names `{anser}`" in problem
 
 
 def test_a_key_that_is_not_set_and_a_file_that_is_not_there_fail_the_check(tmp_path, monkeypatch):

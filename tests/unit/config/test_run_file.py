@@ -18,9 +18,8 @@ from paceline.config import ConfigError, RunConfig, dump, load, schema
 from paceline.config.base import Section
 from paceline.config.document import resolve_paths
 from paceline.config.env import ArithmeticConfig, CustomEnvConfig, RetrievalConfig
-from paceline.config.errors import nearest_keys
 from paceline.config.fields import ROOT, SchemaNode, dotted, is_union, key_paths, node_at
-from paceline.config.foreign_names import ALIASES, FOREIGN_NAMES
+from paceline.config.foreign_names import ALIASES, FOREIGN_NAMES, nearest_keys
 from paceline.config.inference import SamplingConfig
 from paceline.config.trainer import TrainerConfig
 
@@ -590,13 +589,19 @@ def test_every_alias_leads_to_a_key_and_hides_none():
         found = nearest_keys(path, list(RunConfig.model_fields))
         assert found, alias
         assert set(found) <= everywhere, alias
-        assert path not in {known[-len(path) :] for known in everywhere}, alias
+        if alias != "beta":  # elsewhere it is the weight of a KL; a curriculum's own stands in its table alone
+            assert path not in {known[-len(path) :] for known in everywhere}, alias
     assert {key for keys in ALIASES.values() for key in keys} == FOREIGN_NAMES.keys()
 
 
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
+        ("[[env]]\ntype = 'module'\nmodule = 'a.py'\ndataset = 'a.jsonl'\n[env.algo]\ntype = 'opd'\n"
+         "tool_names = ['a']", "did you mean `env.0.algo.tools`?"),
+        ("[[env]]\ntype = 'custom'\npath = 'a.py:b'", "did you mean `env.0.dataset` or `env.0.import_path`?"),
+        ("[[judges]]\nname = 'a'\n" + ARITHMETIC, "did you mean `env.0.judges` or `advice.judges`?"),
+        ("[trainer.loss]\ntype = 'dppo'\ndppo_mask_low = 0.1\n" + ARITHMETIC, "did you mean `trainer.loss.low`?"),
         ("[[env]]\ntype = 'module'\npath = 'a.py'\ndataset = 'a.jsonl'", "did you mean `env.0.module`?"),
         ("[[env]]\ntype = 'module'\nenv_path = 'a.py'\ndataset = 'a.jsonl'", "did you mean `env.0.module`?"),
         ("[[env]]\ntype = 'math'\npath = 'a.jsonl'", "did you mean `env.0.dataset`?"),

@@ -10,6 +10,7 @@ from paceline.config.env import ReverseTextConfig
 from paceline.config.inference import SamplingConfig
 from paceline.envs import EnvError, JudgeFailed, Outcome, ReverseText
 from paceline.envs.judges import JudgeService, verdict_metrics
+from paceline.errors import PacelineError
 from paceline.rollout import SessionMap
 from paceline.rollout.endpoint import Endpoint
 
@@ -222,7 +223,8 @@ def test_environments_that_name_one_address_share_its_limits():
     with judge_server(answer) as server:
         first = section(server.url, {"model": {"concurrency": 2}})
         second = ReverseTextConfig(
-            name="other", judges=[{"name": "x", "prompt": "?", "model": {"name": "j", "base_url": f"{server.url}/"}}]
+            name="other",
+            judges=[{"name": "x", "prompt": "?", "model": {"name": "j", "base_url": server.url.removesuffix("/v1")}}],
         )
 
         async def work():
@@ -239,6 +241,12 @@ def test_environments_that_name_one_address_share_its_limits():
 
         asyncio.run(work())
         assert (len(server.asked), server.most) == (8, 2)
+
+
+def test_an_actor_that_the_environment_lacks_is_refused_by_its_name():
+    config = section("http://h/v1", {"actors": ["solver"]})
+    with pytest.raises(EnvError, match=r"judge `judge0` .*: actors: there is no actor `solver`, only `policy`"):
+        JudgeService().panel(config, ReverseText(config))
 
 
 def test_several_servers_of_a_judge_are_asked_in_turn():
@@ -262,7 +270,9 @@ def test_only_the_named_actors_are_graded_and_only_those_who_train():
             outcome = await panel.grade_episode(ROW, seats, Outcome({"solver": 0.0, "proposer": 0.5, other: 0.0}))
             return outcome.rewards, {name: [v.judge for v in seat.verdicts] for name, seat in seats.items()}, other
 
-        rewards, judged, other = run(config, work)
+        env = ReverseText(config)
+        env.actors = ("solver", "proposer")
+        rewards, judged, other = run(config, work, env=env)
         assert rewards == {"solver": 1.0, "proposer": 0.5, other: 0.0}
         assert judged == {"solver": ["task", "judge0"], "proposer": [], other: []}
 
@@ -289,7 +299,7 @@ def test_a_key_comes_from_the_environment(monkeypatch):
     with judge_server("Score: 1") as server:
         config = section(server.url, {"model": {"api_key_env": "PACELINE_TEST_JUDGE"}})
         monkeypatch.delenv("PACELINE_TEST_JUDGE", raising=False)
-        with pytest.raises(EnvError, match=r"judge `judge0` .*variable PACELINE_TEST_JUDGE is not set"):
+        with pytest.raises(PacelineError, match=r"judge `judge0` .*variable PACELINE_TEST_JUDGE is not set"):
             JudgeService().panel(config, ReverseText(config))
         monkeypatch.setenv("PACELINE_TEST_JUDGE", "abc")
 

@@ -21,10 +21,10 @@ import pytest
 import paceline
 from paceline.config import ConfigError, RunConfig
 from paceline.config.env import RemoteEnvConfig
-from paceline.envs import POLICY, EnvError, build_environment
+from paceline.envs import POLICY, build_environment
 from paceline.envs.base import RefusedRollout
 from paceline.envs.rollout_service import RolloutAnswer
-from paceline.errors import EngineError, RequestError, Unreachable
+from paceline.errors import EngineError, PacelineError, RequestError, Unreachable
 from paceline.model import tokenizer_digest
 from real_seats import stage
 
@@ -268,7 +268,7 @@ def test_a_slow_drip_ends_with_the_episode(actors):
 
 def test_a_key_that_is_not_set_and_an_address_that_is_none_are_refused_at_start(monkeypatch):
     monkeypatch.delenv("FAR_KEY", raising=False)
-    with pytest.raises(EnvError, match="variable FAR_KEY is not set"):
+    with pytest.raises(PacelineError, match="variable FAR_KEY is not set"):
         remote("http://far/rollout", api_key_env="FAR_KEY")
     for url in ("far:8900", "ftp://far/x", "http://", ""):
         with pytest.raises(ConfigError, match="write http://HOST:PORT/PATH"):

@@ -1,8 +1,8 @@
 """Base sections of environments, and environments of a user's own: a class, a reward function, a self-play arena."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr, field_validator
+from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
 from paceline.config.algorithm import AlgorithmConfig
 from paceline.config.base import Hook, PathKey, Section
@@ -103,6 +103,18 @@ class BaseEnvConfig(Section):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two judges are named `{twice[0]}`: give each its own `name`")
         return judges
+
+    @model_validator(mode="after")
+    def _check_task_weight(self) -> Self:
+        grading = [judge for judge in self.judges if judge.automatic]
+        if self.task_weight != 1 and not grading:
+            raise ValueError(
+                f"task_weight = {self.task_weight:g} weighs the environment's own reward against judges that grade by "
+                "themselves, and there are none: add [[env.judges]], or leave it out"
+            )
+        if grading and not self.task_weight and not any(judge.weight for judge in grading):
+            raise ValueError("task_weight and the weight of every judge are 0, so each reward is 0: raise one of them")
+        return self
 
     def set_place(self, place: int) -> None:
         """Note which of the run file's environments this is."""

@@ -8,6 +8,12 @@ from pydantic import Field, field_validator
 from paceline.config.base import FilePath, Section, check_toml_values
 from paceline.config.model import ModelRef
 
+NOT_EXTRA = {
+    "messages": "write `prompt` and `system`",
+    "model": "write `name` in `model`",
+    "stream": "an answer is read whole",
+}
+"""Fields of a request that are not extra, and what to do instead."""
 TASK = "task"
 """The environment's own reward, as one part among those of its judges."""
 
@@ -24,7 +30,7 @@ class JudgeModelConfig(ModelRef):
     """Requests sent to an address in a minute, evenly spaced; no limit when left out."""
     timeout: float = Field(default=60.0, gt=0)
     """Seconds one answer may take before it is asked for again."""
-    retries: int = Field(default=4, ge=0)
+    retries: int = Field(default=6, ge=0)
     """Further requests after one that failed: a timeout, no connection, 429, a 5xx, or an answer that is no JSON.
     Pauses between them grow from 1 to 30 s, or are as long as the server asks for (`Retry-After`)."""
 
@@ -61,7 +67,7 @@ class JudgeConfig(Section):
     """The worst and the best grade, which count as 0 and 1. A number outside them is asked for again."""
     weight: float = 1.0
     """Factor of the grade, from 0 to 1, in the reward: the sum of `task_weight` times the environment's own and each
-    judge's weight times its grade. 0 only reports it."""
+    judge's weight times its grade. 0 only reports it, a negative one is a penalty."""
     actors: list[str] = Field(default_factory=list)
     """Actors that are graded; all of them when left out."""
     automatic: bool = True
@@ -95,6 +101,15 @@ class JudgeConfig(Section):
             raise ValueError(f"the worst and the best grade are both {scale[0]:g}: write the two ends, [0, 10]")
         return scale
 
+    @field_validator("extra_body")
+    @classmethod
+    def _check_extra_body(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        if own := [f"`{key}` ({where})" for key, where in NOT_EXTRA.items() if key in extra]:
+            raise ValueError(f"{own[0]} cannot be given here")
+        return extra
+
     def check_keys(self) -> None:
+        if self.key != "score" and self.verdict != "json":
+            raise ValueError(f'`key` is for verdict = "json", not "{self.verdict}": change that, or leave `key` out')
         if bool(self.prompt) == (self.prompt_file is not None):
             raise ValueError("a judge needs its question: write `prompt`, or name a text file with `prompt_file`")

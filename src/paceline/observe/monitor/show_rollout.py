@@ -54,10 +54,7 @@ def show_rollout(record: Record, console: Console) -> None:
         said = sampled if sampled is not None else [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
         for place, message in enumerate(messages):
             console.print(_panel(message, place in said, width))
-    for verdict in record.get("verdicts") or ():
-        if verdict.get("text"):
-            line = Text(f"judge {verdict['judge']}: {format_score(verdict['score'])}  ", "bold yellow")
-            console.print(line.append(_plain(" ".join(verdict["text"].split())), "dim"), soft_wrap=True)
+    show_verdicts(record, console)
     console.print(_verdict(record), width=width)
     if record.get("error"):
         console.print(Panel(Text(_plain(str(record["error"])), "red"), title="error", border_style="red", width=width))
@@ -113,6 +110,14 @@ def _body(message: Mapping[str, Any], sampled: bool) -> Iterator[Text]:
         given = function.get("arguments", "")
         arguments = given if isinstance(given, str) else json.dumps(given)
         yield Text(_plain(f"→ {function.get('name')}({arguments})"), f"{style} magenta")
+
+
+def show_verdicts(record: Record, console: Console) -> None:
+    """A line for each judge: its grade and what it wrote."""
+    for verdict in record.get("verdicts") or ():
+        if verdict.get("text"):
+            line = Text(f"judge {verdict['judge']}: {format_score(verdict['score'])}  ", "bold yellow")
+            console.print(line.append(_plain(" ".join(verdict["text"].split())), "dim"), soft_wrap=True)
 
 
 def _verdict(record: Record) -> Text:
