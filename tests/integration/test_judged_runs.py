@@ -1,9 +1,12 @@
 """Runs whose episodes judges grade: rewards, records, pages and failures, beside a real server and a real judge."""
 
+import io
 import json
 import re
 import sys
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from test_runs import metrics
 
 from docs_blocks import blocks
 from judge_server import judge_server
+from paceline.commands.play import PlayOptions, play
 from paceline.config import load
 from paceline.data.rollout import Rollout
 from paceline.data.sample import Ticket
@@ -156,6 +160,9 @@ def test_a_failed_judge_is_asked_again_without_playing_again(run):
     assert set(tries.values()) == {2}
     assert sum(line.get("retried/judge", 0.0) for line in done.metrics)
     assert played.episodes == len(played.seen), "no episode was played again"
+    noted = (done.directory / "events.jsonl").read_text()
+    assert "asked again in 1 s, try 2 of 3 (failures.judge)" in noted
+    assert "played again" not in noted
 
 
 class Counted(Environment):
@@ -279,6 +286,39 @@ def test_paceline_rollout_shows_the_verdicts(here, tmp_path):
         told = here("rollout", "run.toml", "-n", "1")
         assert "judge kind: " in told.stdout
         assert "It has its letters. Score:" in told.stdout
+
+
+def test_a_person_who_plays_sees_what_the_judges_wrote(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with judge_server("It is kind.\nScore: 4") as server:
+        Path("run.toml").write_text((SMALL + JUDGE).replace("URL", server.url))
+        out = io.StringIO()
+        assert play(load("run.toml").config, PlayOptions(count=1), out, lambda prompt: "hello") == 0
+        assert "hello" in server.prompts()[0]
+    assert "judge kind: 0.400  It is kind. Score: 4" in out.getvalue()
+    assert "policy (you) 0.800" in out.getvalue()
+
+
+def test_an_endpoint_without_chat_is_named_with_its_address(run):
+    class Plain(BaseHTTPRequestHandler):
+        def log_message(self, *_): ...
+
+        def do_GET(self):
+            self.send_error(404)
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_error(404)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Plain) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        done = run(SMALL + JUDGE, url)
+        server.shutdown()
+    assert done.outcome.status == "failed"
+    assert f"judge `kind` of environment `reverse-text`, `judge`: {url}/v1/chat/completions answered 404" in (
+        done.outcome.message
+    )
 
 
 def test_a_paceline_serve_is_a_judge(run):

@@ -162,8 +162,10 @@ class Judge:
 
         try:
             text, (value, score), attempts = await ask_until_readable(answer, read, config.attempts)
-        except (EngineError, JudgeFailed) as error:
+        except EngineError as error:
             cause = str(error)
+        except JudgeFailed as error:
+            cause = f"{error}; it answers at {' and '.join(model.urls)}"
         else:
             facts: dict[str, Any] = {
                 "text": text[:MOST_TEXT],

@@ -198,7 +198,7 @@ def test_nonsense_is_asked_about_again_with_the_reason():
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        ("Lovely.", r"gave no verdict that can be read in 2 answers; the first: 'Lovely.' \(it holds no numbers"),
+        ("Lovely.", r"in 2 answers; the first: 'Lovely.' \(it holds no numbers.*; it answers at http://127"),
         (500, r"answered 500: as told \(2 tries\)"),
         (429, r"answered 429: as told \(2 tries\)"),
         (401, "answered 401: as told"),
