@@ -278,3 +278,8 @@ def train_seed(folder: Path, **variables: str) -> list[dict]:
     done = child_processes.run(command, timeout=240, cwd=folder, env=os.environ | variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_one_that_is_not_installed_is_named_with_what_to_install():
+    with pytest.raises(EnvError, match=r"`no-such-env` is not installed: there is no module `no_such_env`"):
+        environment(id="no-such-env")

@@ -67,9 +67,16 @@ def _variable_args() -> dict[str, object]:
 def _is_classic(ident: str) -> bool:
     """Whether the module has `load_environment`, and not a taskset of the package's own that has its name."""
     name = ident.rpartition("/")[2].partition("@")[0].replace("-", "_")
-    if _find(f"verifiers.v1.tasksets.{name}") or not _find(name):
-        return False  # the package says what it does not find
     is_old = _find("verifiers.envs") is not None
+    if _find(f"verifiers.v1.tasksets.{name}"):
+        return False
+    if not _find(name):
+        if is_old:
+            raise EnvError(
+                f"verifiers environment `{ident}` is not installed: there is no module `{name}`. Install its package "
+                "(prime env install OWNER/NAME), or name a file, id = 'path/to/file.py'"
+            )
+        return False  # the package says what it does not find
     try:
         module = importlib.import_module(name)
     except Exception as error:
