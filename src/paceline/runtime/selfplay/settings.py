@@ -60,7 +60,7 @@ class SelfPlayTrainerConfig(Section):
     """Episodes of an evaluation played at once."""
 
     checkpoint_every: int = Field(default=100, ge=0)
-    """Optimizer steps between two checkpoints of a loop; 0 turns them off."""
+    """Optimizer steps between two checkpoints of a loop, which writes one more at its end; 0 turns them off."""
     checkpoint_dir: str = Field(default="checkpoints", min_length=1)
     """The folder they are in; the last two stay."""
 
