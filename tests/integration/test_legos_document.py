@@ -7,18 +7,23 @@ import ast
 import asyncio
 import dataclasses
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from live_server import served
+from live_server import becomes, door, served
 
+from child_processes import Launched
 from paceline.config.inference import SamplingConfig
 from paceline.data import Sample
+from paceline.errors import PacelineError
 from paceline.runtime import selfplay as library
 from paceline.runtime.selfplay import GRPOCredit, OpenAIClient, Trainer, TrainerConfig, load, optim
 from paceline.trainer.loss import Loss
@@ -212,3 +217,78 @@ def test_the_formulas_give_the_numbers_that_the_trainer_computes_with(source):
     shaped = subtract_kl(sample, streams["logprobs"], kl).advantages
     assert shaped is not None
     np.testing.assert_allclose(shaped[mask], scope["shaped_advantage"], rtol=1e-5)
+
+
+def test_a_key_that_the_server_does_not_know_is_a_sentence(server, tmp_path):
+    model, _ = load("paceline:quickstart")
+    trainer = Trainer(model, None, None, OpenAIClient(f"{server.url}/v1", api_key="another"))
+    arena = FewWords(trainer.client, credit_assigner=GRPOCredit())
+    with pytest.raises(PacelineError, match=rf"the server {server.url} cannot be used: .*same key.* PACELINE_API_KEY"):
+        asyncio.run(arena.step())
+    trainer.close()
+
+
+SCRIPT = f"""
+import asyncio, sys
+sys.path.insert(0, {str(ROOT / "examples" / "seeds" / "legos")!r})
+from reverse_words import *
+
+class FewWords(ReverseWords):
+    def get_batch(self):
+        return super().get_batch()[:32]
+
+async def main(url, num_steps, resume):
+    model, tokenizer = load("paceline:quickstart")
+    config = TrainerConfig(checkpoint_every=2, eval_every=0, clip_skip_threshold=None)
+    client = OpenAIClient(base_url=url, sampling=SamplingConfig(max_tokens=12))
+    trainer = Trainer(model, optim.Adam(learning_rate=1e-4), config, client)
+    arena = FewWords(client, credit_assigner=GRPOCredit())
+    more = dict(resume=resume, metrics_file="metrics.jsonl")
+    await training_loop(arena=arena, trainer=trainer, num_steps=num_steps, episode_concurrency=32, **more)
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+"""
+
+
+def test_a_script_that_is_killed_loses_its_server_and_is_stopped_trains_every_batch_once(tmp_path):
+    """`kill -9` of the script, then of the server, which comes back with none of the adapters; then Ctrl-C."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    file, port = tmp_path / "metrics.jsonl", door()
+    address, place = f"http://127.0.0.1:{port}", ("--port", str(port))
+
+    def steps() -> list[int]:
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line)["step"] for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def started(num_steps: int, resume: str) -> Launched:
+        command = [sys.executable, str(tmp_path / "script.py"), address, str(num_steps), resume]
+        key = os.environ | {"PACELINE_API_KEY": "mine"}
+        return Launched(command, cwd=tmp_path, env=key, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+    def goes_on(script: Launched, count: int) -> bool:
+        return becomes(lambda: len(steps()) >= count or script.poll() is not None) and script.poll() is None
+
+    with served(*CACHE, *place, key="mine") as server:
+        with started(1000, "") as script:
+            assert goes_on(script, 3)
+            script.kill()
+        (tmp_path / "checkpoints" / ".step-000999.tmp").mkdir()  # as a script leaves that is killed while it writes
+        with started(1000, "latest") as script:
+            assert goes_on(script, len(steps()) + 2)
+            server.stop(signal.SIGKILL)
+            with served(*CACHE, *place, key="mine"):
+                assert goes_on(script, len(steps()) + 3)
+                script.send_signal(signal.SIGINT)
+                words = script.communicate(timeout=240)[1]
+                last = steps()[-1]
+                assert f"stopped after step {last}, in batch " in words
+                assert 'of 1000: go on with resume="latest"' in words
+                assert "never awaited" not in words
+                batches = int(re.search(r"in batch (\d+) of", words)[1])
+                with started(batches + 1, "latest") as script:
+                    assert script.wait(240) == 0, script.stderr.read()
+    assert steps() == list(range(1, steps()[-1] + 1))
+    assert last <= steps()[-1] <= last + 2
+    folders = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert f"step-{steps()[-1]:06d}" in folders
+    assert ".step-000999.tmp" not in folders

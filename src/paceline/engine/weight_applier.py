@@ -146,7 +146,9 @@ class WeightApplier(ABC):
         if update.adapter is None:
             tensors = self._fit_base(update.tensors)
         elif self._slots is None:
-            raise EngineError("this engine has no adapter slots: set engine.adapters to 1 or more")
+            raise EngineError(
+                "this engine has no adapter slots: serve with `--engine.adapters 1`, or set engine.adapters above 0"
+            )
         else:
             try:
                 check_scale(update.adapter.scale)

@@ -37,8 +37,10 @@ class DamagedCheckpoint(CheckpointError):
 class Checkpoints:
     """The folder `checkpoints/` of a run. What is there is whole: a checkpoint appears by one rename or not at all."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, resume_hint: str = "--resume {}") -> None:
         self._folder, self._keep = folder, keep
+        self._resume_hint = resume_hint
+        """How the user writes that a run goes on from a checkpoint."""
 
     async def save(self, step: int, state: str, trainer: Callable[[Path], Awaitable[None]]) -> Path:
         """Write a checkpoint, point `latest` at it, delete the oldest ones.
@@ -61,9 +63,10 @@ class Checkpoints:
             self._swap_in(draft, final)
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
-            then = "make room, then go on with --resume latest" if self.all() else "make room, then start the run again"
+            again = f"go on with {self._resume_hint.format(LATEST)}" if self.all() else "start the run again"
             raise CheckpointError(
-                f"checkpoint {final} could not be written ({error.strerror or error}): {then}; {self.list_resumable()}"
+                f"checkpoint {final} could not be written ({error.strerror or error}): make room, then {again}; "
+                f"{self.list_resumable()}"
             ) from error
         for old in self.all()[: -self._keep]:
             if old.name != self.promoted_name:
@@ -121,7 +124,7 @@ class Checkpoints:
         whole = next((one for one in others if _read_state(one) is not None and not find_problems(one)), None)
         then = "there is no other whole checkpoint:"
         if whole is not None:
-            then = f"write --resume {whole.name} to go on from the newest whole one, or"
+            then = f"write {self._resume_hint.format(whole.name)} to go on from the newest whole one, or"
         then += " bring the files back from a copy"
         return DamagedCheckpoint(f"checkpoint {path} is damaged: {join_first(found)}; {then}", whole)
 
@@ -132,7 +135,7 @@ class Checkpoints:
             return f"there is no checkpoint in {self._folder}"
         others = ", ".join(path.name for path in earlier if path)
         more = f"; before it there {'are' if ',' in others else 'is'} {others}" if others else ""
-        return f"the newest whole checkpoint is {newest} (write --resume {newest.name}){more}"
+        return f"the newest whole checkpoint is {newest} (write {self._resume_hint.format(newest.name)}){more}"
 
     def all(self) -> list[Path]:
         """All checkpoints, oldest first. Each was whole when it appeared; what it lacks now is damage."""

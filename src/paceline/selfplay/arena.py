@@ -198,7 +198,7 @@ class Arena:
     async def step(self, concurrency: int = 8) -> Any:
         """Play and credit the next batch on `client`: a `TrainingBatch` with its records. At most `concurrency`
         episodes of `get_batch` run at once."""
-        if not hasattr(self.client, "play"):
+        if not hasattr(getattr(self, "client", None), "play"):
             raise ArenaError(
                 f"{type(self).__name__} has no client to play on: make it with one, as in "
                 f"{type(self).__name__}(OpenAIClient(base_url=...), credit_assigner=GRPOCredit())"

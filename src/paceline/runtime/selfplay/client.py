@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,14 +17,14 @@ from paceline.config import BreakerConfig, EvalConfig
 from paceline.config.env.base import ArenaEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import Cursor, Sample, Ticket
-from paceline.errors import PacelineError
+from paceline.errors import EngineError, PacelineError
 from paceline.model import end_tokens
 from paceline.orchestrator import Breaker, Clock, TrainEnv
 from paceline.orchestrator.admission import has_no_signal
 from paceline.orchestrator.episodes import EVAL, RolloutRunner
 from paceline.orchestrator.evaluation import evaluate
 from paceline.rollout import Group, Renderer, Rollout, SamplingClient
-from paceline.selfplay import Arena, ArenaEnvironment, ArenaError, EpisodeRequest
+from paceline.selfplay import Arena, ArenaEnvironment, ArenaError, Artifact, EpisodeRequest
 from paceline.util.deadlines import gather_or_cancel, wait_within
 
 EPISODE_SECONDS = 600.0
@@ -142,6 +142,8 @@ class OpenAIClient(Client):
         folder: Path | None = None,
         sampling: SamplingConfig | None = None,
     ) -> None:
+        if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
+            raise PacelineError(f"`{base_url}` is no address of a server: write one as http://HOST:PORT/v1")
         self._engine = HttpEngine(base_url, api_key=api_key or os.environ.get("PACELINE_API_KEY"), folder=folder)
         super().__init__(Pool([self._engine]), sampling)
 
@@ -151,7 +153,13 @@ class OpenAIClient(Client):
         return self._engine.name
 
     async def check(self) -> None:
-        await asyncio.to_thread(self._engine.start)  # bounded: by the engine's own seconds to connect
+        try:
+            await asyncio.to_thread(self._engine.start)  # bounded: by the engine's own seconds to connect
+        except EngineError as error:
+            raise EngineError(
+                f"the server {self.url} cannot be used: {error}. Start one there with `paceline serve NAME "
+                "--engine.adapters 1`, and give it and this script the same key in PACELINE_API_KEY"
+            ) from error
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -179,14 +187,12 @@ class ArenaRunner:
 
     async def step(self, concurrency: int = 8) -> TrainingBatch:
         """One batch of the arena, at most `concurrency` root episodes at once."""
-        if concurrency < 1:
-            raise ArenaError(f"concurrency = {concurrency} lets no episode begin: give at least 1")
+        if not isinstance(concurrency, int) or concurrency < 1:
+            raise ArenaError(f"concurrency = {concurrency!r} lets no episode begin: give a whole number, at least 1")
         version = self._client.pool.published_version
         tries: dict[tuple[str, str], list[EpisodeRequest]] = {}
-        for request in self._arena.get_batch():
-            if not isinstance(request, EpisodeRequest):
-                raise ArenaError(f"{type(self._arena).__name__}.get_batch() gave {request!r}: give EpisodeRequests")
-            tagged = replace(request, meta=request.meta | {"policy_version": version})
+        for request in self._checked(self._arena.get_batch(), "get_batch"):
+            tagged = replace(request, meta={**request.meta, "policy_version": version})
             tries.setdefault(request.key, []).append(tagged)
         if not tries:
             raise ArenaError(f"{type(self._arena).__name__} has nothing to play: its get_batch() gave no request")
@@ -214,15 +220,26 @@ class ArenaRunner:
 
     async def evaluate(self, concurrency: int) -> dict[str, float]:
         """Metrics `eval/...` of the arena's evaluation batch, each episode played in a copy of the arena."""
-        requests = self._arena.get_eval_batch()
+        requests = self._checked(self._arena.get_eval_batch(), "get_eval_batch")
         if not requests:
             return {}
-        for request in requests:
-            self._arena.check(request)
         rows = [{"split": "eval", "request": request} for request in requests]
         runner = RolloutRunner(self._client.sampling_client, Clock(), self._seed, EVAL)
         env = replace(self._env, eval_rows=rows)
         return await evaluate({env.name: env}, runner, EvalConfig(concurrency=concurrency), lambda progress: None)
+
+    def _checked(self, requests: object, method: str) -> Sequence[EpisodeRequest]:
+        """What a method of the arena asks for; raise where it cannot be played."""
+        where = f"{type(self._arena).__name__}.{method}()"
+        if not isinstance(requests, Sequence):
+            raise ArenaError(f"{where} gave {requests!r}: give a list of EpisodeRequests")
+        for request in requests:
+            if not isinstance(request, EpisodeRequest):
+                raise ArenaError(f"{where} gave {request!r}: give EpisodeRequests")
+            if not isinstance(request.artifact, Artifact) or not isinstance(request.meta, Mapping):
+                raise ArenaError(f"{where} gave {request!r}: write EpisodeRequest(TYPE, Artifact(DATA), {{...}})")
+            self._arena.check(request)
+        return requests
 
     def load(self, state: dict[str, Any]) -> None:
         """Back to a snapshot's state."""
@@ -249,4 +266,4 @@ def _record(sample: Sample, rollout: Rollout, request: EpisodeRequest) -> Traini
     known = {"episode_type": rollout.kind, "actor": rollout.actor, "reward": rollout.reward}
     version = {} if oldest is None else {"policy_version": oldest}
     fields = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
-    return TrainingRecord(**fields, meta=request.meta | known | version)
+    return TrainingRecord(**fields, meta={**request.meta, **known, **version})

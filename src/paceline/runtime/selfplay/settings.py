@@ -60,7 +60,7 @@ class SelfPlayTrainerConfig(Section):
     """Episodes of an evaluation played at once."""
 
     checkpoint_every: int = Field(default=100, ge=0)
-    """Optimizer steps between two checkpoints of a loop; 0 turns them off."""
+    """Optimizer steps between two checkpoints of a loop, which writes one more at its end; 0 turns them off."""
     checkpoint_dir: str = Field(default="checkpoints", min_length=1)
     """The folder they are in; the last two stay."""
 
@@ -110,6 +110,8 @@ def load(
 
     `name` is a Hugging Face folder, a name of the hub, or `paceline:quickstart`; with mlx the folder may be quantised.
     """
+    if backend not in ("auto", "torch", "mlx"):
+        raise PacelineError(f"load: backend = {backend!r} is none: write auto, torch or mlx")
     config = ModelConfig(name=name, lora=lora)
     if uses_mlx(backend):
         from paceline.model.mlx import loading
@@ -129,6 +131,7 @@ def apply_lora(model: Any, lora: LoRAConfig | None = None, *, inference_mode: bo
 
     `inference_mode` freezes the adapters too, as peft does: such a model samples and cannot be trained.
     """
+    check_model(model)
     has_adapters = _has_adapters(model)
     if has_adapters and lora is not None:
         raise PacelineError(
@@ -158,8 +161,18 @@ def is_mlx(model: Any) -> bool:
     return type(model).__module__.startswith("paceline.model.mlx")
 
 
+def check_model(model: Any) -> None:
+    """Refuse what `load` did not give as a model."""
+    if not hasattr(model, "config") or not hasattr(model, "name_or_path"):
+        raise PacelineError(
+            f"model: got a {type(model).__name__}, which is none: give the first of the two that `load` returns, as in "
+            "`model, tokenizer = load(NAME)`"
+        )
+
+
 def check_trains(model: Any) -> None:
     """Refuse a model of which nothing trains."""
+    check_model(model)
     trainable = model.net.trainable_parameters() if is_mlx(model) else any(p.requires_grad for p in model.parameters())
     if not trainable:
         raise PacelineError("nothing of this model trains: put adapters beside it, apply_lora(model)")

@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +23,7 @@ from paceline.trainer.trainer import LocalTrainer
 
 log = logging.getLogger("paceline.selfplay")
 StepTask = asyncio.Task[StepReport | None]
+T = TypeVar("T")
 
 
 class SelfPlayTrainer:
@@ -41,9 +42,8 @@ class SelfPlayTrainer:
         client: Client | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        self.config = config = config or SelfPlayTrainerConfig()
-        self.client = client = client or OpenAIClient(config.inference_url)
-        _check_addresses(config, client)
+        self.config = config = _checked_config(config)
+        self.client = client = _checked_client(client, config)
         check_trains(model)
         vocabulary = model.config.get_text_config().vocab_size
         if config.pad_token_id >= vocabulary:
@@ -83,6 +83,8 @@ class SelfPlayTrainer:
 
     def train_step(self, batch: TrainingBatch) -> StepTask:
         """Exactly one step on this batch and whatever waits; None if nothing in it counts."""
+        if not isinstance(batch, TrainingBatch):
+            raise PacelineError(f"train_step got a {type(batch).__name__}: give a batch, as `arena.step` returns it")
         return self._begin(self._accumulate(_check_records(batch.records), 1), ahead=0)
 
     async def flush(self) -> StepReport | None:
@@ -96,8 +98,10 @@ class SelfPlayTrainer:
         self._is_published = True
 
     async def save(self, folder: Path) -> None:
-        """Write the trainer's part of a checkpoint: adapters, optimizer, random numbers, version."""
-        await self._finish(0)
+        """Write the trainer's part of a checkpoint: adapters, optimizer, random numbers, version. What has failed
+        in work that was not awaited is raised by `flush` and the next batch, not here."""
+        if running := [task for task in self._work if not task.done()]:
+            await asyncio.wait(running)  # bounded: as each piece of work is
         await self._trainer.save(folder)
 
     async def load(self, folder: Path) -> None:
@@ -120,12 +124,9 @@ class SelfPlayTrainer:
         before = self._work[-1] if self._work else None
 
         async def in_order() -> StepReport | None:
-            try:
-                if before is not None and not before.done():
-                    await asyncio.wait([before])  # bounded: as each piece of work is
-                return await work  # bounded: the trainer computes, and publishing has its own deadline
-            finally:
-                work.close()
+            if before is not None and not before.done():
+                await asyncio.wait([before])  # bounded: as each piece of work is
+            return await work  # bounded: the trainer computes, and publishing has its own deadline
 
         try:
             task = asyncio.get_running_loop().create_task(in_order())
@@ -134,6 +135,7 @@ class SelfPlayTrainer:
             raise PacelineError(
                 "accumulate and train_step need a running event loop: call them in an async function, as the loops do"
             ) from None
+        task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
         while self._work and self._work[0].done() and _error_of(self._work[0]) is None:
             self._work.popleft()
         self._work.append(task)
@@ -162,16 +164,31 @@ class SelfPlayTrainer:
         fresh = [sample for sample in aged if sample is not None]
         self.stale += len(aged) - len(fresh)
         if fresh:
-            before, self._count = self._count, await self._trainer.accumulate(fresh)
+            before, self._count = self._count, await _run_to_end(self._trainer.accumulate(fresh))
             self.skipped += before + len(fresh) - self._count
             self._accumulated += fresh
         if self._count < needed:
             return None
         batch, self._accumulated, self._count = self._accumulated, [], 0
-        report = await self._trainer.step(batch)
+        report = await _run_to_end(self._trainer.step(batch))
         self.reports.append(report)
+        self._is_published = False
         await self.publish_weights()
         return report
+
+
+async def _run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """The result of the trainer's work. Cancelled in the middle, it ends as ever, and the caller's next wait is
+    cancelled: samples are counted where their gradients are, and a step that was taken is known."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)  # bounded: the trainer computes
+    except asyncio.CancelledError:
+        if task.cancelled():
+            raise
+        result = await task  # bounded: the trainer computes
+        cast(asyncio.Task, asyncio.current_task()).cancel()
+        return result
 
 
 def _error_of(task: StepTask) -> BaseException | None:
@@ -183,26 +200,39 @@ def _optimizer(given: sections.OptimizerConfig | None, config: SelfPlayTrainerCo
     if given is None:
         return sections.OptimizerConfig(lr=config.lr)
     if not isinstance(given, sections.OptimizerConfig):
-        raise PacelineError(f"optimizer: {given!r} is not one of this library: give optim.Adam(learning_rate=...)")
+        what = f"{type(given).__module__}.{type(given).__qualname__}"
+        raise PacelineError(f"optimizer: a {what} is not one of this library: give optim.Adam(learning_rate=...)")
     if "lr" in config.model_fields_set and config.lr != given.lr:
         log.warning("lr = %g is not used: the optimizer that was given has %g", config.lr, given.lr)
     return given
 
 
-def _check_addresses(config: SelfPlayTrainerConfig, client: Client) -> None:
-    url = config.inference_url.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
-        raise PacelineError(f"inference_url = `{config.inference_url}` is no address: write one as http://HOST:PORT")
-    if isinstance(client, OpenAIClient) and "inference_url" in config.model_fields_set and client.url != url:
+def _checked_config(config: SelfPlayTrainerConfig | None) -> SelfPlayTrainerConfig:
+    """A copy, checked anew: its fields may have been assigned to."""
+    if config is not None and not isinstance(config, SelfPlayTrainerConfig):
+        raise PacelineError(f"config: got a {type(config).__name__}: give TrainerConfig(...)")
+    return SelfPlayTrainerConfig(**({} if config is None else config.model_dump(exclude_unset=True, warnings=False)))
+
+
+def _checked_client(client: Client | None, config: SelfPlayTrainerConfig) -> Client:
+    """The client that was given, if it speaks to the server of `inference_url`; else a client of that server."""
+    own = OpenAIClient(config.inference_url)
+    if client is None:
+        return own
+    if not isinstance(client, Client):
+        raise PacelineError(f"client: got a {type(client).__name__}: give OpenAIClient(base_url=...)")
+    if isinstance(client, OpenAIClient) and "inference_url" in config.model_fields_set and client.url != own.url:
         raise PacelineError(
-            f"inference_url = `{url}`, but the client speaks to {client.url}, and weights are published to the server "
-            "that is sampled from: give both the same address, or leave inference_url out"
+            f"inference_url = `{own.url}`, but the client speaks to {client.url}, and weights are published to the "
+            "server that is sampled from: give both the same address, or leave inference_url out"
         )
+    return client
 
 
 def _check_records(records: Sequence[Sample]) -> list[Sample]:
-    records = list(records)
+    if not isinstance(records, Sequence):
+        raise PacelineError(f"accumulate got a {type(records).__name__}: give the records of a batch, `batch.records`")
     for record in records:
         if not isinstance(record, Sample):
             raise PacelineError(f"{record!r} is no record: give those of a batch, as in `batch.records`")
-    return records
+    return list(records)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import shutil
 import sys
 
 import numpy as np
@@ -99,14 +100,19 @@ def masters(trainer):
     return {name: tensor.numpy().copy() for name, tensor in weights_of(trainer._trainer).items()}
 
 
-def kept_after(trainer, name: str, into: dict) -> None:
-    """Keep the weights that are there when `trainer.name(folder)` is done."""
+def names(folder):
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+
+
+def kept_after(trainer, name: str, into: dict, where: str = "") -> None:
+    """Keep the weights that are there when `trainer.name(folder)` is done, of a folder with `where` in its name."""
     work = getattr(trainer, name)
 
     async def watched(folder):
         await work(folder)
-        into.clear()
-        into.update(masters(trainer))
+        if where in folder.name:
+            into.clear()
+            into.update(masters(trainer))
 
     setattr(trainer, name, watched)
 
@@ -142,7 +148,7 @@ def test_the_arenas_own_split_is_evaluated_and_recorded(made, tmp_path):
     assert [line["step"] for line in lines] == [line["step"] for line in trainer.metrics] == [1, 2, 3, 4]
     assert ["eval/arena/reward" in line for line in lines] == [False, True, False, True]
     assert all({"loss", "grad_norm", "reward/player", "stale_samples"} <= line.keys() for line in lines)
-    assert not (tmp_path / "checkpoints").exists()
+    assert names(tmp_path) == ["step-000004"]  # the end of the loop, which no other checkpoint is due at
 
 
 @pytest.mark.parametrize("loop", [training_loop, synchronous_training_loop])
@@ -153,15 +159,16 @@ def test_a_resumed_loop_draws_what_an_unbroken_one_does_and_begins_where_the_che
     assert trainer.version == 6
 
     first, trainer = made(**settings)
-    kept_after(trainer, "save", saved := {})
-    run(loop(first, trainer, 3, metrics_file=file))  # the third batch's step is after the checkpoint
+    kept_after(trainer, "save", saved := {}, "step-000002")
+    run(loop(first, trainer, 3, metrics_file=file))
+    shutil.rmtree(tmp_path / "checkpoints" / "step-000003")  # as if it had been killed before the loop's end
     second, resumed = made(**settings)
     kept_after(resumed, "load", loaded := {})
     run(loop(second, resumed, 6, resume="latest", metrics_file=file))
     assert (resumed.version, len(resumed.reports)) == (6, 4)
     assert second.drawn == unbroken.drawn[4:]
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-000004", "step-000006"]
+    assert names(tmp_path) == ["step-000004", "step-000006"]
     assert saved.keys() == loaded.keys()
     assert all(np.array_equal(saved[name], loaded[name]) for name in saved)
     assert any(tensor.any() for name, tensor in loaded.items() if "lora_B" in name)
@@ -181,7 +188,7 @@ def test_a_checkpoint_that_cannot_be_used_is_a_sentence(made, tmp_path):
         run(synchronous_training_loop(again, anew, 1))
     newest = tmp_path / "checkpoints" / "step-000005" / "trainer.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
-    with pytest.raises(PacelineError, match=r"step-000005 is damaged: .*write --resume step-000004"):
+    with pytest.raises(PacelineError, match=r'step-000005 is damaged: .*write resume="step-000004" to go on'):
         run(synchronous_training_loop(again, anew, 6, resume="latest"))
     run(synchronous_training_loop(again, anew, 3, resume="step-000004"))  # the second of those three
     assert anew.version == 5
@@ -193,7 +200,7 @@ def test_a_checkpoint_that_cannot_be_used_is_a_sentence(made, tmp_path):
         run(synchronous_training_loop(again, anew, 6, resume="step-000005"))
 
 
-def test_an_arena_whose_state_is_no_json_is_named(made):
+def test_an_arena_whose_state_is_no_json_is_named(made, caplog):
     class Odd(Guesses):
         def get_batch(self):
             self.store("said").add(Artifact(object()))
@@ -202,6 +209,78 @@ def test_an_arena_whose_state_is_no_json_is_named(made):
     arena, trainer = made(Odd, checkpoint_every=1)
     with pytest.raises(PacelineError, match=r"cannot be kept in a checkpoint .* or set checkpoint_every = 0"):
         run(synchronous_training_loop(arena, trainer, 1))
+    with caplog.at_level(logging.WARNING):  # what was trained is not lost for a script that goes on
+        run(synchronous_training_loop(*made(Odd, checkpoint_every=9), 1))
+    assert "no checkpoint of step 1: the arena's state cannot be kept in a checkpoint" in caplog.text
+
+
+class Cancel:
+    """Cancels the task it was made in when a method of the trainer is called for the n-th time, and lets it go on."""
+
+    def __init__(self, trainer, method: str, times: int) -> None:
+        task, real = asyncio.current_task(), getattr(trainer._trainer, method)
+
+        async def watched(*args):
+            self.calls += 1
+            if self.calls == times:
+                task.cancel()
+            return await real(*args)
+
+        self.calls = 0
+        setattr(trainer._trainer, method, watched)
+
+
+@pytest.mark.parametrize("loop", [training_loop, synchronous_training_loop])
+@pytest.mark.parametrize(("method", "times", "taken"), [("step", 3, 3), ("weights", 4, 3), ("accumulate", 3, 3)])
+def test_a_loop_that_is_stopped_keeps_its_last_step_and_goes_on_after_it(
+    made, tmp_path, caplog, loop, method, times, taken
+):
+    """As Ctrl-C does: in the middle of a step, of publishing, of the gradients that become a step."""
+    file, settings = tmp_path / "metrics.jsonl", {"min_samples_per_step": 1, "eval_every": 0}
+    first, trainer = made(**settings)
+
+    async def stopped():
+        Cancel(trainer, method, times)
+        await loop(first, trainer, 6, metrics_file=file)
+
+    with caplog.at_level(logging.WARNING), pytest.raises(asyncio.CancelledError):
+        run(stopped())
+    assert f'stopped after step {taken}, in batch {taken} of 6: go on with resume="latest"' in caplog.text
+    assert names(tmp_path) == [f"step-00000{taken}"]
+    second, resumed = made(**settings)
+    run(loop(second, resumed, 6, resume="latest", metrics_file=file))
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    unbroken = Guesses()
+    for _ in range(6):
+        unbroken.get_batch()
+    assert first.drawn[: 2 * taken] + second.drawn == unbroken.drawn
+
+
+def test_a_stopped_loop_goes_on_with_the_same_trainer(made):
+    """As in a notebook: gradients that wait for a step when it is stopped count in the next one."""
+    arena, trainer = made(min_samples_per_step=16, eval_every=0)
+
+    async def stopped():
+        Cancel(trainer, "accumulate", 1)
+        await training_loop(arena, trainer, 4)
+
+    with pytest.raises(asyncio.CancelledError):
+        run(stopped())
+    run(training_loop(arena, trainer, 3))
+    assert trainer.version == 2
+
+
+def test_a_loop_that_fails_keeps_its_last_step(made, tmp_path, caplog):
+    class FailsLater(Guesses):
+        def get_batch(self):
+            if len(self.drawn) == 6:
+                raise KeyError("no more")
+            return super().get_batch()
+
+    with caplog.at_level(logging.WARNING), pytest.raises(KeyError, match="no more"):
+        run(synchronous_training_loop(*made(FailsLater, min_samples_per_step=1), 9))
+    assert 'stopped after step 3, in batch 3 of 9: go on with resume="latest"' in caplog.text
+    assert names(tmp_path) == ["step-000003"]
 
 
 def test_five_failures_in_a_row_end_the_loop_with_the_first_cause(made):
@@ -238,15 +317,59 @@ def test_an_arena_that_cannot_be_played_is_a_sentence(made):
     arena, _ = made()
     with pytest.raises(PacelineError, match=r"Guesses has no client to play on: .*credit_assigner=GRPOCredit\(\)"):
         run(Guesses().step())
-    with pytest.raises(PacelineError, match="concurrency = 0 lets no episode begin"):
-        run(arena.step(concurrency=0))
+    for concurrency in (0, "8"):
+        with pytest.raises(PacelineError, match=f"concurrency = {concurrency!r} lets no episode begin"):
+            run(arena.step(concurrency=concurrency))
 
-    class Rows(Guesses):
+
+class NotBegun(Guesses):
+    def __init__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"arena": Guesses}, "arena: got a type: give an object of your class of Arena"),
+        ({"arena": NotBegun()}, r"NotBegun.__init__ calls no super\(\).__init__\(client, credit_assigner\)"),
+        ({"trainer": "Trainer"}, r"trainer: got a str: give Trainer\(model, optimizer, config, client\)"),
+        ({"num_steps": "3"}, "num_steps = '3': give the number of batches"),
+        ({"num_steps": -1}, "num_steps = -1: give the number of batches"),
+        ({"metrics_file": "."}, "metrics_file `.` cannot be written .*a file for the other"),
+    ],
+)
+def test_wrong_arguments_of_a_loop_are_sentences(made, wrong, why):
+    arena, trainer = made()
+    with pytest.raises(PacelineError, match=why):
+        run(training_loop(**({"arena": arena, "trainer": trainer, "num_steps": 1} | wrong)))
+
+
+def test_a_checkpoint_dir_that_cannot_be_written_ends_a_loop_before_it_trains(made, tmp_path):
+    (tmp_path / "file").write_text("")
+    arena, trainer = made(checkpoint_dir=str(tmp_path / "file"))
+    with pytest.raises(PacelineError, match=r"checkpoint_dir `.*file` .* cannot be written .*: give a folder"):
+        run(training_loop(arena, trainer, 1))
+    assert arena.drawn == []
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (None, r"gave None: give a list of EpisodeRequests"),
+        ([{"question": 1}], r"gave .*question.*: give EpisodeRequests"),
+        ([EpisodeRequest("guess", 5)], r"write EpisodeRequest\(TYPE, Artifact\(DATA\), \{...\}\)"),
+        ([EpisodeRequest("guess", Artifact(5), None)], r"write EpisodeRequest\(TYPE, Artifact\(DATA\), \{...\}\)"),
+        ([EpisodeRequest("quess", Artifact(5))], "episode type `quess` is not registered in this arena"),
+        ([], "has nothing to play"),
+    ],
+)
+def test_a_batch_that_cannot_be_played_is_a_sentence(made, given, why):
+    class Odd(Guesses):
         def get_batch(self):
-            return [{"question": 1}]
+            return given
 
-    with pytest.raises(PacelineError, match=r"Rows\.get_batch\(\) gave .*question.*: give EpisodeRequests"):
-        run(Rows(arena.client, RAECredit()).step())
+    with pytest.raises(PacelineError, match=why):
+        run(Odd(made()[0].client, RAECredit()).step())
 
 
 def test_the_loop_gives_an_arena_without_a_client_the_trainers(made):

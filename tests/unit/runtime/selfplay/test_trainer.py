@@ -236,6 +236,12 @@ def test_what_is_no_record_and_no_place_for_a_step_are_sentences(made, records):
     async def work():
         with pytest.raises(PacelineError, match=r"'words' is no record: give those of a batch"):
             await trainer.accumulate(["words"])
+        with pytest.raises(PacelineError, match="accumulate got a TrainingBatch: give the records of a batch"):
+            await trainer.accumulate(TrainingBatch(records))
+        with pytest.raises(PacelineError, match="train_step got a list: give a batch"):
+            await trainer.train_step(records)
+        assert await trainer.accumulate([]) is None
+        assert await trainer.train_step(TrainingBatch([])) is None
 
     run(work())
 
@@ -262,8 +268,22 @@ def test_a_trainer_that_cannot_be_made_says_why(made):
         SelfPlayTrainer(model, 1e-5)
     with pytest.raises(PacelineError, match=r"inference_url = `http://a:1`, but the client speaks to http://b:2"):
         SelfPlayTrainer(model, None, SelfPlayTrainerConfig(inference_url="http://a:1/"), OpenAIClient("http://b:2/v1"))
-    with pytest.raises(PacelineError, match="inference_url = `localhost` is no address"):
+    with pytest.raises(PacelineError, match="`localhost` is no address of a server: write one as http://HOST:PORT"):
         SelfPlayTrainer(model, None, SelfPlayTrainerConfig(inference_url="localhost"))
+    with pytest.raises(PacelineError, match=r"model: got a tuple, .* as in `model, tokenizer = load\(NAME\)`"):
+        SelfPlayTrainer(load("paceline:quickstart"))
+    with pytest.raises(PacelineError, match=r"model: got a NoneType"):
+        apply_lora(None)
+    with pytest.raises(PacelineError, match=r"config: got a dict: give TrainerConfig\(...\)"):
+        SelfPlayTrainer(model, None, {"lr": 1e-5})
+    with pytest.raises(PacelineError, match=r"client: got a str: give OpenAIClient\(base_url=...\)"):
+        SelfPlayTrainer(model, None, None, "http://localhost:8000/v1")
+    assigned = SelfPlayTrainerConfig()
+    assigned.eval_every = "ten"
+    with pytest.raises(ConfigError, match=r'eval_every: expected a whole number, .*got "ten"'):
+        SelfPlayTrainer(model, None, assigned)
+    with pytest.raises(PacelineError, match="load: backend = 'jax' is none: write auto, torch or mlx"):
+        load("paceline:quickstart", backend="jax")
     apply_lora(model, inference_mode=True)
     with pytest.raises(PacelineError, match=r"nothing of this model trains: .*apply_lora\(model\)"):
         SelfPlayTrainer(model)
@@ -276,7 +296,7 @@ def test_a_trainer_that_cannot_be_made_says_why(made):
 def test_a_server_that_is_not_there_is_a_sentence_at_once(made):
     model, _ = load("paceline:quickstart")
     trainer = SelfPlayTrainer(model, None, None, OpenAIClient("http://127.0.0.1:9/v1"))
-    with pytest.raises(PacelineError, match=r"http://127\.0\.0\.1:9 does not answer"):
+    with pytest.raises(PacelineError, match=r"http://127\.0\.0\.1:9 does not answer.* `paceline serve NAME --engine"):
         run(Sums(trainer.client, GRPOCredit()).step())
     trainer.close()
 
