@@ -104,6 +104,7 @@ def warm_up(given: Namespace, seed: int) -> Path:
     with row_files(given)[0].open(encoding="utf-8") as lines:
         steps = 2 if given.quick else max(1, int(given.epochs * sum(1 for _ in lines) / size))
     flags = {"model.name": given.model.resolve(), "steps": steps, "batch_size": size, "eval.every": 0}
+    flags |= {"engine.compile": False}  # nothing is sampled
     flags |= {"trainer.optimizer.lr": given.warm_lr, "trainer.optimizer.schedule": "cosine"}
     return run("gsm8k_warm_up", given, "warm-up", seed, flags | {"trainer.optimizer.warmup_steps": 10})
 
