@@ -31,8 +31,11 @@ def draw(
     up: str = "held-out reward",
     places: Sequence[float] | None = None,
     low: float = 0.0,
+    high: float = 1.0,
+    bands: Mapping[str, Mapping[float, tuple[float, float]]] | None = None,
 ) -> None:
-    """One colour for each series. `places` are put at equal distances, as wanted where each is twice the last."""
+    """One colour for each series, and a band around it. `places` are put at equal distances, as wanted where each is
+    twice the last."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -54,12 +57,14 @@ def draw(
             markersize=5,
             label=label,
         )
+        if band := (bands or {}).get(label):
+            axes.fill_between([at.get(x, x) for x in band], *zip(*band.values(), strict=True), color=colour, alpha=0.15)
     if places:
         axes.set_xticks(range(len(places)), [f"{x:g}" for x in places])
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.set_xlabel(across, color=INK)
     axes.set_ylabel(up, color=INK)
-    axes.set_ylim(low - 0.02 * (1 - low), 1.04)
+    axes.set_ylim(low - 0.02 * (high - low), high + 0.04 * (high - low))
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -26,14 +26,16 @@ from paceline.envs.base import (
     parse_reward,
 )
 from paceline.envs.offloop import run_user_code
+from paceline.envs.rollout_service import LARGEST_LOGPROB
 from paceline.errors import PacelineError
 from paceline.rollout import Message, Rollout, RolloutSample, Seat, Turn
 from paceline.util.importing import import_object
 from paceline.util.user_code import user_code
 
-MAX_VERSION = 2**31 - 1
 MAX_FLOAT = 3e38
-"""The largest values that fit the streams' types."""
+"""The largest that fits the streams' type."""
+MESSAGE_KEYS = {"content", "tool_calls"}
+"""A message has at least one of these."""
 UNKNOWN_TICKET = Ticket(0, "", 0, 0, 0)
 STREAMS = ("prompt_ids", "completion_ids", "logprobs", "versions", "log_z")
 
@@ -57,16 +59,17 @@ def accept_rollout(
         raise EnvError(f"{where} returned a Rollout without a `reward`: set it, or return None to drop the episode")
     if not rollout.turns:
         raise EnvError(f"{where} returned a Rollout without turns: return None to drop the episode")
-    most = seat.vocabulary - 1
-    seat.turns[:] = [_check_turn(turn, f"{where}: turn {at}", most) for at, turn in enumerate(rollout.turns, start=1)]
+    numbered = enumerate(rollout.turns, start=1)
+    turns = [_check_turn(turn, f"{where}: turn {at}", seat.vocabulary - 1, seat.version) for at, turn in numbered]
+    seat.turns[:] = [replace(turn, text=turn.text or seat.decode(turn.completion_ids)) for turn in turns]
     return Outcome({POLICY: parse_reward(rollout.reward, where)}, rollout.metrics)
 
 
-def _check_turn(turn: Any, where: str, last_token: int) -> Turn:
-    """The turn with plain lists of one length."""
+def _check_turn(turn: Any, where: str, last_token: int, version: int) -> Turn:
+    """The turn with plain lists of one length, sampled up to this version or the one that is being published."""
     if not isinstance(turn, Turn):
         raise EnvError(f"{where} of the Rollout is of type {type(turn).__name__}: make it a paceline.rollout.Turn")
-    largest = {"prompt_ids": last_token, "completion_ids": last_token, "versions": MAX_VERSION}
+    largest = {"prompt_ids": last_token, "completion_ids": last_token, "versions": version + 1}
     streams: dict[str, Any] = {}
     for name in STREAMS:
         values, place = getattr(turn, name), f"{where}: `{name}`"
@@ -81,6 +84,8 @@ def _check_turn(turn: Any, where: str, last_token: int) -> Turn:
             )
         most = largest.get(name)
         streams[name] = _check_floats(values, place) if most is None else _check_integers(values, place, most)
+        if name == "logprobs" and (above := [value for value in streams[name] if value > LARGEST_LOGPROB]):
+            raise EnvError(f"{place} holds {above[0]}: a log probability is at most 0")
         if not streams[name]:
             raise EnvError(f"{place} is empty: a turn needs a prompt, and something the policy said")
     if turn.finish not in get_args(Finish):

@@ -73,8 +73,15 @@ class Remote(DatasetEnvironment[RemoteEnvConfig]):
                 except (httpx.TransportError, Unreachable) as error:
                     if lost_at is None or monotonic() - began > LONGEST_PAUSE:
                         lost_at, pause = monotonic(), FIRST_PAUSE  # the service took the post, and has only now gone
+                    cause = redact(str(error) or type(error).__name__, self._key)
+                    limited_log.warn(
+                        (self._config.name, "away"),
+                        "%s does not answer: %s; its episodes are posted again for %g s",
+                        who,
+                        cause,
+                        self._config.reconnect_seconds,
+                    )
                     if monotonic() - lost_at > self._config.reconnect_seconds:
-                        cause = redact(str(error) or type(error).__name__, self._key)
                         hint = self._config.raise_hint("reconnect_seconds")
                         raise Unreachable(f"{who} does not answer: {cause}; start it, or {hint}") from error
                 await asyncio.sleep(pause)  # bounded: by reconnect_seconds, and by the episode's timeout

@@ -28,6 +28,8 @@ class RolloutSample:
     of the episode's start."""
     finish_reason: str = "stop"
     """`length` where the last reply hit the token limit."""
+    text: str = ""
+    """What the last reply says; decoded from its tokens when left out."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def turns(self, version: int | None = None, temperature: float = 1.0) -> list[Turn]:
@@ -37,8 +39,11 @@ class RolloutSample:
         if versions is None:
             raise PacelineError("a RolloutSample needs `versions`: each turn of the seat has those of its tokens")
         for name, stream in (("logprobs", self.logprobs), ("loss_mask", self.loss_mask), ("versions", versions)):
-            if len(stream) != count:
-                raise PacelineError(f"a RolloutSample has {count} tokens and {len(stream)} entries in `{name}`")
+            entries = len(stream) if hasattr(stream, "__len__") else 0
+            if entries != count:
+                raise PacelineError(f"a RolloutSample has {count} tokens and {entries} entries in `{name}`")
+        if odd := [entry for entry in self.loss_mask if entry not in (0, 1)]:
+            raise PacelineError(f"a RolloutSample has {odd[0]!r} in its `loss_mask`: 1 trains a token, 0 does not")
         if not any(self.loss_mask):
             raise PacelineError("a RolloutSample has no token in its `loss_mask`: return None to drop the episode")
         turns: list[Turn] = []
@@ -53,6 +58,7 @@ class RolloutSample:
                     versions=list(versions[first:end]),
                     finish="length" if self.finish_reason == "length" and end == count else "stop",
                     temperature=temperature,
+                    text=self.text if end == count else "",
                 )
                 turns.append(turn)
         return turns

@@ -440,12 +440,16 @@ def test_a_rollout_made_of_what_was_recorded_trains_what_was_recorded(rolled, tm
         assert told["tokens"] == sum(int(sample.loss_mask.sum()) for sample in rollout.samples) > 0
 
 
-def test_a_flat_sample_of_a_function_that_takes_the_row_alone_trains_where_its_mask_is(rolled):
+def test_a_flat_sample_of_a_function_that_takes_the_row_alone_trains_where_its_mask_is(rolled, stage):
+    decode = stage._renderer.decode
     for rollout in rolled("flat", finish_reason="length").rollouts:
         (sample,) = rollout.samples
         assert (sample.token_ids.tolist(), sample.loss_mask.tolist()) == ([5, 6, 7, 8, 9], [0, 0, 1, 0, 1])
         assert (sample.logprobs.tolist(), sample.versions.tolist()) == ([0, 0, -1, 0, -2], [-1, -1, 0, -1, 0])
         assert (rollout.reward, sample.ended) == (1.0, "truncated")
+        assert [turn.text for turn in rollout.turns] == [decode([7]), decode([9])] != ["", ""]
+    for rollout in rolled("flat", text="mine").rollouts:
+        assert [turn.text for turn in rollout.turns] == [decode([7]), "mine"]
     assert [rollout.dropped for rollout in rolled("dropped").failed] == [True, True]
 
 
@@ -491,8 +495,12 @@ def test_a_rollout_from_elsewhere_becomes_samples_of_its_ticket(rolled):
         ("foreign", {"turn": {"temperature": "warm"}}, "turn 2: `temperature` is 'warm'"),
         ("flat", {"logprobs": [0.0]}, "a RolloutSample has 5 tokens and 1 entries in `logprobs`"),
         ("flat", {"loss_mask": [0] * 5}, "no token in its `loss_mask`: return None to drop the episode"),
+        ("flat", {"loss_mask": [0, 0, 0.5, 0, 1]}, "0.5 in its `loss_mask`: 1 trains a token"),
+        ("flat", {"loss_mask": 1}, "a RolloutSample has 5 tokens and 0 entries in `loss_mask`"),
         ("flat", {"loss_mask": [1, 0, 0, 0, 0]}, "turn 1: `prompt_ids` is empty"),
         ("flat", {"logprobs": [0, 0, -1e39, 0, -1]}, "turn 1: `logprobs` holds -1e+39"),
+        ("flat", {"logprobs": [0, 0, 0.5, 0, -1]}, "turn 1: `logprobs` holds 0.5: a log probability is at most 0"),
+        ("flat", {"versions": [0, 0, 2, 0, 0]}, "turn 1: `versions` holds 2: it must hold whole numbers from 0 to 1"),
         ("flat", {"tokens": [5, 6, 10**6, 8, 9]}, "turn 1: `completion_ids` holds 1000000"),
         ("flat", {"versions": [0, 0]}, "a RolloutSample has 5 tokens and 2 entries in `versions`"),
         ("foreign", {"about": {"error": "lost"}}, "returned a Rollout with an error: lost"),

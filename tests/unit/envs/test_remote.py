@@ -45,8 +45,8 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def remote(url: str, **keys):
-    return build_environment(RemoteEnvConfig(name="far", dataset="rows.jsonl", url=url, **keys))
+def remote(url: str, name: str = "far", **keys):
+    return build_environment(RemoteEnvConfig(name=name, dataset="rows.jsonl", url=url, **keys))
 
 
 def play(actors, environment, row=ROW, timeout: float = 60):
@@ -245,9 +245,13 @@ def test_a_refusal_is_told_at_once_and_never_repeats_the_key(actors, status, mon
     assert ("FAR_KEY" in str(error)) == (status == 401)
 
 
-def test_a_service_that_stays_away_is_named(actors):
+def test_a_service_that_stays_away_is_named_at_once_and_in_the_end(actors, caplog):
     url = f"http://127.0.0.1:{free_port()}/rollout"
-    error, _ = play(actors, remote(url, reconnect_seconds=0.3))
+    error, _ = play(actors, remote(url, name="away", reconnect_seconds=0.3))
+    said = (
+        f"the rollout service at {url} does not answer: All connection attempts failed; its episodes are posted again"
+    )
+    assert said in caplog.text
     assert isinstance(error, Unreachable)
     assert f"the rollout service at {url} does not answer" in str(error)
     assert "raise `reconnect_seconds`" in str(error)

@@ -1,5 +1,6 @@
 """The run files of examples/seeds/async_rl_loop train, on the package's tiny model and a few rows."""
 
+import importlib
 import json
 import re
 import sys
@@ -65,10 +66,13 @@ def test_a_warm_up_lowers_the_loss_of_the_solutions_and_phase_two_starts_from_it
     assert all(1 <= step["metric/gsm8k/tries"] <= 2 for step in steps)
 
 
-def test_phase_one_is_one_optimizer_step_a_batch_at_most_one_version_behind(questions, tmp_path):
+def test_phase_one_is_one_optimizer_step_a_batch_at_most_one_version_behind(questions, tmp_path, monkeypatch):
     steps = trained("gsm8k.toml", questions, tmp_path)
     assert [step["optimizer_steps"] for step in steps] == [1.0, 2.0]
     assert all(step["staleness/max"] <= 1 and 0 <= step["wait_time_ratio"] <= 1 for step in steps)
+    monkeypatch.syspath_prepend(FOLDER.parents[2] / "benchmarks")
+    found = [importlib.import_module("gsm8k").marks(tmp_path / "run", step) for step in (0, 2)]
+    assert all(len(marks) == 4 and set(marks) <= set("12.") for marks in found), found
 
 
 def named_here(title: str, column: int) -> list[str]:
