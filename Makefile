@@ -16,10 +16,14 @@ LAWS := $(addprefix tests/unit/,$(addsuffix .py,$(addprefix engine/test_,engine 
 	grammar streaming) weights/test_fingerprints $(addprefix trainer/test_,loss_terms losses_against_trl trainer bad_steps \
 	proximal kl_reference streamed_batches critic) orchestrator/test_roll_back observe/test_record_of_a_run)) \
 	tests/integration/test_server.py tests/integration/test_resume.py
-# What `make smoke` runs of mlx and `verifiers`.
+# What `make smoke` runs of the examples in examples/seeds, of mlx and of `verifiers`.
+SEEDS_SMOKE := $(addprefix tests/,$(addprefix integration/,test_seed_examples.py test_seed_algorithms.py \
+	test_seeds_infinite.py::test_the_launch_trains_a_module_over_its_rows_to_a_better_held_out_reward \
+	test_rollout_service.py) unit/project/test_seed_async_rl_loop.py)
 MLX_SMOKE := 'tests/mlx/test_mlx_losses.py::test_log_probabilities_and_entropies_are_torchs' \
 	'tests/mlx/test_mlx_runs.py::test_a_run_needs_no_torch'
-VERIFIERS_SMOKE := tests/integration/test_doors_train.py::test_one_question_and_a_talk_of_several_turns_train_from_a_run_file
+VERIFIERS_SMOKE := tests/integration/test_doors_train.py::test_one_question_and_a_talk_of_several_turns_train_from_a_run_file \
+	tests/integration/test_seeds_infinite.py::test_variables_name_the_environment_of_the_launch
 # The documentation's site; it reads the source and imports nothing of it.
 DOCS := .venv-docs
 SEED ?= 0
@@ -66,7 +70,8 @@ demo: $(VENV)/.core ## Install the package alone into .venv, train the quickstar
 test: lint ## Lint, types, layers and the tests that need no other package: short ones of Ray, ranks and colocated among them
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -rsfE -n 4 --dist worksteal  # tests wait a fifth of their time; hundreds of processes read what one compiles
 
-smoke: $(MLX)/.smoke $(VERIFIERS)/.smoke ## What needs other environments, in short: mlx against torch, a run on mlx, a `verifiers` run, the wheel in a clean one, the docs' site
+smoke: $(VENV)/.ready $(MLX)/.smoke $(VERIFIERS)/.smoke ## Train each example of examples/seeds; what needs other environments, in short: mlx, `verifiers`, the wheel in a clean one, the docs' site
+	PACELINE_NO_SKIPS=1 $(BIN)/python -m pytest -rsfE -n 2 --dist worksteal $(SEEDS_SMOKE)
 	PACELINE_NO_SKIPS=1 $(MLX)/bin/python -m pytest -rsfE $(MLX_SMOKE)
 	PACELINE_NO_SKIPS=1 $(VERIFIERS)/bin/python -m pytest -rsfE $(VERIFIERS_SMOKE)
 	$(PYTHON) scripts/smoke_wheel.py

@@ -45,6 +45,17 @@ def test_at_staleness_0_sampling_and_training_take_turns(tmp_path, here):
     assert max(line["staleness/max"] for line in steps) == 0
 
 
+def test_an_evaluation_may_sample_otherwise_than_training(tmp_path, here):
+    own = ["--eval.every", "1", "--eval.examples", "8", "--eval.sampling.max_tokens", "1", "--sampling.max_tokens", "8"]
+    done = here("train", QUICKSTART, *SMALL, *own, "--steps", "1")
+    assert done.returncode == 0, done.stderr
+    held_out, trained = (
+        [line[name] for line in metrics(tmp_path) if name in line] for name in ("eval/reverse-text/length", "length")
+    )
+    assert held_out == [1.0, 1.0]  # before the first step, and after it
+    assert trained[0] > 2
+
+
 def test_the_quickstart_learns_while_sampling_and_training_overlap(tmp_path):
     """Half of its steps, and more than half of the way: `make demo` runs all of it."""
     half = ["--steps", "15", "--eval.every", "15"]

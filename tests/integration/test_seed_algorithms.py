@@ -15,15 +15,24 @@ def endpoint():
         yield server
 
 
-@pytest.mark.parametrize(
-    ("name", "place", "shown"),
-    [
-        ("mixed", "env.by-teacher.algo.teacher", {"loss/rl", "ref_kl"}),
-        ("judge", "env.0.judges.0.model", {"metric/reverse-text/judge/helpfulness", "metric/reverse-text/task_reward"}),
-    ],
-)
-def test_the_example_trains(endpoint, tmp_path, name, place, shown):
+def trained(endpoint, tmp_path, name: str, place: str, *flags: str) -> list[dict]:
     where = [f"--{place}.name={MODEL}", f"--{place}.base_url={endpoint.url}/v1", f"--runs={tmp_path}"]
-    done = train(load(f"seeds/algorithms/{name}", [*SMALL, "--trainer.compile=false", *where]).config)
+    done = train(load(f"seeds/algorithms/{name}", [*SMALL, "--trainer.compile=false", *where, *flags]).config)
     assert done.outcome.status == "finished", done.error
-    assert shown <= done.metrics[-1].keys()
+    return done.metrics
+
+
+def test_rewards_and_a_teacher_train_in_one_batch(endpoint, tmp_path):
+    first, second = trained(endpoint, tmp_path, "mixed", "env.by-teacher.algo.teacher", "--steps=2")
+    for line in (first, second):
+        assert {"reward/by-reward/mean", "reward/by-teacher/mean"} <= line.keys()
+        assert line["loss/rl"] != 0
+    assert first["ref_kl"] == pytest.approx(0, abs=1e-4), "the teacher is the policy that was not trained yet"
+    assert abs(second["ref_kl"]) > 2e-4
+
+
+def test_a_judges_grade_is_part_of_the_reward(endpoint, tmp_path):
+    for line in trained(endpoint, tmp_path, "judge", "env.0.judges.0.model", "--filters.zero_advantage=false"):
+        task, grade = line["metric/reverse-text/task_reward"], line["metric/reverse-text/judge/helpfulness"]
+        assert 0 < grade <= 1
+        assert line["reward/reverse-text/mean"] == pytest.approx(task + 0.1 * grade, abs=1e-6)

@@ -34,8 +34,6 @@ from paceline.util.user_code import user_code
 
 MAX_FLOAT = 3e38
 """The largest that fits the streams' type."""
-MESSAGE_KEYS = {"content", "tool_calls"}
-"""A message has at least one of these."""
 UNKNOWN_TICKET = Ticket(0, "", 0, 0, 0)
 STREAMS = ("prompt_ids", "completion_ids", "logprobs", "versions", "log_z")
 

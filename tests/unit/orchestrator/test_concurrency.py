@@ -346,6 +346,17 @@ def test_a_slow_trainer_is_neither_run_away_from_nor_kept_waiting(tmp_path_facto
             assert not version or np.isclose(done - run.trainer.done[version - 1], training)
 
 
+def test_the_trainer_waits_less_the_more_versions_sampling_may_be_ahead(tmp_path):
+    waits, steps, training = [], 8, 4.0
+    for staleness in (0, 1, 2):
+        environment = Timed(lambda draw: 12 if draw % 9 == 0 else 3)
+        run = lead(
+            tmp_path / str(staleness), {"task": environment}, training=training, steps=steps, staleness=staleness
+        )
+        waits.append(run.trainer.done[-1] - steps * training)
+    assert waits[0] > waits[1] > waits[2] > 0
+
+
 @pytest.mark.parametrize("keys", [{}, {"staleness": 0}, {"oversample": 0.5}, {"cancel_stale": True}])
 def test_the_last_batch_may_be_short_and_every_row_comes_to_its_end(tmp_path, keys):
     run = lead(tmp_path, {"task": Timed(lambda draw: 1, rows=10)}, epochs=1, **keys)

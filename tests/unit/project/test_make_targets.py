@@ -72,11 +72,21 @@ def test_ci_runs_the_tests_and_then_the_smoke(tmp_path):
     assert re.search(r"MLX/bin/python -m pytest .*tests/mlx/test_mlx_runs\.py::test_a_run_needs_no_torch", smoke)
     assert re.search(r"VERIFIERS/bin/python -m pytest .*tests/integration/test_doors_train\.py::test_one", smoke)
     assert "scripts/smoke_wheel.py" in smoke
-    assert smoke.count("PACELINE_NO_SKIPS=1") == 2
+    assert smoke.count("PACELINE_NO_SKIPS=1") == 3
+
+
+def test_the_smoke_trains_every_folder_of_the_seed_examples(tmp_path):
+    words = " ".join(planned("smoke", tmp_path)).split()
+    files = {word.strip("'").partition("::")[0] for word in words if word.strip("'").startswith("tests/")}
+    text = "\n".join((ROOT / file).read_text() for file in sorted(files))
+    folders = {folder.name for folder in (ROOT / "examples" / "seeds").iterdir() if folder.is_dir()}
+    assert len(folders) == 5
+    assert {name for name in folders if re.search(rf'(?i)seeds["/ ]+{name}\b', text)} == folders
 
 
 def test_the_smoke_environments_hold_what_their_tests_need_and_little_else(tmp_path):
-    assert installs(planned("smoke", tmp_path))[1::2] == ["'.[test,torch,mlx]'", "'.[test,verifiers]'"]
+    installed = ["'.'", "'.[dev]'", "'.[test,torch,mlx]'", "'.[test,verifiers]'"]
+    assert installs(planned("smoke", tmp_path))[1::2] == installed
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert not [name for name in extras["test"] if name.startswith(("ray", "trl", "playwright"))]
 

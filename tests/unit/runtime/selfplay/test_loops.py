@@ -151,6 +151,36 @@ def test_the_arenas_own_split_is_evaluated_and_recorded(made, tmp_path):
     assert names(tmp_path) == ["step-000004"]  # the end of the loop, which no other checkpoint is due at
 
 
+def test_an_evaluation_plays_as_many_episodes_at_once_as_are_set(made):
+    under_way, most = [], []
+
+    def ended(state, arena):
+        held_out = state.request.artifact.data == 7
+        if held_out:
+            under_way.pop()
+        return {"player": float(not held_out)}
+
+    class Counted(Guess):
+        rubric = Rubric([ended])
+
+        def get_initial_prompt(self, arena, artifact, state):
+            if artifact.data == 7:
+                under_way.append(state)
+                most.append(len(under_way))
+            return super().get_initial_prompt(arena, artifact, state)
+
+    class WithSplit(Guesses):
+        def add_episode(self, episode):
+            super().add_episode(Counted())
+
+        def requests(self, split):
+            return [EpisodeRequest("guess", Artifact(7))] * 6 if split == "eval" else []
+
+    arena, trainer = made(WithSplit, eval_every=1, eval_concurrency=2)
+    run(synchronous_training_loop(arena, trainer, 1))
+    assert (len(most), max(most)) == (6, 2)
+
+
 @pytest.mark.parametrize("loop", [training_loop, synchronous_training_loop])
 def test_a_resumed_loop_draws_what_an_unbroken_one_does_and_begins_where_the_checkpoint_is(made, tmp_path, loop):
     file, settings = tmp_path / "metrics.jsonl", {"checkpoint_every": 2, "min_samples_per_step": 1, "eval_every": 0}

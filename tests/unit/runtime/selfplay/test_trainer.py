@@ -172,6 +172,25 @@ def test_however_records_are_handed_over_the_step_is_the_same(made, records, set
         assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.parametrize("loss_type", ["token", "sample"])
+def test_the_loss_is_the_mean_over_tokens_or_over_samples(made, records, loss_type):
+    """At the sampler's own weights every ratio is 1, and the loss of a token is minus its advantage."""
+    trainer = made(loss_type=loss_type, min_samples_per_step=16)
+
+    async def work():
+        return (await trainer.accumulate(records)).metrics["loss"]
+
+    per_sample = [record.advantages[record.loss_mask] for record in records]
+    of_tokens, of_samples = -np.concatenate(per_sample).mean(), -np.mean([one.mean() for one in per_sample])
+    assert abs(of_tokens - of_samples) > 0.01
+    assert run(work()) == pytest.approx(of_tokens if loss_type == "token" else of_samples, abs=1e-3)
+
+
+def test_clip_bounds_are_those_of_the_ratio():
+    section = SelfPlayTrainerConfig(ppo_clip_min=0.7, ppo_clip_max=1.5).section(optim.Adam())
+    assert (section.loss.clip_low, section.loss.clip_high) == (pytest.approx(0.3), pytest.approx(0.5))
+
+
 def test_the_kl_penalty_pulls_towards_the_base(made, records):
     """With no other advantage, only the penalty moves the policy; its gradient is zero where it is off."""
     idle = [record.with_streams(advantages=np.zeros(len(record))) for record in records]
