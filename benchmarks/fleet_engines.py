@@ -3,9 +3,9 @@
 import msgspec
 
 from paceline.clients.rpc import Answer, FromEngine, Load, decode_to_engine, handle_message
-from paceline.simulate.cost import Lengths
-from paceline.simulate.engine import SimulatedEngine
 from paceline.weights.update import WeightUpdate
+from simulator.cost import Lengths
+from simulator.engine import SimulatedEngine
 
 LONGEST = 8192
 LENGTHS = Lengths(median=700.0, spread=0.9, longest=LONGEST)

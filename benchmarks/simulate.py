@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bars import Row, arguments, finish
-from paceline.simulate.cost import CARDS, Lengths, SimulationPlan
-from paceline.simulate.run import MAX_WAIT_SHARE, SimulationReport, best, simulate, sweep
+from simulator.cost import CARDS, Lengths, SimulationPlan
+from simulator.run import MAX_WAIT_SHARE, SimulationReport, best, simulate, sweep
 
 PICTURE = Path(__file__).parent.parent / "docs" / "curves" / "simulate.png"
 GROWTH = 0.02

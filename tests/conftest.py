@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # the process that only distributes tests needs neither
     import torch
     from transformers import PreTrainedModel
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # for its simulator, which has a virtual clock
+
 # The same examples every time: a suite that is green stays green. `--hypothesis-profile explore` looks for new ones.
 # Neither looks at the clock: how long an example takes is the machine's affair, and it may be a slow or a busy one.
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

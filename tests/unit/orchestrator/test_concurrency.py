@@ -24,11 +24,11 @@ from paceline.engine import Completion, GenerateRequest
 from paceline.envs import Environment, Outcome
 from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RunStopped, TrainEnv, build_train_envs
 from paceline.rollout import SamplingClient
-from paceline.simulate.cost import Lengths
-from paceline.simulate.engine import SimulatedEngine, VirtualClock, run_virtual
 from paceline.trainer import StepReport
 from paceline.weights.update import ServedPolicy, WeightUpdate
 from scripted_run import Log, Renderer
+from simulator.cost import Lengths
+from simulator.engine import SimulatedEngine, VirtualClock, run_virtual
 
 GROUP, BATCH = 2, 8
 

@@ -47,11 +47,11 @@ from paceline.orchestrator.episodes import RolloutRunner
 from paceline.orchestrator.failures import failure_kind
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.selfplay import Actor, Arena, ArenaEnvironment, Artifact, EpisodeRequest, Rubric, SingleTurnEpisode
-from paceline.simulate.engine import VirtualClock, run_virtual
 from paceline.trainer import StepReport
 from paceline.util.deadlines import DeadlineError
 from paceline.weights.update import ServedPolicy, WeightUpdate
 from paceline.weights.weight_store import WeightStore
+from simulator.engine import VirtualClock, run_virtual
 
 TICKET = Ticket(4, "coins", 0, 0, 0)
 

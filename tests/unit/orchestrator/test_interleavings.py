@@ -33,10 +33,10 @@ from paceline.observe.monitor import RunPlan, RunRecorder, read_jsonl
 from paceline.orchestrator import Checkpoints, Gate, Orchestrator, OrchestratorParts, build_train_envs
 from paceline.orchestrator.saved_groups import read_groups
 from paceline.rollout import Group, SamplingClient
-from paceline.simulate.engine import VirtualClock, VirtualLoop
 from paceline.trainer import StepReport
 from paceline.weights.update import WeightUpdate
 from scripted_run import CoinFlips, Renderer, ScriptedEngine, conduct, states
+from simulator.engine import VirtualClock, VirtualLoop
 
 GROUP = 2
 

@@ -6,10 +6,10 @@ import pytest
 
 from paceline.engine import GenerateRequest
 from paceline.errors import PacelineError
-from paceline.simulate.cost import CARDS, Lengths, SimulationPlan
-from paceline.simulate.engine import SimulatedEngine, SimulationDeadlock, run_virtual
-from paceline.simulate.run import best, simulate, sweep
 from paceline.weights.update import WeightUpdate
+from simulator.cost import CARDS, Lengths, SimulationPlan
+from simulator.engine import SimulatedEngine, SimulationDeadlock, run_virtual
+from simulator.run import best, simulate, sweep
 
 ALIKE = Lengths(median=100, spread=0.0, longest=1000)
 

@@ -25,7 +25,6 @@ from paceline.observe.monitor.doctor import diagnose, render_findings, resume_co
 from paceline.observe.monitor.waitgraph import blocking_chain, wait_graph
 from paceline.observe.monitor.watchdog import Watchdog, stalled_file, waits_file, watch_run
 from paceline.orchestrator.metrics import Stopwatch
-from paceline.simulate.engine import run_virtual
 from paceline.util.deadlines import (
     AbandonedError,
     Clock,
@@ -35,6 +34,7 @@ from paceline.util.deadlines import (
     registry,
     wait_within,
 )
+from simulator.engine import run_virtual
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from paceline.runtime.signals import run_until_complete
-from paceline.simulate.engine import run_virtual
 from paceline.util.deadlines import DeadlineError, UserCall
+from simulator.engine import run_virtual
 
 
 def test_a_task_that_refuses_to_be_cancelled_is_left_behind(caplog):

@@ -20,11 +20,11 @@ from paceline.envs.base import Split
 from paceline.observe.monitor import Monitor
 from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, build_train_envs
 from paceline.rollout import SamplingClient, Seat
-from paceline.simulate.cost import NAME, SimulationPlan
-from paceline.simulate.engine import SimulatedEngine, VirtualClock, run_virtual
 from paceline.trainer import StepReport
 from paceline.util.private_folder import PrivateFolder
 from paceline.weights.update import WeightUpdate
+from simulator.cost import NAME, SimulationPlan
+from simulator.engine import SimulatedEngine, VirtualClock, run_virtual
 
 
 class SimulatedTask(Environment):

@@ -24,8 +24,8 @@ from paceline.engine import Completion, EngineStats, GenerateRequest
 from paceline.engine.base import EngineLimits
 from paceline.errors import PacelineError
 from paceline.orchestrator import Clock
-from paceline.simulate.cost import Lengths
 from paceline.weights.update import ServedPolicy, WeightUpdate
+from simulator.cost import Lengths
 
 
 @dataclass(order=True, slots=True)
