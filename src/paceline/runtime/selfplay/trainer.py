@@ -172,8 +172,11 @@ class SelfPlayTrainer:
         batch, self._accumulated, self._count = self._accumulated, [], 0
         report = await _run_to_end(self._trainer.step(batch))
         self.reports.append(report)
-        self._is_published = False
-        await self.publish_weights()
+        try:
+            await self.publish_weights()
+        except BaseException:
+            self._is_published = False  # the next batch publishes it before it is played
+            raise
         return report
 
 
