@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, ValidationInfo, field_validator
 
 from paceline.config.base import FilePath, ModelName, Section
+from paceline.config.secret import address_secret
 
 
 class ModelRef(Section):
@@ -28,7 +29,7 @@ class ModelRef(Section):
     def _check_urls(cls, given: str | list[str] | None) -> str | list[str] | None:
         for url in [given] if isinstance(given, str) else given or []:
             parts = urlsplit(url)
-            if parts.query:  # which may hold a key, and is not shown
+            if parts.query and not address_secret(url):  # which has a sentence of its own
                 raise ValueError("an address has no `?`: write where the model is served, http://HOST:PORT/v1")
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"`{url}` is no address: write where the model is served, http://HOST:PORT/v1")

@@ -189,7 +189,7 @@ def _foreign(table: Any, at: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
         return
     for path, value in _leaves({key: entry for key, entry in table.items() if key != "orchestrator"}, ()):
         name = _name(path)
-        renamed = name == "algo.type" and value in TYPES
+        renamed = name == "algo.type" and isinstance(value, str) and value in TYPES
         nested = (
             name == "algo.roles" and isinstance(value, dict) and any(isinstance(one, dict) for one in value.values())
         )

@@ -126,7 +126,7 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
     if "sampling" in table:
         table["allow_truncated_sampling"] = True
         table["sampling"]["temperature"] = table["sampling"].get("temperature") or 0.5
-    for key in ("stream", "parallel"):  # they do not go with half of the others
+    for key in ("stream", "clip_skip_scope", "parallel"):  # they do not go with half of the others
         table.get("trainer", {}).pop(key, None)
     for key in ("backend", "base_url", "api_key_env", "folder", "launch"):  # see test_backends.py
         table.get("engine", {}).pop(key, None)
@@ -148,12 +148,14 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
         env["seats"] = [seat for seat in env.get("seats", []) if seat["algo"]["type"] != "sft" and not whole]
         for seat in env["seats"]:
             settle_algorithm(seat["algo"], table)
-        for key in TIED.get(env["type"], ()):
+        for key in (*TIED.get(env["type"], ()), "judges", "task_weight"):  # see test_judge_sections.py
             env.pop(key, None)
         if env.get("group_size") == 1:  # refused under most of the algorithms
             del env["group_size"]
         if env["type"] == "reasoning-gym":
             env["task"] = "gcd"
+        if env["type"] == "remote":
+            env["url"] = "http://there:8900/rollout"
     trainer = table.get("trainer", {})
     kl = trainer.get("kl") or {}  # see test_kl_section.py
     kl.pop("workers", None)
@@ -175,6 +177,7 @@ def settle_algorithm(algo: dict[str, Any], run: dict[str, Any]) -> None:
         algo.pop("source", None)
         if algo.get("teacher", "policy") == "policy":
             algo["teacher"] = {"name": "m", "base_url": "http://there/v1"}
+    algo.pop("tools", None)  # see test_echo.py
     teacher = algo.get("teacher")
     if isinstance(teacher, dict) and teacher.get("base_url") is None:
         # Scorers of the run's own are started on Ray alone, never play, and have no key.
@@ -187,6 +190,7 @@ def settle_algorithm(algo: dict[str, Any], run: dict[str, Any]) -> None:
 
 TIED = {
     "reasoning-gym": ("tasks", "args"),
+    "verifiers": ("dataset", "eval_dataset"),
     "alphabet-sort": ("min_turns", "max_turns", "min_names", "max_names", "letters", "items"),
     "calculator": (
         "min_terms", "max_terms", "min_operand", "max_operand", "question", "result", "partial_credit", "call_reward",
@@ -479,7 +483,7 @@ def test_command_line_errors(arguments, sentence):
          '"equality", "tagged-answer", "math", "gsm8k", "code", "retrieval", "token-in", "remote", "module", '
          '"reasoning-gym", "textarena", "verifiers", "arena", "reward" or "custom"'),
         ("[env]\nweight = 1", "env: expected a list of tables, at least 1, got a table; "
-         "write the header in double brackets, such as [[env]]"),
+         "write the header in double brackets, [[env]]"),
         # Values.
         ("seed = '64'", 'seed: expected a whole number, at least 0, got "64"; write 64, without quotes'),
         ("deterministic = 'True'",
