@@ -121,7 +121,7 @@ class SymbolicRunner(Runner):
         self.cache.write(0, slot.expand(chunk.length), positions, numbers, -numbers)
         if sequence.scores is not None:
             chunk.scores = made[: len(chunk.targets)]
-        if chunk.samples:
+        if chunk.samples_token:
             assert chunk.start + chunk.length == len(known)
             assert chunk.index == len(known) - len(sequence.request.prompt_ids)
             token = mix_int(last) % 20  # one in twenty stops

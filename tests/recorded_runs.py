@@ -97,7 +97,7 @@ class Told:
             "drop_ratio": 0.1,
             "loss": loss + 0.002,
             "loss/rl": loss,
-            "loss/ref_kl": 0.002,
+            "loss/teacher_kl": 0.002,
             "entropy": 0.17 * math.exp(-step / self.steps) + 0.005 * self._noise(step, "entropy"),
             "ppo_kl": abs(0.002 * self._noise(step, "kl")),
             "sampler_kl": abs(0.003 * self._noise(step, "sampler")),

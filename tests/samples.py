@@ -7,7 +7,7 @@ from conftest import VOCABULARY, tiny_model
 from paceline.data import Sample, Ticket
 from paceline.model import clone_model
 
-PLAIN = {"ce_weights": None, "ref_kl_weights": None, "teacher_logprobs": None}
+PLAIN = {"ce_weights": None, "teacher_kl_weights": None, "teacher_logprobs": None}
 """Streams that leave rl alone."""
 
 
@@ -24,7 +24,7 @@ def make_sample(rng: np.random.Generator, length: int, number: int = 0, **stream
         "logprobs": np.where(mask, -rng.exponential(3.0, length), 0),
         "advantages": np.where(mask, rng.normal(size=length), 0),
         "ce_weights": np.where(~mask & (np.arange(length) > 0), 0.1, 0),
-        "ref_kl_weights": np.where(mask, rng.random(length) < 0.5, 0),
+        "teacher_kl_weights": np.where(mask, rng.random(length) < 0.5, 0),
         "teacher_logprobs": np.where(mask, -rng.exponential(3.0, length), 0),
     }
     return Sample(**(values | streams), ticket=Ticket(number, "env", 0, number, number), env="env")

@@ -164,10 +164,10 @@ def test_a_credit_function_as_shown_trains(tmp_path, monkeypatch):
 
 def test_an_environment_and_an_algorithm_of_the_readme_train(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for start in ("# echo.py", "# mine.py"):
+    for start in ("# parrot.py", "# mine.py"):
         Path(start[2:]).write_text(shown("README.md", start))
-    echo = next(b.text for b in blocks("toml") if b.text.startswith("# echo.toml"))
+    echo = next(b.text for b in blocks("toml") if b.text.startswith("# parrot.toml"))
     algorithm = next(b.text for b in blocks("toml") if "mine.py:leave_one_out" in b.text)
-    Path("echo.toml").write_text(f"{echo}\n{algorithm}")
-    result = paceline.train("echo.toml", steps=1, batch_size=16, eval={"every": 0}, quiet=True)
+    Path("parrot.toml").write_text(f"{echo}\n{algorithm}")
+    result = paceline.train("parrot.toml", steps=1, batch_size=16, eval={"every": 0}, quiet=True)
     assert result.outcome.status == "finished"

@@ -588,5 +588,5 @@ def test_an_environment_that_cannot_be_loaded_is_one_sentence(tasksets, settings
     "verifiers" in sys.modules or importlib.util.find_spec("verifiers") is not None, reason="it is installed"
 )
 def test_a_missing_package_is_one_sentence():
-    with pytest.raises(EnvError, match=r"verifiers 0.4 is not installed .*pip install"):
+    with pytest.raises(EnvError, match=r"verifiers 0.4 is not installed.*pip install"):
         verifiers_environment(id="sums-v1")

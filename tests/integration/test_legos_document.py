@@ -191,7 +191,7 @@ def test_the_formulas_give_the_numbers_that_the_trainer_computes_with(source):
     tokens = TrainedTokens(
         logprobs=names["trainer_logprobs"], rollout_logprobs=sampled, prox_logprobs=ones * np.nan,
         advantages=names["advantage"], teacher_logprobs=ones * np.nan, kl_ref_logprobs=ones * np.nan,
-        rl_scale=ones, ce_scale=0 * ones, ref_kl_scale=0 * ones, regulariser_scale=ones, entropy=0 * ones,
+        rl_scale=ones, ce_scale=0 * ones, teacher_kl_scale=0 * ones, regulariser_scale=ones, entropy=0 * ones,
         versions=np.zeros(n, int), segments=np.zeros(n, int), names=("one",),
     )  # fmt: skip
     ours = Loss(TrainerConfig(clip_skip_threshold=None).section(optim.Adam())).per_token(tokens).terms["rl"]

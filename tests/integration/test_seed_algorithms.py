@@ -27,8 +27,8 @@ def test_rewards_and_a_teacher_train_in_one_batch(endpoint, tmp_path):
     for line in (first, second):
         assert {"reward/by-reward/mean", "reward/by-teacher/mean"} <= line.keys()
         assert line["loss/rl"] != 0
-    assert first["ref_kl"] == pytest.approx(0, abs=1e-4), "the teacher is the policy that was not trained yet"
-    assert abs(second["ref_kl"]) > 2e-4
+    assert first["teacher_kl"] == pytest.approx(0, abs=1e-4), "the teacher is the policy that was not trained yet"
+    assert abs(second["teacher_kl"]) > 2e-4
 
 
 def test_a_judges_grade_is_part_of_the_reward(endpoint, tmp_path):

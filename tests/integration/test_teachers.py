@@ -90,16 +90,16 @@ def test_four_algorithms_share_every_batch_and_the_teacher_plays_and_scores(run,
     assert done.returncode == 0, done.stderr
     steps = metrics(tmp_path, "mixed")
     assert [line["step"] for line in steps] == [1, 2, 3]
-    assert all({"loss/rl", "loss/ce", "loss/ref_kl"} <= line.keys() for line in steps)
+    assert all({"loss/rl", "loss/ce", "loss/teacher_kl"} <= line.keys() for line in steps)
     # The teacher is the policy it began as, at the same temperature: before the first update they agree.
-    assert abs(steps[0]["ref_kl"]) < 1e-3
-    assert abs(steps[2]["ref_kl"]) > abs(steps[0]["ref_kl"])
+    assert abs(steps[0]["teacher_kl"]) < 1e-3
+    assert abs(steps[2]["teacher_kl"]) > abs(steps[0]["teacher_kl"])
     batch = decode(next((tmp_path / "runs" / "mixed").glob("batches/*1.*")).read_bytes())
     kinds = {name: [s for s in batch if s.env == name] for name in ("by-reward", "by-teacher", "by-example", "by-tool")}
     assert all(kinds.values())
     for sample in kinds["by-teacher"]:
         assert (sample.advantages, sample.rl_token_weights.any(), sample.ce_weights) == (None, False, None)
-        assert (sample.ref_kl_weights == sample.loss_mask).all()
+        assert (sample.teacher_kl_weights == sample.loss_mask).all()
         np.testing.assert_allclose(sample.teacher_logprobs, sample.logprobs, atol=1e-4)
     for sample in kinds["by-example"]:
         assert (sample.logprobs, sample.rl_token_weights.any()) == (None, False)
@@ -135,7 +135,7 @@ def test_the_policy_teaches_itself_beside_demonstrations_that_are_not_sampled(ru
     assert done.returncode == 0, done.stderr
     steps = metrics(tmp_path, "self")
     assert all(line["reward/read/mean"] == 1.0 for line in steps)
-    assert all(abs(line["ref_kl"]) > 1e-3 for line in steps)
+    assert all(abs(line["teacher_kl"]) > 1e-3 for line in steps)
 
 
 OPD = """
@@ -291,7 +291,7 @@ class Mirror(Algorithm):
     def assign(self, group):
         for rollout in group.rollouts:
             broadcast(rollout, 1.0)
-            rollout.samples = [s.with_streams(ref_kl_weights=s.loss_mask) for s in rollout.samples]
+            rollout.samples = [s.with_streams(teacher_kl_weights=s.loss_mask) for s in rollout.samples]
 
     async def finish_batch(self, groups):
         return await self.reference.add_logprobs(groups)

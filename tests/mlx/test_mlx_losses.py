@@ -100,7 +100,7 @@ def test_so_are_an_adapters(name):
 def test_every_loss_learns_whatever_the_level(loss, more):
     """A term whose gradient is lost on the way looks like any other: its value is right, and nothing learns."""
     trainer = MlxTrainer(mlx_model(), config.TrainerConfig(loss=LOSSES[loss], **MORE[more]))
-    off = {"ce_weights": None, "ref_kl_weights": None, "kl_ref_logprobs": None, "logprobs": None}
+    off = {"ce_weights": None, "teacher_kl_weights": None, "kl_ref_logprobs": None, "logprobs": None}
     (micro_batch,) = packs([s.with_streams(**off) for s in samples(2, count=2)])
     trainer.learner.backward(micro_batch, trainer.version)
     size = trainer.learner.optimizer.clip()

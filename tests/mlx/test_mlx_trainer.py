@@ -43,7 +43,7 @@ def as_torch(tensors) -> dict[str, torch.Tensor]:
 
 def rewarded(seed: int) -> list:
     """Half of the samples earn something at their end."""
-    alone = {"advantages": None, "ce_weights": None, "ref_kl_weights": None, "teacher_logprobs": None}
+    alone = {"advantages": None, "ce_weights": None, "teacher_kl_weights": None, "teacher_logprobs": None}
     return [
         s.with_streams(rewards=np.where(np.arange(len(s)) == len(s) - 1, float(i % 2), 0.0), **alone)
         for i, s in enumerate(samples(seed))

@@ -92,5 +92,5 @@ def test_vllm_teaches(process, fresh, tmp_path):
         np.testing.assert_allclose(
             sample.teacher_logprobs[sample.loss_mask], sample.logprobs[sample.loss_mask], atol=1e-3
         )
-    assert abs(done.metrics[0]["ref_kl"]) < 1e-3
-    assert abs(done.metrics[2]["ref_kl"]) > abs(done.metrics[0]["ref_kl"])
+    assert abs(done.metrics[0]["teacher_kl"]) < 1e-3
+    assert abs(done.metrics[2]["teacher_kl"]) > abs(done.metrics[0]["teacher_kl"])

@@ -537,9 +537,9 @@ def test_the_blocks_of_the_readme_run(monkeypatch):
     task = (ROOT / "README.md").read_text().partition("## Your own task")[2].partition("## Your own algorithm")[0]
     environment, script = re.findall(r"```python\n(.*?)```", task, re.DOTALL)
     [run_file] = re.findall(r"```toml\n(.*?)```", task, re.DOTALL)
-    Path("echo.py").write_text(environment)
-    Path("echo.toml").write_text(run_file)
-    assert main(["train", "echo.toml", "--steps", "1", "--batch-size", "8", "--eval.every", "0", "--quiet"]) == 0
+    Path("parrot.py").write_text(environment)
+    Path("parrot.toml").write_text(run_file)
+    assert main(["train", "parrot.toml", "--steps", "1", "--batch-size", "8", "--eval.every", "0", "--quiet"]) == 0
     namespace: dict = {}
     exec(script.replace("steps=20", "steps=1, batch_size=8"), namespace)
     assert namespace["result"].outcome.status == "finished"

@@ -32,16 +32,16 @@ class OPD(Algorithm):
 
     def assign(self, group: Group) -> None:
         for rollout in group.rollouts:
-            rollout.samples = [with_ref_kl_weights(sample, self._weight) for sample in rollout.samples]
+            rollout.samples = [with_teacher_kl_weights(sample, self._weight) for sample in rollout.samples]
 
     async def finish_batch(self, groups: Sequence[Group]) -> Mapping[str, int]:
         return await self._teacher.add_logprobs(groups)
 
 
-def with_ref_kl_weights(sample: Sample, weight: float = 1.0) -> Sample:
+def with_teacher_kl_weights(sample: Sample, weight: float = 1.0) -> Sample:
     """Every sampled token trains towards the reference, and by no reward."""
     nothing = np.zeros(len(sample), np.float32)
-    return sample.with_streams(rl_weights=nothing, ref_kl_weights=sample.loss_mask * np.float32(weight))
+    return sample.with_streams(rl_weights=nothing, teacher_kl_weights=sample.loss_mask * np.float32(weight))
 
 
 class OPSD(Algorithm):
@@ -93,7 +93,9 @@ class OPSD(Algorithm):
                 if len(whole) < len(rollout.samples):
                     rollout.samples = [_mask_out(sample) for sample in rollout.samples]
                 else:
-                    rollout.samples = [with_ref_kl_weights(sample, mean / max(1, length)) for sample in rollout.samples]
+                    rollout.samples = [
+                        with_teacher_kl_weights(sample, mean / max(1, length)) for sample in rollout.samples
+                    ]
 
     async def finish_batch(self, groups: Sequence[Group]) -> Mapping[str, int]:
         lost = await self._teacher.add_logprobs(groups, self._reference_prompt)

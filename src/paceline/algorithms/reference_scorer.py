@@ -50,7 +50,7 @@ class WantedScores(NamedTuple):
 
 
 def _lacks_teacher(sample: Sample) -> bool:
-    return sample.ref_kl_weights is not None and sample.teacher_logprobs is None
+    return sample.teacher_kl_weights is not None and sample.teacher_logprobs is None
 
 
 TEACHER = WantedScores("teacher_logprobs", _lacks_teacher, "teacher_failed")

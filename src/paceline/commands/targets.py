@@ -36,14 +36,14 @@ class RunTarget:
 
 def find_run(text: str) -> RunTarget | None:
     """The run that `text` names, or None where it names none; a step that the run lacks is an error. Without a step it
-    is the newest complete checkpoint; `RUN@promoted` is the last that passed [upgrade]."""
+    is the newest complete checkpoint; `RUN@promoted` is the last that passed [promotion]."""
     root, step = _split_target(text)
     if root is None:
         return None
     checkpoints = Checkpoints(RunDirectory(root).checkpoints, keep=1)
     whole = checkpoints.all()
     if step == PROMOTED and not (step := checkpoints.promoted_name):
-        raise PacelineError(f"{root} has no promoted checkpoint, which only a run with [upgrade] has: name a step")
+        raise PacelineError(f"{root} has no promoted checkpoint, which only a run with [promotion] has: name a step")
     number = (step or "").removeprefix("step-")
     matching = [path for path in whole if step is None or (number.isdecimal() and step_of(path) == int(number))]
     if step is not None and not matching:

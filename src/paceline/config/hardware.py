@@ -169,7 +169,7 @@ def ignored_settings(config: "RunConfig") -> Iterator[str]:
     if config.device == "cpu":
         yield 'device = "cpu" has no effect with backend = "mlx", which takes the GPU of its machine: remove it'
     if config.engine.products != "exact":
-        yield f'engine.products = "{config.engine.products}" has no effect with backend = "mlx": remove it'
+        yield 'engine.products = "half" has no effect with backend = "mlx": remove it'
     if config.engine.cache_gib is not None:
         yield 'engine.cache_gib has no effect with backend = "mlx", whose cache grows as it is needed: remove it'
 

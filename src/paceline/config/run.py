@@ -70,7 +70,7 @@ class CheckpointConfig(Section):
     that says so and is not kept in the run directory."""
 
 
-class UpgradeConfig(Section):
+class PromotionConfig(Section):
     """Gates before a version is promoted: it is played on the held-out rows and compared with the last promoted one.
     The run's first weights are promoted as they are; `checkpoints/promoted` and the export are the last that passed."""
 
@@ -210,7 +210,7 @@ class RunConfig(Section):
     replay: ReplayConfig = ReplayConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    upgrade: UpgradeConfig | None = None
+    promotion: PromotionConfig | None = None
     """Gates before a version is promoted and exported; off when left out. The section may be empty."""
     record: RecordConfig = RecordConfig()
     recording: RecordingConfig = RecordingConfig()

@@ -19,7 +19,8 @@ REF_KL_TRUST = 0.2
 
 
 class DPPOConfig(Section):
-    """Policy gradient with a trust region on the probability difference, plus a small squared log-ratio."""
+    """Divergence PPO (arXiv 2602.04879): policy gradient with a trust region on the probability difference, plus a
+    small squared log-ratio."""
 
     type: Literal["dppo"] = "dppo"
     low: float = Field(default=0.2, ge=0)
@@ -236,7 +237,7 @@ class TrainerConfig(Section):
     stream: bool = False
     """Run micro-batches while the batch's last groups are still being sampled, instead of waiting for all of it. The
     update is the same; worth it where the trainer waits for long episodes. Takes a gradient's memory once more for each
-    further component (rl, ce, ref_kl) that trains, and with mlx a pass for each that a micro-batch holds."""
+    further component (rl, ce, teacher_kl) that trains, and with mlx a pass for each that a micro-batch holds."""
     max_sample_tokens: int | None = Field(default=None, ge=2)
     """Longer samples are truncated; the model's context when left out."""
     gradient_checkpointing: bool = False

@@ -1,8 +1,8 @@
 """Packs samples into micro-batches: arrays without padding, under a token budget, of equal work for all ranks.
 
-The loss is `rl / N_rl + ce / N_ce + ref_kl / N_ref_kl`, each N over one optimizer step on all ranks. Dividing early, by
-one scale per token, makes the gradient a plain sum over tokens: the same however the batch is cut into micro-batches
-and spread over ranks.
+The loss is `rl / N_rl + ce / N_ce + teacher_kl / N_teacher_kl`, each N over one optimizer step on all ranks. Dividing
+early, by one scale per token, makes the gradient a plain sum over tokens: the same however the batch is cut into
+micro-batches and spread over ranks.
 
 Under FSDP no rank goes on to micro-batch k + 1 before all have done k, so a step lasts
 
@@ -34,7 +34,7 @@ class Scales:
 
     rl: NDArray
     ce: NDArray
-    ref_kl: NDArray
+    teacher_kl: NDArray
     regulariser: NDArray
     """For what holds an rl token whatever it is worth, such as a KL penalty: as `rl`, but with weight 1."""
 
@@ -68,7 +68,7 @@ def token_scales(
     return [Scales(*parts) for parts in zip(*columns, strict=True)]
 
 
-COMPONENTS = ("rl", "ce", "ref_kl")
+COMPONENTS = ("rl", "ce", "teacher_kl")
 
 
 def component_counts(samples: Sequence[Sample]) -> NDArray:
@@ -96,12 +96,12 @@ def _totals(per_owner: Sequence[Counter]) -> NDArray:
 
 def _weights(samples: Sequence[Sample]) -> dict[str, list[NDArray]]:
     rl = [s.rl_token_weights for s in samples]
-    ce, ref_kl = (
+    ce, teacher_kl = (
         [np.zeros(len(s), np.float32) if (w := getattr(s, name)) is None else w for s in samples]
-        for name in ("ce_weights", "ref_kl_weights")
+        for name in ("ce_weights", "teacher_kl_weights")
     )
-    ref_kl = [np.where(s.loss_mask, w, np.float32(0)) for s, w in zip(samples, ref_kl, strict=True)]
-    return {"rl": rl, "ce": ce, "ref_kl": ref_kl, "regulariser": [(w != 0).astype(np.float32) for w in rl]}
+    teacher_kl = [np.where(s.loss_mask, w, np.float32(0)) for s, w in zip(samples, teacher_kl, strict=True)]
+    return {"rl": rl, "ce": ce, "teacher_kl": teacher_kl, "regulariser": [(w != 0).astype(np.float32) for w in rl]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class MicroBatch:
     """The policy's at the batch's start; NaN where they were not asked for."""
     rl_scale: NDArray
     ce_scale: NDArray
-    ref_kl_scale: NDArray
+    teacher_kl_scale: NDArray
     regulariser_scale: NDArray
     kv_kept: NDArray
     """True where keys and values of older weights were sampled on."""
@@ -280,7 +280,7 @@ def similar_lengths(lengths: list[int], waste: float = 0.3) -> list[list[int]]:
 
 
 Bins = list[list[int]]
-Cut = list[Bins]
+RankBins = list[Bins]
 """For each rank its micro-batches, as indices of samples: equally many on every rank, some of them empty."""
 
 
@@ -315,7 +315,7 @@ class Cost:
         return self.linear * n + self.attention * n * n
 
 
-def balance_bins(lengths: Sequence[int], ranks: int, budget: int, cost: Cost) -> Cut:
+def balance_bins(lengths: Sequence[int], ranks: int, budget: int, cost: Cost) -> RankBins:
     """For each rank its micro-batches, as indices of samples: equally many on every rank, the costliest row first.
 
     Each holds at most `budget` tokens, or one longer sample alone; they are as few as first-fit-decreasing needs. With
@@ -336,13 +336,13 @@ def balance_bins(lengths: Sequence[int], ranks: int, budget: int, cost: Cost) ->
     return _assign_ranks(rows, ranks)
 
 
-def lockstep_cost(cut: Cut, lengths: Sequence[int], cost: Cost) -> float:
+def lockstep_cost(cut: RankBins, lengths: Sequence[int], cost: Cost) -> float:
     """Cost of a step when no rank goes ahead: in each row the costliest micro-batch."""
     bins = list(chain.from_iterable(zip(*cut, strict=True)))
     return _rows_cost(_rows(_packs(bins, cost.per_sequence(lengths)), len(cut)))
 
 
-def imbalance(cut: Cut, lengths: Sequence[int], cost: Cost) -> float:
+def imbalance(cut: RankBins, lengths: Sequence[int], cost: Cost) -> float:
     """The share by which a step in lockstep costs more than if all work were spread evenly: 0 at best."""
     ideal = cost(lengths) / len(cut)
     return lockstep_cost(cut, lengths, cost) / ideal - 1 if ideal else 0.0
@@ -394,9 +394,9 @@ def _rows(packs: Sequence[Pack], ranks: int) -> list[Row]:
     return [packs[start : start + ranks] for start in range(0, len(packs), ranks)]
 
 
-def _assign_ranks(rows: Iterable[Row], ranks: int) -> Cut:
+def _assign_ranks(rows: Iterable[Row], ranks: int) -> RankBins:
     """The costliest of a row goes to the rank that has least so far, so that sums are even too."""
-    cut: Cut = [[] for _ in range(ranks)]
+    cut: RankBins = [[] for _ in range(ranks)]
     totals = [0.0] * ranks
     falling = (sorted(row, key=_cost, reverse=True) for row in rows)
     for row in sorted(falling, key=lambda row: -row[0].cost):
@@ -416,7 +416,7 @@ def _packs(bins: Sequence[list[int]], costs: NDArray) -> list[Pack]:
     return list(map(Pack, np.bincount(owners, costs[members], len(bins)).tolist(), bins))
 
 
-def cut_steps(samples: Sequence[Sample], steps: int, ranks: int, budget: int, cost: Cost) -> list[Cut]:
+def bin_steps(samples: Sequence[Sample], steps: int, ranks: int, budget: int, cost: Cost) -> list[RankBins]:
     """A cut for each optimizer step, whose samples do not depend on the number of ranks. One rank alone packs by first
     fit, which leaves neighbours together: they may share a prompt. A step without samples has no micro-batches."""
     out = []
@@ -427,11 +427,11 @@ def cut_steps(samples: Sequence[Sample], steps: int, ranks: int, budget: int, co
     return out
 
 
-def restrict_cuts(some: Sequence[Cut], chosen: Collection[int]) -> Cut:
+def restrict_bins(some: Sequence[RankBins], chosen: Collection[int]) -> RankBins:
     """The cuts of several steps as one that leaves out samples that are not chosen. Where no rank has any in its k-th
     micro-batch there is none: they are still equally many on every rank.
 
-    >>> restrict_cuts([[[[0, 1], [2]], [[3], [4]]], [[[5]], [[]]]], {0, 4})
+    >>> restrict_bins([[[[0, 1], [2]], [[3], [4]]], [[[5]], [[]]]], {0, 4})
     [[[0], []], [[], [4]]]
     """
     rows = (row for cut in some for row in zip(*cut, strict=True))
@@ -444,6 +444,6 @@ def flatten_bins(bins: Iterable[list[int]]) -> list[int]:
     return sorted(chain.from_iterable(bins))
 
 
-def all_members(cut: Cut) -> list[int]:
+def all_members(cut: RankBins) -> list[int]:
     """All samples of a step, whichever rank has them."""
     return flatten_bins(chain.from_iterable(cut))

@@ -28,15 +28,19 @@ STREAM_DTYPES: Mapping[str, type] = {
     "rewards": np.float32,
     "rl_weights": np.float32,
     "ce_weights": np.float32,
-    "ref_kl_weights": np.float32,
+    "teacher_kl_weights": np.float32,
     "teacher_logprobs": np.float32,
     "kl_ref_logprobs": np.float32,
     "kv_kept": np.bool_,
 }
-RENAMED_STREAMS = {"ref_logprobs": "teacher_logprobs", "base_logprobs": "kl_ref_logprobs"}
+RENAMED_STREAMS = {
+    "ref_logprobs": "teacher_logprobs",
+    "base_logprobs": "kl_ref_logprobs",
+    "ref_kl_weights": "teacher_kl_weights",
+}
 """Streams by their names in files of earlier versions."""
 _no_attribute = renamed_attributes(RENAMED_STREAMS | {"rl": "rl_token_weights"})
-WEIGHT_STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
+WEIGHT_STREAMS = ("rl_weights", "ce_weights", "teacher_kl_weights")
 FIRST_IS_ZERO = {"loss_mask", *WEIGHT_STREAMS}
 SAMPLING_STREAMS = {"loss_mask", "logprobs", "versions", "temperatures"}
 """Streams that say how a token was sampled, and must agree with one another."""
@@ -59,7 +63,7 @@ class Sample:
     `loss_mask` marks the tokens the policy sampled. `logprobs` are as sampled, at the sampling temperature, 0.0 off the
     mask; absent, the sampler was frozen and the ratio is 1. `versions` are -1 off the mask. Absent weight streams mean
     rl weight 1.0 on the loss mask. The first token has nothing before it to be predicted from, so it never trains.
-    `teacher_logprobs` are for `ref_kl`, `kl_ref_logprobs` for the penalty of `[trainer.kl]`. `kv_kept` marks tokens
+    `teacher_logprobs` are for `teacher_kl`, `kl_ref_logprobs` for the penalty of `[trainer.kl]`. `kv_kept` marks tokens
     that were sampled on keys and values which older weights than the token's own had computed; absent, there are none.
     """
 
@@ -72,7 +76,7 @@ class Sample:
     rewards: NDArray | None = None
     rl_weights: NDArray | None = None
     ce_weights: NDArray | None = None
-    ref_kl_weights: NDArray | None = None
+    teacher_kl_weights: NDArray | None = None
     teacher_logprobs: NDArray | None = None
     kl_ref_logprobs: NDArray | None = None
     kv_kept: NDArray | None = None
@@ -169,12 +173,12 @@ class Sample:
         """Version of the oldest token that trains; None if a frozen model sampled it or nothing trains."""
         if self.logprobs is None:
             return None
-        if self.rl_weights is None and self.ref_kl_weights is None:
+        if self.rl_weights is None and self.teacher_kl_weights is None:
             # Off the mask stands -1, which unsigned is larger than any version.
             oldest = int(np.minimum.reduce(self.versions.view(np.uint32)))
             return oldest if oldest < 1 << 31 else None
         trained = self.rl_token_weights != 0
-        for weights in (self.ref_kl_weights, self.ce_weights):
+        for weights in (self.teacher_kl_weights, self.ce_weights):
             if weights is not None:
                 trained |= self.loss_mask & (weights != 0)
         return int(self.versions[trained].min()) if trained.any() else None

@@ -36,7 +36,7 @@ class GenerateRequest:
     `deterministic` the same tokens from the same weights."""
     order: int = 0
     """Priority when requests queue, lower first: the ticket's number in a run."""
-    turn: int = 0
+    queue_round: int = 0
     """Its number among the requests of one call. Calls that queue take turns, so that a call of many does not hold up
     one of few that comes later."""
     model: str = ""

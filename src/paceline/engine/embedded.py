@@ -133,7 +133,7 @@ class TorchWeights(WeightApplier):
             fingerprint(self._adapters.tensors(1).items())
             self._adapters.clear(1)
 
-    def record_source_event(self) -> "torch.cuda.Event | None":
+    def record_cuda_event(self) -> "torch.cuda.Event | None":
         """How far the sender's work on the GPU has come."""
         if self._model.device.type != "cuda":
             return None

@@ -121,7 +121,7 @@ class DecodingEngine:
         return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))  # bounded: by the pool's deadline
 
     async def load_weights(self, update: WeightUpdate) -> float:
-        event = self._weights.record_source_event()
+        event = self._weights.record_cuda_event()
         try:
             async with self._update_lock:  # bounded: by those before it, and applied in the order in which they came
                 # Read before decoding has to pause, and beside it: the pause is then the copy alone.

@@ -39,7 +39,7 @@ class Scheduler:
         self._deterministic = deterministic
         self._waiting: list[tuple[int, int, int, DecodeSequence]] = []
         self._arrivals = 0
-        self._turn = 0
+        self._queue_round = 0
         """The highest turn that was admitted: a call that comes now begins there."""
         self._leaving: set[DecodeSequence] = set()
         self._prefix_owners: dict[tuple[WeightsKey, tuple[int, ...]], DecodeSequence] = {}
@@ -57,12 +57,12 @@ class Scheduler:
 
     def add(self, sequence: DecodeSequence) -> None:
         """Queue a request: by its order, then by its turn, then by arrival."""
-        sequence.arrival, sequence.turn = self._arrivals, self._turn + sequence.request.turn
+        sequence.arrival, sequence.queue_round = self._arrivals, self._queue_round + sequence.request.queue_round
         self._arrivals += 1
         self._push_waiting(sequence)
 
     def _push_waiting(self, sequence: DecodeSequence) -> None:
-        heapq.heappush(self._waiting, (sequence.request.order, sequence.turn, sequence.arrival, sequence))
+        heapq.heappush(self._waiting, (sequence.request.order, sequence.queue_round, sequence.arrival, sequence))
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Scheduler:
         return owner is not None and owner.num_computed < len(sequence.request.prompt_ids) - 1
 
     def _start_running(self, sequence: DecodeSequence) -> None:
-        self._turn = max(self._turn, sequence.turn)
+        self._queue_round = max(self._queue_round, sequence.queue_round)
         self.running[sequence.slot] = sequence
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
@@ -131,16 +131,16 @@ class Scheduler:
         if pending == 1 and sequence.scores is None:
             self._launch(sequence, 1, True, chunks)
             return 0
-        samples = sequence.scores is None
+        samples_token = sequence.scores is None
         length = min(pending, budget)
         if self._deterministic:
             # Every sampled token comes from a decode step, so all see the same shapes, even where a prompt is shared.
-            length = min(pending - samples, self._prefill_tokens)
+            length = min(pending - samples_token, self._prefill_tokens)
         if length <= 0:
             return 0
-        return self._launch(sequence, length, samples and length == pending, chunks)
+        return self._launch(sequence, length, samples_token and length == pending, chunks)
 
-    def _launch(self, sequence: DecodeSequence, length: int, samples: bool, chunks: list[Chunk]) -> int:
+    def _launch(self, sequence: DecodeSequence, length: int, samples_token: bool, chunks: list[Chunk]) -> int:
         while not self._cache.grow(sequence, sequence.num_computed + length):
             if any(leaving.is_preempted for leaving in self._leaving):
                 return 0  # pages are on their way back
@@ -157,7 +157,7 @@ class Scheduler:
                 sequence,
                 start,
                 length,
-                samples,
+                samples_token,
                 served.versions[model],
                 served.adapter_slots[model],
                 index,
@@ -165,7 +165,7 @@ class Scheduler:
         )
         sequence.num_computed += length
         sequence.pending_steps += 1
-        sequence.pending_tokens += samples
+        sequence.pending_tokens += samples_token
         if start < prompt - 1:  # all but its last token are what others share
             self._step_prompts.add((sequence.weights_key, request.prompt_ids))
         if start < prompt:
@@ -178,7 +178,7 @@ class Scheduler:
         """The host has what this chunk computed."""
         sequence = chunk.sequence
         sequence.pending_steps -= 1
-        sequence.pending_tokens -= chunk.samples
+        sequence.pending_tokens -= chunk.samples_token
         if sequence in self._leaving and not sequence.pending_steps:
             self._finish_leaving(sequence)
 

@@ -90,7 +90,7 @@ class DecodeSequence:
     """Collects the prompt's log probabilities when the sequence is scored, not continued."""
     matcher: "GrammarMatcher | None" = None
     arrival: int = 0
-    turn: int = 0
+    queue_round: int = 0
     """Requests of equal `order` go first by this, then by `arrival`: calls that queue take turns."""
     slot: int = -1
     """Its row in the cache; -1 while it waits."""
@@ -182,7 +182,7 @@ class Chunk:
     sequence: DecodeSequence
     start: int
     length: int
-    samples: bool
+    samples_token: bool
     version: int
     """Of the weights the step was launched with."""
     adapter: int = 0

@@ -122,7 +122,7 @@ class WeightApplier(ABC):
     def warm_up(self) -> None:  # noqa: B027 - only where the first time takes long
         """Do once what an update does."""
 
-    def record_source_event(self) -> Any:
+    def record_cuda_event(self) -> Any:
         """How far the sender's work on the device has come, taken on the sender's thread: reading comes after it."""
         return None
 

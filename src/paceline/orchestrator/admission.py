@@ -264,7 +264,9 @@ def _mask_sample(sample: Sample) -> Sample:
     context = None if sample.ce_weights is None else np.where(sample.loss_mask, np.float32(0), sample.ce_weights)
     if context is not None and not context.any():
         context = None
-    return sample.with_streams(rl_weights=np.zeros(len(sample), np.float32), ref_kl_weights=None, ce_weights=context)
+    return sample.with_streams(
+        rl_weights=np.zeros(len(sample), np.float32), teacher_kl_weights=None, ce_weights=context
+    )
 
 
 @dataclass(slots=True)
@@ -378,7 +380,7 @@ class GroupAdmission:
 def has_no_signal(group: Group) -> bool:
     """No sample of the group would move a weight: where rl trains every advantage is zero, and nothing else trains."""
     for sample in group.samples():
-        if any(weights is not None and weights.any() for weights in (sample.ce_weights, sample.ref_kl_weights)):
+        if any(weights is not None and weights.any() for weights in (sample.ce_weights, sample.teacher_kl_weights)):
             return False
         # Credit that is not there yet comes from a critic, or when the batch ships.
         pending = sample.advantages is None or sample.rewards is not None

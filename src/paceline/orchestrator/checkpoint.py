@@ -18,7 +18,7 @@ from paceline.weights.manifest import MANIFEST, find_problems, has_manifest, joi
 
 LATEST = "latest"
 PROMOTED = "promoted"
-"""Names the checkpoint of the last version that passed [upgrade]."""
+"""Names the checkpoint of the last version that passed [promotion]."""
 STATE = "state.json"
 
 

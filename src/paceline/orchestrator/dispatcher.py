@@ -299,7 +299,10 @@ class Dispatcher:
     def state(self) -> DispatcherState:
         """State for the checkpoint. Groups in flight are not in it: their tickets wait for a resume."""
         late = {env.name: env.late_groups for env in self._envs.values()}
-        counts = self.tally.counts() | {"late": late, "forgone": {e.name: e.forgone_share for e in self._envs.values()}}
+        counts = self.tally.counts() | {
+            "late": late,
+            "forgone": {e.name: e.share_while_paused for e in self._envs.values()},
+        }
         resolved, chosen = list(self.tally.resolved), list(self._replays)
         return DispatcherState(self._buffered_groups(), resolved, self._replay.state(), chosen, counts)
 
@@ -327,5 +330,5 @@ class Dispatcher:
         self.admission.tally = Tally.of([g for g in held.resolved if g.ticket not in again], held.counts)
         for env in self._envs.values():
             env.late_groups = held.counts.get("late", {}).get(env.name, 0)
-            env.forgone_share = held.counts.get("forgone", {}).get(env.name, 0.0)
+            env.share_while_paused = held.counts.get("forgone", {}).get(env.name, 0.0)
         return [group.ticket for group in self._buffered_groups()]

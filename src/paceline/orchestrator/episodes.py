@@ -65,8 +65,8 @@ class TrainEnv:
     late_groups: int = 0
     """Groups of it that were dropped because they came too late for any batch."""
     paused: bool = False
-    forgone_share: float = 0.0
-    """Places over the weight that went to others while it was paused."""
+    share_while_paused: float = 0.0
+    """What others were given while it was paused, in units of `share`."""
     note: str = ""
     """Something about the rows that the user should hear of."""
     failures: FailuresConfig = field(default_factory=FailuresConfig)
@@ -100,10 +100,10 @@ class TrainEnv:
 
     @property
     def share(self) -> float:
-        """Places drawn so far over the weight: the environment with the least is next. Groups that came too late do not
-        count, so a slow environment draws them again and has its share of what trains. Filtered groups count: an
-        environment without a signal must not keep the others waiting."""
-        return (self.cursor.draws - self.late_groups) * self.group_size / self.config.weight + self.forgone_share
+        """Rollouts drawn so far, divided by `weight`: the environment with the least is next. Groups that came too late
+        do not count, so a slow environment draws them again and has its share of what trains. Filtered groups count:
+        an environment without a signal must not keep the others waiting."""
+        return (self.cursor.draws - self.late_groups) * self.group_size / self.config.weight + self.share_while_paused
 
     def draw(self, number: int) -> Ticket:
         epoch, draw, row = self.cursor.draw()

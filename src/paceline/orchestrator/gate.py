@@ -11,7 +11,8 @@ OnStale = Literal["drop", "mask", "keep"]
 
 
 def staleness(sample: Sample, version: int) -> int:
-    """Versions between the oldest token that trains and now; 0 for a frozen sampler, whose tokens never go stale."""
+    """Versions between the oldest token that trains and now; 0 where another model than the
+    policy sampled all of them."""
     oldest = sample.oldest_version
     return 0 if oldest is None else version - oldest
 
@@ -27,8 +28,8 @@ def limit_staleness(sample: Sample, version: int, limit: int, on_stale: OnStale)
     if not (keep & sample.loss_mask).any():
         return None
     changed = {"rl_weights": np.where(keep, sample.rl_token_weights, np.float32(0))}
-    if sample.ref_kl_weights is not None:
-        changed["ref_kl_weights"] = np.where(keep, sample.ref_kl_weights, np.float32(0))
+    if sample.teacher_kl_weights is not None:
+        changed["teacher_kl_weights"] = np.where(keep, sample.teacher_kl_weights, np.float32(0))
     if sample.ce_weights is not None:  # also of tokens that nothing sampled, which have no age
         changed["ce_weights"] = np.where(keep | ~sample.loss_mask, sample.ce_weights, np.float32(0))
     return sample.with_streams(**changed)

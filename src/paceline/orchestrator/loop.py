@@ -26,14 +26,14 @@ from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.kl_reference import KLReferenceModel
 from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
 from paceline.orchestrator.metrics import Stopwatch, batch_metrics, row_metrics
-from paceline.orchestrator.pauses import Advisor, Pauses
+from paceline.orchestrator.pauses import Advisor, EnvPauses
+from paceline.orchestrator.promotion import PromotionGate
 from paceline.orchestrator.replay import ReplayedGroup
 from paceline.orchestrator.saved_groups import GROUPS_FILE, encode_groups, read_groups
-from paceline.orchestrator.upgrade import UpgradeGate
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.trainer import StepReport, Trainer, TrainerError, TrainerLost
 from paceline.util.deadlines import Clock, gather_or_cancel
-from paceline.util.user_code import restore_interpreter
+from paceline.util.user_code import restore_import_path
 
 Records = Sequence[dict[str, Any]]
 Gauges = Mapping[str, float]
@@ -99,10 +99,10 @@ class Orchestrator:
         )
         self._dispatcher.skipped_draws = skipped_draws
         self._league_checkpoints = LeagueCheckpoints(parts.envs, parts.pool, parts.monitor.note)
-        upgrade = (parts.pool, parts.envs, config.eval.concurrency)
-        self._upgrade = None if config.upgrade is None else UpgradeGate(config.upgrade, *upgrade)
+        promotion = (parts.pool, parts.envs, config.eval.concurrency)
+        self._promotion = None if config.promotion is None else PromotionGate(config.promotion, *promotion)
         advisor = parts.advisor(config.model_dump()) if parts.advisor else None
-        self._pauses = Pauses(config, parts.envs, advisor, parts.monitor.note)
+        self._env_pauses = EnvPauses(config, parts.envs, advisor, parts.monitor.note)
         self._stopwatch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
         self._clock_offset = time.time() - parts.clock.now()
         self._finished_tickets: set[Ticket] = set()
@@ -141,18 +141,20 @@ class Orchestrator:
                 with self._stopwatch.phase("publish"):
                     await self._publish(self.step + 1)
                 await self._finish_step(batch, samples, report)
-            if self._upgrade and not self._stopping and self._upgrade.checked_step < self.step:  # the rows are used up
+            if (
+                self._promotion and not self._stopping and self._promotion.checked_step < self.step
+            ):  # the rows are used up
                 metrics = await self._evaluate()
-                await self._upgrade_or_refuse(metrics, (await self._upgrade.compare(self.step, metrics))[1])
+                await self._promote_or_refuse(metrics, (await self._promotion.compare(self.step, metrics))[1])
             await self._save()
             if not self._finished and (solved := self._dispatcher.admission.solved_reason):
                 self.solved_reason = solved
                 self._parts.monitor.note(solved)
             elif not self._finished:
-                self.halt_reason = self._pauses.halt_reason()
+                self.halt_reason = self._env_pauses.halt_reason()
         finally:
             self._report_dropped(self.step + 1)  # the groups that ended the run are worth a look
-            self._pauses.close()
+            self._env_pauses.close()
             await self._dispatcher.close()
             await self._parts.client.close()
 
@@ -182,7 +184,7 @@ class Orchestrator:
             await self._save()
         await self._publish(self.step)
         is_first = bool(self._config.eval.every) and self.step == 0
-        is_unguarded = self._upgrade is not None and self._upgrade.promoted is None
+        is_unguarded = self._promotion is not None and self._promotion.promoted is None
         if is_first or is_unguarded:
             metrics = await self._evaluate()
             if is_first:
@@ -232,15 +234,15 @@ class Orchestrator:
             await self._parts.reference.follow(update)
         if self._league_checkpoints.members:
             await self._league_checkpoints.offer(update)
-        if self._pauses.advice_task:
-            await self._pauses.apply()
+        if self._env_pauses.advice_task:
+            await self._env_pauses.apply()
         self._gate.publish(update.version)
         if not self._stopping:
             self._dispatcher.refill()
 
     async def _finish_step(self, batch: Sequence[Group], samples: Sequence[Sample], report: StepReport) -> None:
         """The batch is trained and published: enter it in the books, report, evaluate, save."""
-        restore_interpreter()
+        restore_import_path()
         self.step += 1
         self._finished_tickets.clear()
         for group in batch:
@@ -260,19 +262,19 @@ class Orchestrator:
         metrics |= self._stopwatch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
         if report.skipped:
             self._parts.monitor.note(f"step {self.step}: {report.trouble}")
-        every, upgrade, reasons = self._config.eval.every, self._upgrade, None
-        is_upgrade_due = upgrade is not None and upgrade.is_due(self.step, self._config.steps)
-        if is_upgrade_due or (every and (self.step % every == 0 or self.step == self._config.steps)):
+        every, promotion, reasons = self._config.eval.every, self._promotion, None
+        is_promotion_due = promotion is not None and promotion.is_due(self.step, self._config.steps)
+        if is_promotion_due or (every and (self.step % every == 0 or self.step == self._config.steps)):
             metrics |= await self._evaluate()
-        if upgrade is not None:
-            upgrade.add_trained(batch)
-            if is_upgrade_due:
+        if promotion is not None:
+            promotion.add_trained(batch)
+            if is_promotion_due:
                 with self._stopwatch.phase("eval"):
-                    compared, reasons = await upgrade.compare(self.step, metrics)
+                    compared, reasons = await promotion.compare(self.step, metrics)
                 metrics |= compared
         self._record(batch, samples, tally, metrics, report.skipped)
         if reasons is not None:
-            await self._upgrade_or_refuse(metrics, reasons)
+            await self._promote_or_refuse(metrics, reasons)
         if self._config.checkpoint.every and self.step % self._config.checkpoint.every == 0:
             await self._save()
         self._stopwatch.restart()
@@ -282,13 +284,13 @@ class Orchestrator:
             parts, config = self._parts, self._config
             progress, played = parts.monitor.phase, partial(parts.monitor.finished_rollouts, self.step)
             runner = RolloutRunner(parts.eval_client, parts.clock, config.seed, EVAL)
-            if self._upgrade is not None:
-                self._upgrade.clear_replies()
+            if self._promotion is not None:
+                self._promotion.clear_replies()
 
             def evaluated(rollouts: Sequence[Rollout]) -> None:
                 played("evaluated", rollouts)
-                if self._upgrade is not None:
-                    self._upgrade.add_replies(rollouts)
+                if self._promotion is not None:
+                    self._promotion.add_replies(rollouts)
 
             metrics = await evaluate(parts.envs, runner, config.eval, progress, evaluated)
             runner = RolloutRunner(parts.eval_client, parts.clock, config.seed, MATCH)
@@ -297,37 +299,37 @@ class Orchestrator:
             )
         return metrics | {"time/eval": self._stopwatch.seconds("eval")}
 
-    async def _upgrade_or_refuse(self, evaluation: Gauges, reasons: Sequence[str]) -> None:
+    async def _promote_or_refuse(self, evaluation: Gauges, reasons: Sequence[str]) -> None:
         """Promote the version that was compared, or do what the run file says of one that failed."""
-        assert self._upgrade is not None
+        assert self._promotion is not None
         if not reasons:
             await self._promote(evaluation)
             return
-        assert self._config.upgrade is not None
-        assert self._upgrade.promoted is not None
-        how, stays = self._config.upgrade.on_fail, f"`promoted` stays at step {self._upgrade.promoted.step}"
+        assert self._config.promotion is not None
+        assert self._promotion.promoted is not None
+        how, stays = self._config.promotion.on_fail, f"`promoted` stays at step {self._promotion.promoted.step}"
         cause = f"step {self.step} is not promoted: {'; '.join(reasons)}; {stays}"
         if how == "roll_back":
-            raise RollBack(cause, self._upgrade.draws, self._parts.checkpoints.promoted)
+            raise RollBack(cause, self._promotion.draws, self._parts.checkpoints.promoted)
         self._parts.monitor.note(cause)
         if how == "stop":
-            self.halt_reason = f"{cause}. Lower trainer.optimizer.lr, or let [upgrade] allow more, and go on with "
+            self.halt_reason = f"{cause}. Lower trainer.optimizer.lr, or let [promotion] allow more, and go on with "
             self.halt_reason += "--resume promoted"
             self.stop()
 
     async def _promote(self, evaluation: Gauges) -> None:
         """The checkpoint of this step, which says so itself, is the promoted one from now on. Killed in between, a
         resumed run finds the checkpoint and points `promoted` at it."""
-        assert self._upgrade is not None
-        await self._upgrade.promote(self.step, evaluation)
+        assert self._promotion is not None
+        await self._promotion.promote(self.step, evaluation)
         self._saved_at = None  # one of this step may be there that does not know
         await self._save()
         self._parts.checkpoints.promote(self.step)
 
     @property
     def promoted(self) -> Path | None:
-        """The checkpoint of the last version that passed [upgrade]; None where nothing is promoted."""
-        return None if self._upgrade is None else self._parts.checkpoints.promoted
+        """The checkpoint of the last version that passed [promotion]; None where nothing is promoted."""
+        return None if self._promotion is None else self._parts.checkpoints.promoted
 
     def _record(
         self, batch: Sequence[Group], samples: Sequence[Sample], tally: Tally, metrics: dict[str, float], skipped: bool
@@ -347,7 +349,7 @@ class Orchestrator:
         monitor.rollouts(self.step, [rollout.record() for rollout in [*shown, *failed[:1]]])
         if self._config.record.batches:
             monitor.batch(self.step, encode(samples))
-        self._pauses.step(self.step, metrics)
+        self._env_pauses.step(self.step, metrics)
         self._flush_tickets()
 
     def _report_dropped(self, step: int) -> None:
@@ -358,7 +360,7 @@ class Orchestrator:
 
     def _report_rollouts(self, step: int, state: str, rollouts: list[Rollout]) -> None:
         self._parts.monitor.finished_rollouts(step, state, rollouts)
-        self._pauses.played(state, rollouts)
+        self._env_pauses.played(state, rollouts)
 
     def _flush_tickets(self) -> None:
         self._parts.monitor.tickets(self._ticket_records)
@@ -383,14 +385,14 @@ class Orchestrator:
             "environments": {env.name: env.environment.state() for env in envs},
             "skipped_draws": sorted(self._dispatcher.skipped_draws),
             "leagues": [member.env.name for member in self._league_checkpoints.members],
-            "upgrade": {} if self._upgrade is None else self._upgrade.state(),
+            "promotion": {} if self._promotion is None else self._promotion.state(),
         }
 
         async def files(folder: Path) -> None:
             await self._parts.trainer.save(folder)
             self._league_checkpoints.save(folder)
-            if self._upgrade is not None:
-                self._upgrade.save(folder)
+            if self._promotion is not None:
+                self._promotion.save(folder)
             if self._parts.reference is not None:
                 self._parts.reference.save(folder)
             (folder / GROUPS_FILE).write_bytes(groups)
@@ -448,15 +450,15 @@ class Orchestrator:
             env.algorithm.load(state["algorithms"][env.name])
             env.environment.load(state["environments"][env.name])
         await self._league_checkpoints.load(path)
-        if self._upgrade is not None:
-            self._upgrade.load(path, state.get("upgrade", {}))
+        if self._promotion is not None:
+            self._promotion.load(path, state.get("promotion", {}))
         if self._parts.reference is not None:
             await self._parts.reference.load(path)
         checkpoints.delete_after(self.step)
-        promoted = None if self._upgrade is None else self._upgrade.promoted
-        if self._upgrade is not None and promoted is not None and not checkpoints.promote(promoted.step):
+        promoted = None if self._promotion is None else self._promotion.promoted
+        if self._promotion is not None and promoted is not None and not checkpoints.promote(promoted.step):
             self._notes.append(f"the promoted checkpoint of step {promoted.step} is gone: {path.name} takes its place")
-            self._upgrade.promoted = None
+            self._promotion.promoted = None
 
     def _changed_rows(self, path: Path, saved: Mapping[str, Mapping]) -> set[str]:
         """Environments whose rows are not those the checkpoint was trained on; an error unless that is allowed."""

@@ -26,7 +26,7 @@ class Advisor(Protocol):
     def forget(self, env: str) -> None: ...
 
 
-class Pauses:
+class EnvPauses:
     """The paused environments, why, and until when. A run without an advisor, or rules to pause by, pauses none."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Pauses:
         awake = [env.share for env in self._envs.values() if not (env.paused or env.exhausted)]
         for env in self._envs.values():
             if env.paused and awake:
-                env.forgone_share += max(0.0, min(awake) - env.share)
+                env.share_while_paused += max(0.0, min(awake) - env.share)
         for name, until in list(self._until.items()):
             if self._step >= until or not self._rules:
                 self._envs[name].paused = False

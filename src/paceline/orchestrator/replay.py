@@ -172,7 +172,7 @@ def _weighted(sample: Sample, weight: float) -> Sample:
     if weight == 1.0:
         return sample
     factor = np.float32(weight)
-    others = {name: getattr(sample, name) for name in ("ce_weights", "ref_kl_weights")}
+    others = {name: getattr(sample, name) for name in ("ce_weights", "teacher_kl_weights")}
     scaled = {name: stream * factor for name, stream in others.items() if stream is not None}
     return sample.with_streams(rl_weights=sample.rl_token_weights * factor, **scaled)
 

@@ -58,7 +58,7 @@ from paceline.runtime.saved_policy import RunResult
 from paceline.runtime.signals import STOPPED_BY_USER, ForcedExit, Signals, Status, run_until_complete
 from paceline.trainer import TrainerLost
 from paceline.util.gc_tuning import tuned_gc
-from paceline.util.user_code import UserCodeError, failure_traces, restore_interpreter, unexpected_failure
+from paceline.util.user_code import UserCodeError, failure_traces, restore_import_path, unexpected_failure
 
 MAX_ROLL_BACKS = 8
 """Times in a row that a run may go back to the same checkpoint."""
@@ -229,7 +229,7 @@ class RunSession:
         # Before the run began, whatever lies in the directory is an older run's, unless that is the one to resume.
         own = self.directory.begun or self.config.resume
         metrics = read_metrics(self.directory) if own else []
-        restore_interpreter()
+        restore_import_path()
         if outcome.status != "failed" and any(line["step"] for line in metrics):
             try:
                 plot_rewards(metrics, self.directory.plot, self.config.name)
@@ -286,7 +286,7 @@ class RunSession:
                         return RunOutcome("interrupted", step, why, checkpoint)
                     monitor.phase("exporting the model")
                     if (promoted := orchestrator.promoted) is not None and promoted != checkpoint:
-                        monitor.note(f"export/ has the weights of {promoted.name}, the last that passed [upgrade]")
+                        monitor.note(f"export/ has the weights of {promoted.name}, the last that passed [promotion]")
                         await given.checkpoints.check(promoted)
                         await parts.trainer.load(promoted)
                     await parts.trainer.export(directory.export, parts.tokenizer)

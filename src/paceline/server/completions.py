@@ -69,7 +69,7 @@ async def build_requests(
             noise=key if index == 0 and body.noise is not None else noise_key(key, index),
             # Before others only where every caller holds the key.
             order=(body.order or 0) if service.has_key else max(body.order or 0, 0),
-            turn=index,
+            queue_round=index,
             model=model,
             top_logprobs=min(top_logprobs, limits.max_top_logprobs),
             grammar=grammar,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, Scales, collate, pack, token_scales
-from paceline.data.packing import Bins, Cost, Cut, cut_steps, flatten_bins
+from paceline.data.packing import Bins, Cost, RankBins, bin_steps, flatten_bins
 from paceline.planner.shape import read_shape
 from paceline.trainer.loss import LossStats
 from paceline.trainer.terms import TrainedTokens
@@ -166,7 +166,7 @@ class Batch:
     filled in for this rank's own samples."""
 
     samples: list[Sample]
-    cuts: list[Cut]
+    step_bins: list[RankBins]
     """For each optimizer step every rank's micro-batches."""
     rank: int
     prox: Mapping[int, NDArray] = field(default_factory=dict)
@@ -178,12 +178,12 @@ class Batch:
     @classmethod
     def single_rank(cls, samples: Sequence[Sample], c: config.TrainerConfig, budget: int) -> Self:
         """A batch that no other rank has a part in."""
-        return cls(list(samples), cut_steps(samples, c.minibatches, 1, budget, Cost(1, 0)), 0)
+        return cls(list(samples), bin_steps(samples, c.minibatches, 1, budget, Cost(1, 0)), 0)
 
     @property
     def own(self) -> list[int]:
         """The samples of this rank."""
-        return sorted(i for cut in self.cuts for i in flatten_bins(cut[self.rank]))
+        return sorted(i for cut in self.step_bins for i in flatten_bins(cut[self.rank]))
 
 
 def score_samples(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample
-from paceline.data.packing import flatten_bins, restrict_cuts
+from paceline.data.packing import flatten_bins, restrict_bins
 from paceline.trainer.backend import DUMMY_PACK, Batch, PolicyBackend, ValueTargets, score_samples, training
 from paceline.trainer.terms import clip, maximum, square
 from paceline.weights.update import Array
@@ -73,7 +73,7 @@ class Critic:
         lacking = frozenset(self.lacking_advantages(batch.samples))
         if not lacking:
             return batch, {}
-        bins = restrict_cuts(batch.cuts, lacking)[batch.rank]
+        bins = restrict_bins(batch.step_bins, lacking)[batch.rank]
         values = score_samples(self.make().values, batch.samples, bins)
         targets = {i: self._targets_of(batch.samples[i], values[i].astype(np.float64)) for i in flatten_bins(bins)}
         advantages = [one.returns - one.values for one in targets.values()]

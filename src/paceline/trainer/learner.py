@@ -7,7 +7,7 @@ scales -> this rank's micro-batches backward -> gradients of all ranks -> clip -
 A batch that is still coming in (`StreamedBatch`) does not know a component's normaliser N. Its tokens are summed as if
 N were 1, each component in a sum of its own; in the end
 
-    gradient = sum_rl / N_rl + sum_ce / N_ce + sum_ref_kl / N_ref_kl
+    gradient = sum_rl / N_rl + sum_ce / N_ce + sum_teacher_kl / N_teacher_kl
 
 is what the whole batch at once would have given, whatever came first.
 """
@@ -34,7 +34,7 @@ from paceline.data import (
     pack,
     token_scales,
 )
-from paceline.data.packing import COMPONENTS, all_members, flatten_bins, restrict_cuts
+from paceline.data.packing import COMPONENTS, all_members, flatten_bins, restrict_bins
 from paceline.errors import TrainerError
 from paceline.trainer.backend import DUMMY_PACK, Batch, PolicyBackend, collate_bins, score_samples, training
 from paceline.trainer.checkpoint import strip_prefix
@@ -47,7 +47,7 @@ from paceline.weights.update import Array
 if TYPE_CHECKING:
     from paceline.trainer.backend import Optimizer
 
-SCALE_OF = {"rl": "regulariser_scale", "ce": "ce_scale", "ref_kl": "ref_kl_scale"}
+SCALE_OF = {"rl": "regulariser_scale", "ce": "ce_scale", "teacher_kl": "teacher_kl_scale"}
 """The scale that is not 0 on a component's tokens."""
 ONE = np.ones((len(COMPONENTS), 2))
 
@@ -278,9 +278,9 @@ class Learner:
         return (batch, {}) if self._critic is None else self._critic.credit(batch)
 
     def _check(self, sample: Sample) -> None:
-        distils = sample.ref_kl_weights is not None and sample.ref_kl_weights[sample.loss_mask].any()
+        distils = sample.teacher_kl_weights is not None and sample.teacher_kl_weights[sample.loss_mask].any()
         if distils and sample.teacher_logprobs is None:
-            raise TrainerError(f"{sample.where}: tokens train with ref_kl but carry no `teacher_logprobs`")
+            raise TrainerError(f"{sample.where}: tokens train with teacher_kl but carry no `teacher_logprobs`")
         if sample.advantages is not None or not sample.rl_token_weights.any():
             return
         if sample.rewards is None:
@@ -299,13 +299,13 @@ class Learner:
 
         def scores(chosen: set[int]) -> dict[int, NDArray]:
             """This rank's part of a pass over some samples of all ranks."""
-            own = restrict_cuts(batch.cuts, chosen)[batch.rank]
+            own = restrict_bins(batch.step_bins, chosen)[batch.rank]
             return score_samples(self.policy.forward.scores, batch.samples, own)
 
         need_prox: set[int] = set()
         if self._config.proximal:
             # The first step needs none: it is taken from the batch's start itself.
-            later = batch.cuts[0 if shaping else 1 :]
+            later = batch.step_bins[0 if shaping else 1 :]
             need_prox = {i for cut in later for i in all_members(cut) if samples[i].rl_token_weights.any()}
         prox = scores(need_prox)
         lacking = {i for i, s in enumerate(samples) if s.kl_ref_logprobs is None and s.rl_token_weights.any()}
@@ -372,7 +372,7 @@ class Learner:
 
     def _step(self, batch: Batch, number: int, version: int) -> StepOutcome | None:
         """One optimizer step on all ranks' samples; None for one of several that has none."""
-        cut = batch.cuts[number]
+        cut = batch.step_bins[number]
         members, bins = all_members(cut), cut[batch.rank]
         if not members and self._config.minibatches > 1:
             return None
@@ -418,7 +418,7 @@ class Learner:
 
     def _critic_step(self, critic: Critic, batch: Batch, number: int) -> dict[str, float] | None:
         """The critic's step beside one of the policy's; None where it has no targets."""
-        cut = restrict_cuts([batch.cuts[number]], batch.valued)
+        cut = restrict_bins([batch.step_bins[number]], batch.valued)
         members, bins = all_members(cut), cut[batch.rank]
         if not members:
             return None

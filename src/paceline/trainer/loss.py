@@ -1,9 +1,9 @@
 """The loss: one sum over terms, each token already scaled by its normaliser.
 
-    sum_t  rl_scale_t * rl_t  +  ce_scale_t * ce_t  +  ref_kl_scale_t * ref_kl_t
+    sum_t  rl_scale_t * rl_t  +  ce_scale_t * ce_t  +  teacher_kl_scale_t * teacher_kl_t
          + regulariser_scale_t * (kl_coef * kl_t - entropy_coef * H_t)
 
-    rl      the policy loss (`trainer.loss`)        ref_kl  reverse KL to a teacher: on-policy distillation
+    rl      the policy loss (`trainer.loss`)        teacher_kl  reverse KL to a teacher: on-policy distillation
     ce      cross entropy on given tokens           kl      KL penalty towards a reference (`trainer.kl`)
 
 `regulariser_scale` is the rl normaliser on rl tokens, without the weights that an algorithm gave them. The second line
@@ -27,9 +27,9 @@ from paceline.trainer.terms import (
     k3,
     no_grad,
     ones_like,
-    ref_kl_term,
     rl_term,
     stack,
+    teacher_kl_term,
     total,
     where,
     zeros_like,
@@ -72,9 +72,9 @@ class Loss:
         rl, rl_clipped = self._rl(ratio, tokens)
         if self._config.proximal:
             rl = rl * importance(self._config.proximal, tokens)
-        ref_kl, ref_clipped = ref_kl_term(sampler_ratio, tokens)
-        terms = {"rl": rl, "ce": -tokens.logprobs, "ref_kl": ref_kl}
-        scales = {"rl": tokens.rl_scale, "ce": tokens.ce_scale, "ref_kl": tokens.ref_kl_scale}
+        teacher_kl, ref_clipped = teacher_kl_term(sampler_ratio, tokens)
+        terms = {"rl": rl, "ce": -tokens.logprobs, "teacher_kl": teacher_kl}
+        scales = {"rl": tokens.rl_scale, "ce": tokens.ce_scale, "teacher_kl": tokens.teacher_kl_scale}
         if self._kl is not None and self._config.kl is not None:
             terms["kl"] = self._config.kl.coef * self._kl(
                 tokens.logprobs, tokens.or_policy_where_nan(tokens.kl_ref_logprobs)
@@ -84,7 +84,7 @@ class Loss:
         skipped = self._skip_mask(sampler_ratio, tokens)
         unskipped = ~skipped[tokens.segments]
         scales |= {name: tokens.regulariser_scale for name in terms if name not in scales}
-        return TokenLosses(terms, scales, {"rl": rl_clipped, "ref_kl": ref_clipped}, ratio, skipped, unskipped)
+        return TokenLosses(terms, scales, {"rl": rl_clipped, "teacher_kl": ref_clipped}, ratio, skipped, unskipped)
 
     def _skip_mask(self, ratio: Ratio, tokens: TrainedTokens) -> Array:
         """Sequences so many of whose tokens are far from the sampler that nothing in them can be trusted. Decided per
@@ -121,15 +121,15 @@ class TokenLosses:
         return {name: where(used[name], term, 0.0) * self.scales[name] for name, term in self.terms.items()}
 
 
-TERMS = {"rl": ("rl", "kl", "entropy"), "ce": ("ce",), "ref_kl": ("ref_kl",)}
+TERMS = {"rl": ("rl", "kl", "entropy"), "ce": ("ce",), "teacher_kl": ("teacher_kl",)}
 """Terms of the loss that a component's normaliser divides: KL and entropy go by the rl tokens."""
 STAT_NAMES = (
-    *(f"loss_{part}" for part in ("rl", "ce", "ref_kl", "kl", "entropy")),
-    *("num_rl", "num_ce", "num_ref_kl", "num_with_prox", "num_with_kl_ref"),
+    *(f"loss_{part}" for part in ("rl", "ce", "teacher_kl", "kl", "entropy")),
+    *("num_rl", "num_ce", "num_teacher_kl", "num_with_prox", "num_with_kl_ref"),
     *("num_fresh", "num_kv_kept", "num_stale", "num_skipped"),
     *("ratio", "ppo_kl", "sampler_kl", "clipped", "entropy"),  # over the rl tokens
     *("mismatch", "kv_kept", "drift"),  # over fresh, kv_kept and stale tokens: r - log r - 1, r = prox / rollout
-    *("nll", "teacher_kl", "ref_kl_clipped", "kl"),  # over ce, ref_kl, ref_kl and with_kl_ref tokens
+    *("nll", "teacher_kl", "teacher_kl_clipped", "kl"),  # over ce, teacher_kl, teacher_kl and with_kl_ref tokens
 )
 """First the scaled terms. Then counts: of tokens by component; of rl tokens whose log probability at the batch's start
 is known (with_prox), with a KL reference's, of the current version with its own KV cache (fresh) or an older version's
@@ -146,7 +146,7 @@ class LossStats:
     def from_tokens(
         cls, tokens: TrainedTokens, losses: TokenLosses, parts: Mapping[str, Array], version: int, first: bool
     ) -> "LossStats":
-        rl, ce, distilled = (scale != 0 for scale in (tokens.rl_scale, tokens.ce_scale, tokens.ref_kl_scale))
+        rl, ce, distilled = (scale != 0 for scale in (tokens.rl_scale, tokens.ce_scale, tokens.teacher_kl_scale))
         prox, rollout = (tokens.or_policy_where_nan(x) for x in (tokens.prox_logprobs, tokens.rollout_logprobs))
         divergence = Ratio.from_logprobs(prox, rollout).divergence()
         with_prox = rl & (~isnan(tokens.prox_logprobs) | first)
@@ -166,10 +166,10 @@ class LossStats:
             "drift": (stale, divergence),
             "nll": (ce, -tokens.logprobs),
             "teacher_kl": (distilled, tokens.logprobs - tokens.teacher_logprobs),
-            "ref_kl_clipped": (distilled, losses.clipped["ref_kl"]),
+            "teacher_kl_clipped": (distilled, losses.clipped["teacher_kl"]),
             "kl": (with_kl_ref, k3(tokens.logprobs, tokens.or_policy_where_nan(tokens.kl_ref_logprobs))),
         }
-        masks = {"rl": rl, "with_prox": with_prox, "ce": ce, "ref_kl": distilled, "with_kl_ref": with_kl_ref}
+        masks = {"rl": rl, "with_prox": with_prox, "ce": ce, "teacher_kl": distilled, "with_kl_ref": with_kl_ref}
         masks |= {"fresh": fresh, "kv_kept": kv_kept, "stale": stale, "skipped": losses.skipped}
         values = {f"loss_{name}": total(part) for name, part in parts.items()}
         values |= {f"num_{name}": total(mask) for name, mask in masks.items()}
@@ -203,7 +203,7 @@ MEANS = {
     "kv_kept": {"mismatch/kv_kept": "kv_kept"},
     "with_kl_ref": {"kl": "kl"},
     "ce": {"nll": "nll"},
-    "ref_kl": {"ref_kl": "teacher_kl", "ref_kl/clip_fraction": "ref_kl_clipped"},
+    "teacher_kl": {"teacher_kl": "teacher_kl", "teacher_kl/clip_fraction": "teacher_kl_clipped"},
 }
 """By the count that they are divided by: public names of means, and the sums they are made of."""
 
@@ -211,9 +211,9 @@ MEANS = {
 def metrics(totals: NDArray, steps: int) -> dict[str, float]:
     """Means under their public names over the optimizer steps of a batch; components without tokens are left out."""
     s = dict(zip(STAT_NAMES, totals.tolist(), strict=True))
-    loss = {part: s[f"loss_{part}"] / steps for part in ("rl", "ce", "ref_kl", "kl", "entropy")}
+    loss = {part: s[f"loss_{part}"] / steps for part in ("rl", "ce", "teacher_kl", "kl", "entropy")}
     out = {"loss": sum(loss.values())}
-    out |= {f"loss/{part}": loss[part] for part in ("rl", "ce", "ref_kl") if s[f"num_{part}"]}
+    out |= {f"loss/{part}": loss[part] for part in ("rl", "ce", "teacher_kl") if s[f"num_{part}"]}
     for tokens, means in MEANS.items():
         if count := s[f"num_{tokens}"]:
             out |= {public: s[name] / count for public, name in means.items()}

@@ -108,14 +108,14 @@ class TrainedTokens:
     training."""
     advantages: Array
     teacher_logprobs: Array
-    """The teacher's, of `ref_kl`."""
+    """The teacher's, of `teacher_kl`."""
     kl_ref_logprobs: Array
     """The KL reference's; NaN where there is none."""
     rl_scale: Array
     """By what each component's loss of a token is multiplied: its weight over the batch's normaliser. A token with 0 is
     not in the loss."""
     ce_scale: Array
-    ref_kl_scale: Array
+    teacher_kl_scale: Array
     regulariser_scale: Array
     """The same for what belongs to no component, KL and entropy: of the rl tokens, without their weights."""
     entropy: Array
@@ -145,7 +145,7 @@ class TrainedTokens:
 
 
 STREAMS = ("versions", "advantages", "teacher_logprobs", "kl_ref_logprobs", "prox_logprobs", "kv_kept")
-SCALES = ("rl_scale", "ce_scale", "ref_kl_scale", "regulariser_scale")
+SCALES = ("rl_scale", "ce_scale", "teacher_kl_scale", "regulariser_scale")
 
 
 def trained_positions(micro_batch: MicroBatch) -> NDArray:
@@ -168,7 +168,8 @@ RLTerm = Callable[[Ratio, TrainedTokens], Term]
 
 
 def dppo(c: config.DPPOConfig, ratio: Ratio, tokens: TrainedTokens) -> Term:
-    """Policy gradient with a trust region on the difference of probabilities d: -keep * A * r + tau * (log r)^2.
+    """Policy gradient with a trust region on the difference of probabilities d: -keep * A * r + tau * (log r)^2
+    (divergence PPO, Qi et al., arXiv 2602.04879, with its total-variation mask).
 
     A token is dropped once its probability has already moved far enough the way its advantage pushes. Rare tokens have
     huge ratios and tiny differences; masking by d keeps them, where ratio clipping would throw away exactly the
@@ -287,7 +288,7 @@ def _clipped_loss(r: Array, advantages: Array, low: float, high: float) -> Term:
     return maximum(plain, bounded), bounded > plain
 
 
-def ref_kl_term(ratio: Ratio, tokens: TrainedTokens) -> Term:
+def teacher_kl_term(ratio: Ratio, tokens: TrainedTokens) -> Term:
     """Reverse KL to a teacher as a policy gradient: -sg[log teacher - log pi] * pi / mu, in dppo's trust region."""
     advantage = stop(tokens.teacher_logprobs - tokens.logprobs)
     dropped = where(advantage > 0, ratio.difference > REF_KL_TRUST, ratio.difference < -REF_KL_TRUST)

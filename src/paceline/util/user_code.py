@@ -76,7 +76,7 @@ def open_hooks() -> list[tuple[str, float]]:
     return list(_open_hooks.values())
 
 
-def restore_interpreter() -> None:
+def restore_import_path() -> None:
     """Undo what user code may have done to the interpreter: modules that are imported later would not be found."""
     sys.path += [entry for entry in _SYS_PATH if entry not in sys.path]
     if sys.getrecursionlimit() < _RECURSION_LIMIT:

@@ -244,7 +244,7 @@ def test_a_run_may_go_on_from_a_checkpoint_without_a_baseline():
 @laws
 @given(
     st.lists(st.sampled_from([0.0, -0.0, 0.25, -1.0]), min_size=1, max_size=4),
-    st.sampled_from([None, "ce_weights", "ref_kl_weights", "rewards", "unassigned"]),
+    st.sampled_from([None, "ce_weights", "teacher_kl_weights", "rewards", "unassigned"]),
     st.data(),
 )
 def test_a_group_lacks_signal_only_if_nothing_in_it_would_train(advantages, other, data):

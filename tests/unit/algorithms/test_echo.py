@@ -120,7 +120,7 @@ def test_the_rewards_credit_is_grpos(quick):
     build_algorithm(GRPOConfig(std="population")).assign(other)
     for ours, theirs in zip(group.samples(), other.samples(), strict=True):
         np.testing.assert_array_equal(ours.advantages, theirs.advantages)
-        assert (ours.rl_weights, ours.ref_kl_weights) == (None, None)
+        assert (ours.rl_weights, ours.teacher_kl_weights) == (None, None)
 
 
 def test_turns_of_another_model_train_what_can_be_read_of_them(quick):

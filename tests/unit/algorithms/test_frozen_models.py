@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conftest import ENDS
 from paceline.algorithms import AlgorithmError
-from paceline.algorithms.distillation import with_ref_kl_weights
+from paceline.algorithms.distillation import with_teacher_kl_weights
 from paceline.algorithms.reference_scorer import MAX_EMPTY_BATCHES, ReferencePrompt, ReferenceScorer
 from paceline.clients.frozen import CompletionsEngine, FrozenPool, prompt_logprobs
 from paceline.config.model import ModelRef
@@ -33,7 +33,7 @@ def asked(*replies: str, renderer, **more):
     question = {"role": "user", "content": "go"}
     rollouts = [spoken(renderer, question, replies=[text], member=at, **more) for at, text in enumerate(replies)]
     for rollout in rollouts:
-        rollout.samples = [with_ref_kl_weights(sample) for sample in rollout.samples]
+        rollout.samples = [with_teacher_kl_weights(sample) for sample in rollout.samples]
     return grouped(*rollouts)
 
 

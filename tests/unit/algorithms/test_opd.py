@@ -31,7 +31,7 @@ def test_two_turns_are_scored_as_one_sequence_and_rewards_play_no_part(renderer)
     assert len(one.spans) == 2
     for sample in (one, two):
         assert (sample.advantages, sample.rl_token_weights.any(), sample.ce_weights) == (None, False, None)
-        np.testing.assert_array_equal(sample.ref_kl_weights, sample.loss_mask)
+        np.testing.assert_array_equal(sample.teacher_kl_weights, sample.loss_mask)
         expected = np.where(sample.loss_mask, truth(sample.token_ids.tolist(), 1.0), 0)
         np.testing.assert_allclose(sample.teacher_logprobs, expected, rtol=1e-6)
 

@@ -66,12 +66,12 @@ def test_no_rollout_pulls_harder_for_being_longer(renderer, replies, cap):  # no
     for sample, (_, cut) in zip(group.samples(), replies, strict=True):
         assert not sample.rl_token_weights.any()
         if cut:
-            assert (sample.ref_kl_weights, sample.teacher_logprobs) == (None, None)
+            assert (sample.teacher_kl_weights, sample.teacher_logprobs) == (None, None)
             continue
-        assert sample.ref_kl_weights.sum() == pytest.approx(mean, rel=1e-5)
+        assert sample.teacher_kl_weights.sum() == pytest.approx(mean, rel=1e-5)
         pull = np.abs(sample.teacher_logprobs - sample.logprobs)[sample.loss_mask]
         assert pull.max() <= cap + 1e-5
-        assert (sample.ref_kl_weights[sample.loss_mask] * pull).sum() <= mean * cap * (1 + 1e-5)
+        assert (sample.teacher_kl_weights[sample.loss_mask] * pull).sum() <= mean * cap * (1 + 1e-5)
     assert has_no_signal(group) == all(cut for _, cut in replies)
 
 

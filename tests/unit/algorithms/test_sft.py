@@ -47,7 +47,7 @@ def test_every_token_trains_by_itself_and_age_is_no_matter(quick, turns, version
     build_algorithm(SFTConfig(teacher=REF)).assign(group)
     assert not has_no_signal(group)
     for sample, old in zip(group.samples(), before, strict=True):
-        assert (sample.logprobs, sample.advantages, sample.ref_kl_weights) == (None, None, None)
+        assert (sample.logprobs, sample.advantages, sample.teacher_kl_weights) == (None, None, None)
         assert not sample.rl_token_weights.any()
         np.testing.assert_array_equal(sample.ce_weights, old.loss_mask)
         np.testing.assert_array_equal(sample.token_ids, old.token_ids)

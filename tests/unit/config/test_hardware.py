@@ -54,7 +54,9 @@ def test_what_mlx_cannot_do_is_said_before_anything_starts(keys, sentence):
 
 
 @pytest.mark.parametrize(
-    "keys", [["--device", "cpu"], ["--engine.products", "half"], ["--engine.cache_gib", "2"]], ids=lambda keys: keys[0]
+    "keys",
+    [["--device", "cpu"], ["--engine.products", "half"], ["--engine.cache_gib", "2"]],
+    ids=lambda keys: keys[0],
 )
 def test_what_mlx_has_no_use_for_is_said_in_one_sentence(keys):
     (warning,) = load(None, ["--backend", "mlx", *keys]).warnings

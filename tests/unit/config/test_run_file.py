@@ -148,7 +148,8 @@ def settle(table: dict[str, Any]) -> dict[str, Any]:
         env["seats"] = [seat for seat in env.get("seats", []) if seat["algo"]["type"] != "sft" and not whole]
         for seat in env["seats"]:
             settle_algorithm(seat["algo"], table)
-        for key in (*TIED.get(env["type"], ()), "judges", "task_weight"):  # see test_judge_sections.py
+        # See test_judge_sections.py and test_curriculum.py.
+        for key in (*TIED.get(env["type"], ()), "judges", "task_weight", "curriculum"):
             env.pop(key, None)
         if env.get("group_size") == 1:  # refused under most of the algorithms
             del env["group_size"]
@@ -460,7 +461,7 @@ def test_command_line_errors(arguments, sentence):
         ("lr = 1", "lr: there is no key `lr` at the top level; "
          "did you mean `trainer.optimizer.lr` or `trainer.critic.lr`?"),
         ("every = 1", "every: there is no key `every` at the top level; "
-         "did you mean `eval.every`, `checkpoint.every` or `upgrade.every`?"),
+         "did you mean `eval.every`, `checkpoint.every` or `promotion.every`?"),
         ("temprature = 1", "temprature: there is no key `temprature` at the top level; "
          "did you mean `sampling.temperature`?"),
         ("eval.max_new_tokens = 1", "eval.max_new_tokens: there is no key `max_new_tokens` in [eval]; "

@@ -14,12 +14,12 @@ from paceline.data.packing import (
     Cost,
     all_members,
     balance_bins,
-    cut_steps,
+    bin_steps,
     flatten_bins,
     imbalance,
     lockstep_cost,
     owners,
-    restrict_cuts,
+    restrict_bins,
 )
 from paceline.trainer.backend import DUMMY_PACK, collate_bins, cost_of
 
@@ -142,7 +142,7 @@ batches = st.lists(st.tuples(st.integers(2, 12), st.integers(0, 9)), max_size=20
 @laws
 @given(batches, st.integers(1, 3), st.integers(1, 5), st.integers(2, 20))
 def test_the_cut_of_a_batch_holds_every_sample_once_and_whole_rollouts_to_a_step(batch, steps, ranks, budget):
-    found = cut_steps(batch, steps, ranks, budget, Cost(1, 0.1))
+    found = bin_steps(batch, steps, ranks, budget, Cost(1, 0.1))
     assert len(found) == steps
     seen: dict[int, int] = {}
     for step, cut in enumerate(found):
@@ -160,15 +160,15 @@ def test_the_cut_of_a_batch_holds_every_sample_once_and_whole_rollouts_to_a_step
 @laws
 @given(batches, st.integers(1, 3), st.integers(1, 5), st.integers(2, 20))
 def test_which_step_trains_a_sample_does_not_hang_on_the_number_of_ranks(batch, steps, ranks, budget):
-    one, several = (cut_steps(batch, steps, number, budget, Cost(1, 0.1)) for number in (1, ranks))
+    one, several = (bin_steps(batch, steps, number, budget, Cost(1, 0.1)) for number in (1, ranks))
     assert [all_members(cut) for cut in one] == [all_members(cut) for cut in several]
 
 
 @laws
 @given(batches, st.integers(1, 3), st.integers(1, 5), st.integers(2, 20), st.sets(st.integers(0, 19)))
 def test_a_pass_over_some_samples_keeps_the_ranks_in_step(batch, steps, ranks, budget, chosen):
-    found = cut_steps(batch, steps, ranks, budget, Cost(1, 0.1))
-    part = restrict_cuts(found, chosen)
+    found = bin_steps(batch, steps, ranks, budget, Cost(1, 0.1))
+    part = restrict_bins(found, chosen)
     assert all_members(part) == sorted(chosen & set(range(len(batch))))
     assert len({len(bins) for bins in part}) == 1
     assert all(any(row) for row in zip(*part, strict=True))
@@ -180,7 +180,7 @@ def test_a_pass_over_some_samples_keeps_the_ranks_in_step(batch, steps, ranks, b
 @given(batches, st.integers(1, 5), st.integers(2, 20), st.sampled_from(["token", "sample", "fixed"]))
 def test_ranks_fold_the_scales_that_one_alone_would(batch, ranks, budget, normalise):
     whole = token_scales(batch, normalise, 7)
-    (cut,) = cut_steps(batch, 1, ranks, budget, Cost(1, 0.1))
+    (cut,) = bin_steps(batch, 1, ranks, budget, Cost(1, 0.1))
     for bins in cut:
         own = flatten_bins(bins)
         for i, scales in zip(own, token_scales(batch, normalise, 7, own=own), strict=True):
@@ -192,7 +192,7 @@ def test_ranks_fold_the_scales_that_one_alone_would(batch, ranks, budget, normal
 @given(batches, st.integers(1, 5), st.integers(2, 20))
 def test_ranks_pack_their_parts_and_blanks_where_they_have_none(batch, ranks, budget):
     scales = dict(enumerate(token_scales(batch)))
-    (cut,) = cut_steps(batch, 1, ranks, budget, Cost(1, 0.1))
+    (cut,) = bin_steps(batch, 1, ranks, budget, Cost(1, 0.1))
     packs = [collate_bins(batch, scales, bins, {}) for bins in cut]
     assert len({len(one) for one in packs}) == 1
     for bins, one in zip(cut, packs, strict=True):

@@ -149,10 +149,14 @@ def test_truncation_slices_every_stream_alike(whole, limit):
 @given(samples())
 def test_age_is_that_of_the_oldest_token_that_trains(one):
     rl = one.loss_mask if one.rl_weights is None else one.loss_mask & (one.rl_weights != 0)
-    ref_kl = one.loss_mask & (one.ref_kl_weights != 0) if one.ref_kl_weights is not None else np.zeros(len(one), bool)
+    teacher_kl = (
+        one.loss_mask & (one.teacher_kl_weights != 0)
+        if one.teacher_kl_weights is not None
+        else np.zeros(len(one), bool)
+    )
     ce = one.loss_mask & (one.ce_weights != 0) if one.ce_weights is not None else np.zeros(len(one), bool)
     np.testing.assert_array_equal(one.rl_token_weights != 0, rl)
-    trained = one.versions[rl | ref_kl | ce]
+    trained = one.versions[rl | teacher_kl | ce]
     assert one.oldest_version == (None if one.logprobs is None or not len(trained) else trained.min())
 
 
@@ -294,7 +298,7 @@ def test_packed_streams_are_the_samples_laid_end_to_end(batch, budget):
             expected = {name: np.full(len(one), fill) for name, fill in ABSENT.items()} | one.streams()
             expected = {name: stream for name, stream in expected.items() if name not in WEIGHT_STREAMS}
             expected["positions"] = np.arange(len(one))
-            expected |= {f"{part}_scale": getattr(scales[index], part) for part in ("rl", "ce", "ref_kl")}
+            expected |= {f"{part}_scale": getattr(scales[index], part) for part in ("rl", "ce", "teacher_kl")}
             for name, stream in expected.items():
                 np.testing.assert_array_equal(getattr(micro, name)[start:end], stream, err_msg=name)
                 assert getattr(micro, name).dtype == STREAM_DTYPES.get(name, getattr(micro, name).dtype)
@@ -308,7 +312,7 @@ def test_a_misaligned_pack_is_caught():
 
 # --- scales
 
-PARTS = ("rl", "ce", "ref_kl")
+PARTS = ("rl", "ce", "teacher_kl")
 
 
 def weights(one: Sample, part: str) -> list[float]:
@@ -381,7 +385,7 @@ def test_each_rollout_weighs_the_same_however_many_samples_it_has(rollouts):
 @given(st.lists(samples(), min_size=1, max_size=4), samples(), NORMALISERS)
 def test_zero_weights_do_not_count(batch, silent, normalise):
     zeros = np.zeros(len(silent))
-    silent = silent.with_streams(rl_weights=zeros, ce_weights=zeros, ref_kl_weights=zeros)
+    silent = silent.with_streams(rl_weights=zeros, ce_weights=zeros, teacher_kl_weights=zeros)
     for alone, beside in zip(token_scales(batch, normalise), token_scales([*batch, silent], normalise), strict=False):
         for part in PARTS:
             np.testing.assert_array_equal(getattr(alone, part), getattr(beside, part))

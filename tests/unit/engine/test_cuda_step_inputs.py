@@ -27,7 +27,7 @@ def _decoding(sequence: DecodeSequence, start: int, adapter: int = 0) -> Chunk:
 
 def _written(shape: StepShape, chunks: list[Chunk], changed: dict[tuple[int, int], int]) -> tuple[list[int], list]:
     buffer = np.full(shape.size + 3, -7, np.int64)
-    order = sorted(chunks, key=lambda c: (c.length > 1, not c.samples))
+    order = sorted(chunks, key=lambda c: (c.length > 1, not c.samples_token))
     drawn = shape.fill(buffer, order, changed, COLUMNS, ROWS)
     assert (buffer[shape.size :] == -7).all()
     return buffer[: shape.size].tolist(), list(drawn)
@@ -65,7 +65,7 @@ def test_what_a_step_is_told_does_not_depend_on_the_steps_before_it(prompts, ste
             sequence.slot = slot
             sequence.tokens += [100 + who] * seen
             chunk = _decoding(sequence, len(sequence.request.prompt_ids) - 1 + further, adapter)
-            chunk.samples = samples
+            chunk.samples_token = samples
             chunks.append(chunk)
         told, drawn = _written(shape, chunks, changed)
         fresh, expected = _written(StepShape(ROWS, 0, ROWS), chunks, changed)

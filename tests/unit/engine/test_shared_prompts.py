@@ -55,7 +55,7 @@ def test_a_chunk_stands_on_its_own_tokens(seed):
             cache.held[slot] = sequence.tokens[: chunk.start + chunk.length]
             if sequence.future.cancelled():
                 scheduler.release(sequence)
-            elif chunk.samples:
+            elif chunk.samples_token:
                 sequence.tokens.append(dice.choice([1, 1, 1, 2]))
                 if len(sequence.tokens) >= sequence.limit:
                     scheduler.release(sequence)
@@ -83,7 +83,7 @@ def test_calls_that_queue_take_turns():
 
     def call(name: str, count: int) -> None:
         for turn in range(count):
-            request = GenerateRequest(prompt_ids=(len(name), turn, 1), max_tokens=1, turn=turn, model="")
+            request = GenerateRequest(prompt_ids=(len(name), turn, 1), max_tokens=1, queue_round=turn, model="")
             scheduler.add(DecodeSequence(request, Future(), list(request.prompt_ids), 4))
 
     def step() -> None:

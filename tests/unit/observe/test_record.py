@@ -147,7 +147,7 @@ def changed(draw, sample: Sample) -> Sample:
     streams = {}
     for name in draw(st.sets(st.sampled_from(["advantages", "rewards", "teacher_logprobs", "kl_ref_logprobs"]))):
         streams[name] = dice.normal(size=length) if draw(st.booleans()) else np.where(sample.loss_mask, 0.5, 0)
-    for name in draw(st.sets(st.sampled_from(["rl_weights", "ce_weights", "ref_kl_weights"]))):
+    for name in draw(st.sets(st.sampled_from(["rl_weights", "ce_weights", "teacher_kl_weights"]))):
         streams[name] = np.where(np.arange(length) > 0, dice.integers(0, 2, length), 0)
     if draw(st.booleans()):
         streams["logprobs"] = draw(st.sampled_from([None, dice.normal(size=length)]))

@@ -20,7 +20,7 @@ from paceline.data import Ticket, token_scales
 from paceline.observe.record import Query, open_run
 from paceline.observe.record.layout import RecordFiles
 from paceline.observe.web import build_app
-from paceline.observe.web.card import TokenValues, explain_advantage, kl_line, ref_kl_line, rl_line
+from paceline.observe.web.card import TokenValues, explain_advantage, kl_line, rl_line, teacher_kl_line
 from paceline.observe.web.tokens import VocabularyIndex
 from paceline.rollout import Group
 from paceline.trainer.loss import Loss
@@ -195,7 +195,7 @@ def _tokens(pi, mu, advantages, ref, scale=None, sequences=1) -> TrainedTokens:
         kl_ref_logprobs=column(ref),
         rl_scale=ones if scale is None else scale,
         ce_scale=ones * 0,
-        ref_kl_scale=ones,
+        teacher_kl_scale=ones,
         regulariser_scale=ones,
         entropy=ones,
         versions=torch.zeros(count, dtype=torch.int32),
@@ -215,7 +215,7 @@ def test_every_term_of_a_policy_that_has_not_moved_is_the_trainers_own(loss):
     for at in range(40):
         token = TokenValues(advantage=a[at], old=mu[at], ref=ref[at], base=ref[at])
         assert rl_line(loss, token).value == pytest.approx(float(judged.terms["rl"][at]), abs=1e-9)
-        assert ref_kl_line(token).value == pytest.approx(float(judged.terms["ref_kl"][at]), abs=1e-9)
+        assert teacher_kl_line(token).value == pytest.approx(float(judged.terms["teacher_kl"][at]), abs=1e-9)
         for kind, term in KL_TERMS.items():
             real = float(term(tokens.logprobs[at], tokens.kl_ref_logprobs[at]))
             line = kl_line(config.KLConfig(kind=kind, coef=0.5), token)

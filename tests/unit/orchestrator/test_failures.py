@@ -878,7 +878,7 @@ def taught(teacher, policy=FailureHandling(), samples: int = 4):  # noqa: B008
         versions=[-1, 0, 0],
         temperatures=ones,
         logprobs=-ones,
-        ref_kl_weights=[0.0, 1.0, 1.0],
+        teacher_kl_weights=[0.0, 1.0, 1.0],
     )
     rollouts = [Rollout(ticket=TICKET, member=n, samples=[sample]) for n in range(samples)]
     batch = Group(ticket=TICKET, rollouts=rollouts, size=samples)

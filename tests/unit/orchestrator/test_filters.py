@@ -152,7 +152,7 @@ def test_whatever_trains_a_cut_off_rollout_falls_silent(config):
     group = judged(config, [(1.0, (2, 3), True)], LengthConfig(mask_truncated=True))
     assert has_no_signal(group)
     for sample in group.samples():
-        assert (sample.rl_token_weights.any(), sample.ce_weights, sample.ref_kl_weights) == (False, None, None)
+        assert (sample.rl_token_weights.any(), sample.ce_weights, sample.teacher_kl_weights) == (False, None, None)
 
 
 def test_what_a_cut_off_rollout_was_told_may_still_train():

@@ -40,7 +40,7 @@ class Case:
         self.rl_scale = self.rl * rng.uniform(0.1, 2.0, n)
         self.regulariser_scale = self.rl * 0.5
         self.ce_scale = (rng.random(n) < 0.3) * rng.uniform(0.1, 2.0, n)
-        self.ref_kl_scale = (rng.random(n) < 0.3) * rng.uniform(0.1, 2.0, n)
+        self.teacher_kl_scale = (rng.random(n) < 0.3) * rng.uniform(0.1, 2.0, n)
         self.entropy = rng.uniform(0.0, 3.0, n)
 
     def members(self, t):
@@ -57,7 +57,7 @@ class Case:
             "kl_ref_logprobs": self.base,
             "rl_scale": self.rl_scale,
             "ce_scale": self.ce_scale,
-            "ref_kl_scale": self.ref_kl_scale,
+            "teacher_kl_scale": self.teacher_kl_scale,
             "regulariser_scale": self.regulariser_scale,
             "entropy": self.entropy,
         }
@@ -161,11 +161,11 @@ def whole(case, pi, c, term):
                 loss += case.regulariser_scale[t] * c.kl.coef * kl
             loss -= case.regulariser_scale[t] * c.entropy_coef * case.entropy[t]
         loss += case.ce_scale[t] * -pi[t]
-        if case.ref_kl_scale[t]:
+        if case.teacher_kl_scale[t]:
             pull = case.ref[t] - case.pi[t]
             d = math.exp(case.pi[t]) - math.exp(case.mu[t])
             keep = not (d > 0.2 if pull > 0 else d < -0.2)
-            loss += case.ref_kl_scale[t] * -keep * pull * exp(pi[t] - case.mu[t])
+            loss += case.teacher_kl_scale[t] * -keep * pull * exp(pi[t] - case.mu[t])
     return loss
 
 
@@ -207,7 +207,7 @@ def test_kl_in_the_loss_has_the_gradient_of_its_formula(kind, seed, coef):
 @given(seed=st.integers(0, 10_000))
 def test_k1_and_k2_push_the_same_way_and_k1_is_the_log_ratio(seed):
     case, grads = Case(seed), []
-    case.advantages[:] = case.ce_scale[:] = case.ref_kl_scale[:] = 0
+    case.advantages[:] = case.ce_scale[:] = case.teacher_kl_scale[:] = 0
     for kind in ("k1", "k2"):
         got = case.slope(config.TrainerConfig(loss=config.PPOConfig(), kl=config.KLConfig(kind=kind, coef=1.0)))
         grads.append(got.logprobs)
@@ -235,7 +235,7 @@ def test_a_sample_far_from_the_sampler_contributes_nothing(seed, threshold):
         outside = sum(not 0.8 <= exp(case.pi[t] - case.mu[t]) <= 1.2 for t in members)
         if members and outside / len(members) > threshold:
             far.add(s)
-    for name in ("rl_scale", "ce_scale", "ref_kl_scale"):  # the other samples' scales, N with them, are as before
+    for name in ("rl_scale", "ce_scale", "teacher_kl_scale"):  # the other samples' scales, N with them, are as before
         getattr(case, name)[np.isin(case.segments, list(far))] = 0
     expected = case.slope(config.TrainerConfig(loss=config.PPOConfig()))
     np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=1e-6, atol=max(1e-7, EXACT))
@@ -288,7 +288,7 @@ def test_a_custom_loss_must_align_with_its_sequence(name, sentence):
     for stream in ("pi", "mu", "prox", "base", "ref", "advantages", "rl_scale", "regulariser_scale"):
         setattr(case, stream, np.full(2, -0.5))
     case.rl = np.ones(2, bool)
-    case.ce_scale = case.ref_kl_scale = np.zeros(2)
+    case.ce_scale = case.teacher_kl_scale = np.zeros(2)
     case.entropy = np.ones(2)
     c = config.TrainerConfig(loss=config.CustomLossConfig(import_path=f"{__name__}:{name}"))
     with pytest.raises(TrainerError, match=f"env `e`, ticket 0, rollout 0: the loss .*{sentence}"):

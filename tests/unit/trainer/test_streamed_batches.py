@@ -24,7 +24,7 @@ from samples import make_batch
 from scripted_run import CoinFlips, CountingTrainer, conduct, states
 from trainers import trainer_of, weights_of
 
-PLAIN = {"ce_weights": None, "ref_kl_weights": None}
+PLAIN = {"ce_weights": None, "teacher_kl_weights": None}
 
 
 def trained(batch: list[Sample], feeds: list[list[int]], budget: int = 64, lora: bool = False, **settings):

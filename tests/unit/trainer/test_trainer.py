@@ -74,13 +74,13 @@ def test_the_gradient_does_not_depend_on_the_cut(normalise, settings):
 
 
 def test_a_mixed_pack_is_the_sum_of_its_components():
-    """rl, ce and ref_kl have a normaliser each: adding one does not bend the others."""
+    """rl, ce and teacher_kl have a normaliser each: adding one does not bend the others."""
     batch = make_batch(2)
     alone = []
-    for keep in ("rl_weights", "ce_weights", "ref_kl_weights"):
+    for keep in ("rl_weights", "ce_weights", "teacher_kl_weights"):
         parts = []
         for s in batch:
-            off = {n: np.zeros(len(s)) for n in ("rl_weights", "ce_weights", "ref_kl_weights")}
+            off = {n: np.zeros(len(s)) for n in ("rl_weights", "ce_weights", "teacher_kl_weights")}
             kept = s.rl_token_weights if keep == "rl_weights" else getattr(s, keep)
             parts.append(s.with_streams(**(off | {keep: kept})))
         alone.append(gradient(parts, 10_000, list(range(9))))
@@ -93,7 +93,7 @@ def test_a_mixed_pack_is_the_sum_of_its_components():
 def test_observation_tokens_do_not_change_what_rl_tokens_weigh(seed, normalise):
     """Echo-like ce on what the policy did not say: the rl scales are the same to the last bit."""
     batch = make_batch(seed, count=4)
-    alone = [s.with_streams(ce_weights=None, ref_kl_weights=None) for s in batch]
+    alone = [s.with_streams(ce_weights=None, teacher_kl_weights=None) for s in batch]
     for one, other in zip(token_scales(batch, normalise, 7), token_scales(alone, normalise, 7), strict=True):
         np.testing.assert_array_equal(one.rl, other.rl)
         np.testing.assert_array_equal(one.regulariser, other.regulariser)
@@ -103,7 +103,7 @@ def test_length_normalised_sums_over_a_count_of_samples_are_the_sample_normalise
     """Another trainer's loss, with full logits: each sequence's sum over its own length, all over the number of
     sequences, with pi / sg[pi] as the ratio and k3 to a reference."""
     rng = np.random.default_rng(0)
-    batch = make_batch(11, ce_weights=None, ref_kl_weights=None)
+    batch = make_batch(11, ce_weights=None, teacher_kl_weights=None)
     batch = [s.with_streams(kl_ref_logprobs=np.where(s.loss_mask, -rng.exponential(3.0, len(s)), 0)) for s in batch]
     model = tiny_model()
     plain = clone_model(model).requires_grad_(True)
@@ -143,7 +143,7 @@ def test_the_whole_loss_has_the_slope_it_claims(monkeypatch, c):
         lambda self, x: self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt(),
     )
     rng = np.random.default_rng(0)
-    batch = near_policy(make_batch(12, count=4, longest=20, ref_kl_weights=None), noise=0.1)
+    batch = near_policy(make_batch(12, count=4, longest=20, teacher_kl_weights=None), noise=0.1)
     batch = [s.with_streams(kl_ref_logprobs=np.where(s.loss_mask, -rng.exponential(1.0, len(s)), 0)) for s in batch]
     model = tiny_model(dtype=torch.float64)
     trainer = made(model, **c)
@@ -183,7 +183,7 @@ def test_logprobs_do_not_depend_on_neighbours():
     for budget in (1, 120, 10_000):
         for micro_batch in pack(batch, token_scales(batch), budget):
             logprobs = as_numpy(tokens_of(trainer, micro_batch).logprobs)
-            trained = (micro_batch.rl_scale != 0) | (micro_batch.ce_scale != 0) | (micro_batch.ref_kl_scale != 0)
+            trained = (micro_batch.rl_scale != 0) | (micro_batch.ce_scale != 0) | (micro_batch.teacher_kl_scale != 0)
             owners = np.repeat(micro_batch.members, micro_batch.lengths)[trained]
             for member in micro_batch.members:
                 by_sample.setdefault(member, []).append(logprobs[owners == member])
@@ -211,7 +211,7 @@ def reference_loss(sample: Sample, pi: np.ndarray, counts: tuple[int, int, int],
                     surrogate = min(surrogate, -loss.dual_clip * a)
                 total += surrogate / n_rl
         total += float(sample.ce_weights[t]) * -pi[t] / max(1, n_ce)
-        if sample.ref_kl_weights[t]:
+        if sample.teacher_kl_weights[t]:
             pull = float(sample.teacher_logprobs[t]) - pi[t]
             keep = not (d > 0.2 if pull > 0 else d < -0.2)
             total += -keep * pull * r / n_ref
@@ -229,7 +229,7 @@ def test_the_loss_is_what_the_formulas_say(seed, loss):
     counts = (
         sum(int(s.loss_mask.sum()) for s in batch),
         sum(int(np.count_nonzero(s.ce_weights)) for s in batch),
-        sum(int(np.count_nonzero(s.ref_kl_weights)) for s in batch),
+        sum(int(np.count_nonzero(s.teacher_kl_weights)) for s in batch),
     )
     expected = 0.0
     for s in batch:
@@ -248,14 +248,14 @@ def test_the_loss_is_what_the_formulas_say(seed, loss):
 
 def test_a_frozen_sampler_has_ratio_one():
     """Without logprobs the ratio is 1, so ppo's gradient is the plain policy gradient and nothing is clipped."""
-    batch = make_batch(4, logprobs=None, ce_weights=None, ref_kl_weights=None)
+    batch = make_batch(4, logprobs=None, ce_weights=None, teacher_kl_weights=None)
     plain = gradient(batch, 10_000, list(range(9)), loss=config.PPOConfig(clip_low=0, clip_high=0))
     assert plain.isfinite().all()
     assert plain.norm() > 0
 
 
 def test_nothing_to_train_still_runs_backward():
-    batch = make_batch(5, rl_weights=None, ce_weights=None, ref_kl_weights=None)
+    batch = make_batch(5, rl_weights=None, ce_weights=None, teacher_kl_weights=None)
     batch = [s.with_streams(rl_weights=np.zeros(len(s))) for s in batch]
     assert gradient(batch, 10_000, list(range(9))).abs().max() == 0
 
@@ -273,7 +273,7 @@ def test_nothing_to_train_still_runs_backward():
 @pytest.mark.parametrize("case", ["nothing", "masked", "one component", "cut off"])
 def test_batches_without_some_or_all_components_step_with_a_zero_gradient(c, case):
     """No samples, no weights, ce alone, or a truncation that cuts off all that would train."""
-    zero = {"rl_weights": np.zeros(20), "ce_weights": None, "ref_kl_weights": None}
+    zero = {"rl_weights": np.zeros(20), "ce_weights": None, "teacher_kl_weights": None}
     rng = np.random.default_rng(0)
     batch = [make_sample(rng, 20, i) for i in range(4)]
     if case == "masked":
@@ -302,7 +302,7 @@ def test_what_trains_nothing_moves_nothing_even_with_momentum():
     trainer = made(tiny_model(), optimizer=config.OptimizerConfig(lr=1e-2))
     asyncio.run(trainer.step(make_batch(1)))
     before = weights_of(trainer)
-    off = {"ce_weights": None, "ref_kl_weights": None}
+    off = {"ce_weights": None, "teacher_kl_weights": None}
     empty = [s.with_streams(rl_weights=np.zeros(len(s)), **off) for s in make_batch(2)]
     for batch in ([], empty):
         report = asyncio.run(trainer.step(batch))
@@ -319,9 +319,19 @@ def test_components_report_under_their_own_names():
     trainer = made(tiny_model(), kl=config.KLConfig(), entropy_coef=0.1, clip_skip_threshold=0.99)
     metrics = asyncio.run(trainer.step(batch)).metrics
     trainer.close()
-    parts = ("rl", "ce", "ref_kl", "kl", "entropy")
+    parts = ("rl", "ce", "teacher_kl", "kl", "entropy")
     assert metrics["loss"] == pytest.approx(sum(metrics[f"loss/{part}"] for part in parts))
-    named = {"kl", "ratio", "ppo_kl", "sampler_kl", "clip_fraction", "mismatch_kl", "nll", "ref_kl", "skipped_samples"}
+    named = {
+        "kl",
+        "ratio",
+        "ppo_kl",
+        "sampler_kl",
+        "clip_fraction",
+        "mismatch_kl",
+        "nll",
+        "teacher_kl",
+        "skipped_samples",
+    }
     assert named <= metrics.keys()
 
 

@@ -141,8 +141,8 @@ def install(model: PreTrainedModel, products: Products = "exact") -> "list[Nativ
     usable = model.device.type == "cpu" and model.dtype == torch.float32
     if products == "half" and not (usable and has_half_products()):
         raise PacelineError(
-            'engine.products = "half" needs a float32 model on a 64-bit ARM Linux machine with float16 arithmetic and '
-            'a C compiler: leave it at "exact" here'
+            'engine.products = "half" needs a float32 model on a 64-bit ARM Linux machine with float16 '
+            'arithmetic and a C compiler: leave it at "exact" here'
         )
     library = kernels()
     if library is None or not usable:

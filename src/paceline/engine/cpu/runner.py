@@ -58,9 +58,11 @@ class EagerRunner(Runner):
         for chunk, end in zip(chunks, ends, strict=True):
             if chunk.sequence.scores is not None:
                 chunk.scores = score(self._head, hidden[end - chunk.length :], chunk).tolist()
-        sampled_chunks = [c for c in chunks if c.samples]
+        sampled_chunks = [c for c in chunks if c.samples_token]
         if sampled_chunks:
-            rows = torch.tensor([e - 1 for c, e in zip(chunks, ends, strict=True) if c.samples], device=self._device)
+            rows = torch.tensor(
+                [e - 1 for c, e in zip(chunks, ends, strict=True) if c.samples_token], device=self._device
+            )
             if self._deterministic:
                 logits = self._head(hidden).index_select(0, rows)
             else:

@@ -242,7 +242,7 @@ class GraphRunner(Runner):
         return GraphStepInFlight(chunks, [], self._output_buffers[0], self._stream.record_event())
 
     def _launch(self, chunks: Sequence[Chunk], land: Sequence[Chunk] | None = None) -> GraphStepInFlight:
-        order = chunks if is_decode_only(chunks) else sorted(chunks, key=lambda c: (c.length > 1, not c.samples))
+        order = chunks if is_decode_only(chunks) else sorted(chunks, key=lambda c: (c.length > 1, not c.samples_token))
         step = self._pick_step(order)
         # The last step in these buffers has landed.
         self._buffer_index = (self._buffer_index + 1) % len(self._input_buffers)

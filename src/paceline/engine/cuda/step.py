@@ -107,8 +107,8 @@ class StepShape:
         inputs["slots"].fill(scratch)
         inputs["slots"][: len(singles)] = [c.sequence.slot for c in singles]
         ends = self._fill_prompts(inputs, prompts) if self.prefill_tokens else []
-        sampled_chunks = [c for c in singles if c.samples] + [c for c in prompts if c.samples]
-        rows = [i for i, c in enumerate(singles) if c.samples] + ends
+        sampled_chunks = [c for c in singles if c.samples_token] + [c for c in prompts if c.samples_token]
+        rows = [i for i, c in enumerate(singles) if c.samples_token] + ends
         self._fill_draws(inputs, sampled_chunks, rows, scratch)
         self._fill_decode(inputs, singles)
         return sampled_chunks
@@ -137,7 +137,7 @@ class StepShape:
             inputs["adapters"][at:stop] = chunk.adapter
             inputs["chunks"][4 * number : 4 * number + 4] = (at, chunk.length, chunk.start, chunk.sequence.slot)
             tiles += [(number, begin) for begin in range(0, chunk.length, TILE_ROWS)]
-            if chunk.samples:
+            if chunk.samples_token:
                 ends.append(stop - 1)
             at = stop
         inputs["tiles"].fill(-1)
@@ -163,4 +163,4 @@ class StepShape:
 def is_decode_only(chunks: Sequence[Chunk]) -> bool:
     """Whether every chunk is a sequence's last token, from which the next is sampled."""
     n = len(chunks)
-    return [c.length for c in chunks].count(1) == n and [c.samples for c in chunks].count(True) == n
+    return [c.length for c in chunks].count(1) == n and [c.samples_token for c in chunks].count(True) == n

@@ -62,7 +62,7 @@ class MlxRunner(Runner):
         for step in passes:
             hidden = self._hidden_states(step)
             self._score(step, hidden)
-            if ends := [(row, chunk) for row, chunk in step.chunks if chunk.samples]:
+            if ends := [(row, chunk) for row, chunk in step.chunks if chunk.samples_token]:
                 sampled_chunks += [chunk for _, chunk in ends]
                 logits.append(self._last_logits(hidden, ends))
         sampled = self._sample(sampled_chunks, mx.concatenate(logits)) if sampled_chunks else None

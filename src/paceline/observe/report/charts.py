@@ -31,7 +31,12 @@ CHARTS = (
     ("Loss by component", "each with its own normaliser", r"loss/?(.*)", None),
     ("Gradient norm", "before clipping", r"(grad_norm.*)", 0.0),
     ("Entropy", "nats a token; a fall towards 0 is a collapse", r"(entropy.*)", 0.0),
-    ("KL and mismatch", "how far trainer and sampler are apart", r"(ppo_kl|sampler_kl|ref_kl|mismatch_kl)", 0.0),
+    (
+        "KL and mismatch",
+        "how far trainer and sampler are apart",
+        r"((?:ppo|sampler|teacher|ref|mismatch)_kl)",
+        0.0,
+    ),
     ("Staleness", "versions between sampling and training", r"staleness/(.+)", 0.0),
     ("Throughput", "tokens a second, sampled and trained", r"(tokens/s|train_tokens/s)", 0.0),
     ("Length", "tokens sampled", r"(length)", 0.0),

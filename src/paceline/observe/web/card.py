@@ -26,12 +26,12 @@ from paceline.observe.record import Query, Row, RunFolder, StoredRollout
 from paceline.observe.record.layout import RecordFiles, identity
 from paceline.observe.web.rollouts import TRAINED_STATES, state_text
 from paceline.observe.web.tokens import SHIPPED_STATES, TokenStrip, credit_config, loss_weights, shipped_rows
-from paceline.trainer.terms import KL_TERMS, Ratio, TrainedTokens, ref_kl_term, rl_term
+from paceline.trainer.terms import KL_TERMS, Ratio, TrainedTokens, rl_term, teacher_kl_term
 
 UNKNOWN_CONFIG = (
     "This version of Paceline does not understand the run's config, so it cannot say which formulas it used."
 )
-LOSS_PARTS = ("rl", "ce", "ref_kl")
+LOSS_PARTS = ("rl", "ce", "teacher_kl")
 FORMULAS = {
     "dppo": "−A · r + kl_tau · (log r)²",
     "ppo": "−min(r · A, clip(r) · A)",
@@ -113,8 +113,8 @@ def _lines(
     if "ce" in weights:
         note = "log π is the trainer's and not recorded."
         lines += with_share(CardLine("ce term", "−log π", note=note, replay=True), "ce")
-    if "ref_kl" in weights:
-        lines += with_share(ref_kl_line(token), "ref_kl")
+    if "teacher_kl" in weights:
+        lines += with_share(teacher_kl_line(token), "teacher_kl")
     return lines
 
 
@@ -140,7 +140,7 @@ def _on_policy_batch(token: TokenValues) -> tuple[Ratio, TrainedTokens]:
     old, advantage, ref, base = (np.array([x or 0.0]) for x in (token.old, token.advantage, token.ref, token.base))
     streams = dict.fromkeys(("logprobs", "rollout_logprobs", "prox_logprobs"), old)
     streams |= {"advantages": advantage, "teacher_logprobs": ref, "kl_ref_logprobs": base}
-    streams |= dict.fromkeys(("rl_scale", "ce_scale", "ref_kl_scale", "regulariser_scale"), np.ones(1))
+    streams |= dict.fromkeys(("rl_scale", "ce_scale", "teacher_kl_scale", "regulariser_scale"), np.ones(1))
     streams |= dict.fromkeys(("entropy", "versions", "segments"), np.zeros(1, np.int64))
     return Ratio.from_logprobs(old, old), TrainedTokens(**streams, names=("",))
 
@@ -174,16 +174,16 @@ def _edge_note(what: str, edge: float, up: bool, source: str) -> str:
     return f"{what} once π is {'above' if up else 'below'} {figure(edge)} ({source})."
 
 
-def ref_kl_line(token: TokenValues) -> CardLine:
+def teacher_kl_line(token: TokenValues) -> CardLine:
     formula = "−(log teacher − log π) · r"
     if token.ref is None or token.old is None:
-        return CardLine("ref_kl term", formula, note="The teacher's or the sampler's score was not kept.")
-    loss, _ = ref_kl_term(*_on_policy_batch(token))
+        return CardLine("teacher_kl term", formula, note="The teacher's or the sampler's score was not kept.")
+    loss, _ = teacher_kl_term(*_on_policy_batch(token))
     numbers = f"−({figure(token.ref)} − {figure(token.old)})"
     mu, up = math.exp(token.old), token.ref > token.old
     edge = mu + REF_KL_TRUST if up else mu - REF_KL_TRUST
     note = _edge_note("Dropped", edge, up, f"μ {figure(mu)}, trust {REF_KL_TRUST}")
-    return CardLine("ref_kl term at r = 1", formula, numbers, float(loss[0]) + 0.0, note=note)
+    return CardLine("teacher_kl term at r = 1", formula, numbers, float(loss[0]) + 0.0, note=note)
 
 
 def kl_line(c: losses.KLConfig, token: TokenValues) -> CardLine:
@@ -257,7 +257,7 @@ def _share_lines(
 def sample_scales(
     run: RunFolder, rollout: StoredRollout, number: int, config: RunConfig
 ) -> tuple[Scales, NDArray] | None:
-    """One sample's scales, and the counts they come from: tokens and rollouts of rl, ce and ref_kl. None where the
+    """One sample's scales, and the counts they come from: tokens and rollouts of rl, ce and teacher_kl. None where the
     rollout did not train, or its batch is too large to be counted here."""
     row, trainer, limit = rollout.row, config.trainer, config.trainer.max_sample_tokens
     if row.state not in SHIPPED_STATES or not run.rollouts.keeps_all:

@@ -194,8 +194,8 @@ def loss_weights(strip: TokenStrip) -> dict[str, NDArray]:
         return {}
     nothing = np.zeros(len(sample), np.float32)
     ce = nothing if sample.ce_weights is None else sample.ce_weights
-    pull = nothing if sample.ref_kl_weights is None else np.where(sample.loss_mask, sample.ref_kl_weights, 0)
-    return {"rl": sample.rl_token_weights, "ce": ce, "ref_kl": pull}
+    pull = nothing if sample.teacher_kl_weights is None else np.where(sample.loss_mask, sample.teacher_kl_weights, 0)
+    return {"rl": sample.rl_token_weights, "ce": ce, "teacher_kl": pull}
 
 
 SHIPPED_STATES = ("trained", "replayed", "skipped")

@@ -8,7 +8,8 @@ its credit as they were after the last trained batch: what was drawn later and n
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from paceline.observe.monitor import Monitor
 from paceline.observe.monitor.base import RunOutcome, RunPlan
 from paceline.observe.monitor.directory import append_jsonl, drop_torn_line, filter_jsonl
 from paceline.observe.monitor.exporters import exporter
-from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
+from paceline.orchestrator.checkpoint import LATEST, CheckpointError, Checkpoints
 from paceline.runtime.selfplay.client import ArenaSnapshot, TrainingBatch
 from paceline.runtime.selfplay.trainer import SelfPlayTrainer
 from paceline.selfplay import Arena
@@ -119,13 +120,24 @@ class LoopProgress:
         self._version = start = self._trainer.version
         found = self._checkpoints.all()
         if self._config.checkpoint_every and found and found[-1].name > f"step-{start:06d}":
-            raise CheckpointError(
-                f"checkpoint_dir `{self._folder}` holds checkpoints of another training, up to {found[-1].name}: go on "
-                'from them with resume="latest", or give another checkpoint_dir'
-            )
+            self._set_aside(found)
         self._prepare_files(start)
         self._monitor = self._wandb(start)
         return self
+
+    def _set_aside(self, found: Sequence[Path]) -> None:
+        """Make room for a new training's checkpoints where there are those of another."""
+        names = (self._folder / f"earlier-{number}" for number in count(1))
+        aside = next(name for name in names if not name.exists())
+        aside.mkdir()
+        for checkpoint in found:
+            checkpoint.rename(aside / checkpoint.name)
+        (self._folder / LATEST).unlink(missing_ok=True)
+        log.warning(
+            "the checkpoints of another training, up to %s, are in `%s` now: to go on from them, give "
+            'resume="latest" and that folder as checkpoint_dir',
+            *(found[-1].name, aside),
+        )
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._trainer.version > self._version:  # cancelled after its step, before the caller heard of it

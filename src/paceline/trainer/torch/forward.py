@@ -394,7 +394,7 @@ class ForwardPass:
             values, *entropies = (column.clone() for column in rows.unbind(1))  # FSDP must not hand out views
             return values, entropies[0] if entropies else None, zero
 
-        return self.layout.run(work)
+        return self.layout.run_forward(work)
 
     @torch.no_grad()
     def scores(self, micro_batch: MicroBatch) -> NDArray:

@@ -64,7 +64,7 @@ class RankLayout:
         partial = frozenset(f"{name}.{path}" for path in self._partial)
         return RankLayout(self.dtype, parent, self._ranks, self._root, partial)
 
-    def run(self, work: Callable[[], T]) -> T:
+    def run_forward(self, work: Callable[[], T]) -> T:
         """Do work that needs the model's own weights: a forward pass and the head after it."""
         if self._root is None:
             return work()

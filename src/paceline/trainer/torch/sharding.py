@@ -152,7 +152,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, settings: ParallelConfig) -> Ran
     layout = RankLayout(dtype, model, ranks, root, frozenset() if plan is None else plan.summed)
     if before is not None:
         with torch.no_grad():
-            after = layout.run(lambda: make_canary(model, head, dtype))
+            after = layout.run_forward(lambda: make_canary(model, head, dtype))
         check_same(type(model).__name__, before.logprobs, after.logprobs, before.tolerance)
     return layout
 

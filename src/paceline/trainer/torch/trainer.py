@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.data import MicroBatch, Sample, pack, token_scales
-from paceline.data.packing import cut_steps
+from paceline.data.packing import bin_steps
 from paceline.errors import TrainerError
 from paceline.model import (
     Adapter,
@@ -174,7 +174,7 @@ class TorchPolicy(PolicyBackend):
         if world.size == 1:
             return super().gather(samples)
         everything, self._found = gather_samples(samples, world, self.budget)
-        cut = cut_steps(everything, self._config.minibatches, world.size, self._found, self._cost)
+        cut = bin_steps(everything, self._config.minibatches, world.size, self._found, self._cost)
         return Batch(everything, cut, world.rank)
 
     # -- weights ----------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class TorchPolicy(PolicyBackend):
             ids = canary_ids(self.forward.head.vocabulary)
             return canary_of(ids, self._canary.logprobs(ids), self.dtype)
         with torch.no_grad():
-            return self.layout.run(lambda: make_canary(self.net, self.forward.head, self.dtype))
+            return self.layout.run_forward(lambda: make_canary(self.net, self.forward.head, self.dtype))
 
     def weights(self, version: int) -> WeightUpdate:
         """Sharded ones are gathered one at a time, and beside a model that one GPU cannot hold they wait on the
@@ -317,7 +317,7 @@ class TorchValueModel(nn.Module):
             rows, zero = self.forward_pass.read(micro_batch, positions, lambda before, _: self.value(before.to(dtype)))
             return rows[:, 0].clone(), zero  # FSDP must not hand out views
 
-        values, zero = self._layout.run(work)
+        values, zero = self._layout.run_forward(work)
         return values, zero + 0 * (self.value.weight.sum() + self.value.bias.sum())
 
     @torch.no_grad()

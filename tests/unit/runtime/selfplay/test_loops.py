@@ -213,10 +213,11 @@ def test_a_checkpoint_that_cannot_be_used_is_a_sentence(made, tmp_path):
     run(synchronous_training_loop(arena, trainer, 2))
     run(synchronous_training_loop(arena, trainer, 3))  # the same training goes on
     assert trainer.version == 5
-    again, anew = made(**settings)
-    with pytest.raises(PacelineError, match='up to step-000005: go on from them with resume="latest"'):
-        run(synchronous_training_loop(again, anew, 1))
-    newest = tmp_path / "checkpoints" / "step-000005" / "trainer.safetensors"
+    run(synchronous_training_loop(*made(**settings), 1))  # another training: the checkpoints of the first are kept
+    assert names(tmp_path) == ["step-000001"]
+    earlier = tmp_path / "checkpoints" / "earlier-1"
+    again, anew = made(**settings, checkpoint_dir=str(earlier))
+    newest = earlier / "step-000005" / "trainer.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
     with pytest.raises(PacelineError, match=r'step-000005 is damaged: .*write resume="step-000004" to go on'):
         run(synchronous_training_loop(again, anew, 6, resume="latest"))

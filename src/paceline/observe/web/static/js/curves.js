@@ -13,7 +13,7 @@ export const CHARTS = [
   entry("loss", "Update", "Loss by component", "each with its own normaliser", /^loss(?:\/(?<what>.+))?$/, { whole: "sum", broad: true }),
   entry("grad", "Update", "Gradient norm", "before clipping", /^(?<what>grad_norm.*)$/, { min: 0 }),
   entry("entropy", "Update", "Entropy", "nats a token; a fall towards 0 is a collapse", /^(?<what>entropy.*)$/, { min: 0 }),
-  entry("kl", "Update", "KL and mismatch", "how far trainer and sampler are apart", /^(?<what>ppo_kl|sampler_kl|ref_kl|mismatch_kl|mismatch\/.+|kl.*)$/),
+  entry("kl", "Update", "KL and mismatch", "how far trainer and sampler are apart", /^(?<what>ppo_kl|sampler_kl|teacher_kl|ref_kl|mismatch_kl|mismatch\/.+|kl.*)$/),
   entry("clip", "Update", "Clipped tokens", "share of trained tokens", /^(?<what>clip_fraction.*)$/, { format: percent, min: 0, unit: 0.05 }),
   entry("ratio", "Update", "Importance ratio", "1 where nothing has changed since sampling", /^(?<what>ratio.*)$/),
   entry("lr", "Update", "Learning rate", "of the optimizer", /^(?<what>lr.*)$/, { min: 0 }),

@@ -2,8 +2,8 @@
 import { h } from "../dom.js";
 import { count } from "../format.js";
 
-const PARTS = ["rl", "ce", "ref_kl"];
-const PART_COLOURS = { rl: "--series-1", ce: "--series-2", ref_kl: "--series-4", several: "--series-6" };
+const PARTS = ["rl", "ce", "teacher_kl"];
+const PART_COLOURS = { rl: "--series-1", ce: "--series-2", teacher_kl: "--series-4", several: "--series-6" };
 /** Share of values within the scale; what lies beyond has the strongest colour. */
 const WITHIN = 0.99;
 

@@ -1,4 +1,4 @@
-"""Laws of the upgrade gates: what fails is not promoted, and a kill at any moment leaves a whole promoted version."""
+"""Laws of the promotion gates: what fails is not promoted, and a kill at any moment leaves a whole promoted version."""
 
 import asyncio
 import json
@@ -19,14 +19,14 @@ from paceline.commands.targets import find_run
 from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import EngineConfig
-from paceline.config.run import UpgradeConfig
+from paceline.config.run import PromotionConfig
 from paceline.config.trainer import OptimizerConfig, TrainerConfig
 from paceline.data import Sample
 from paceline.envs import Outcome
 from paceline.errors import PacelineError
 from paceline.observe.monitor import read_jsonl
 from paceline.orchestrator import CheckpointError, Checkpoints, RollBack, RunStopped, build_train_envs
-from paceline.orchestrator.upgrade import UPGRADE_FILE, PromotedVersion, UpgradeGate, kl_divergence
+from paceline.orchestrator.promotion import PROMOTION_FILE, PromotedVersion, PromotionGate, kl_divergence
 from paceline.runtime import session
 from scripted_run import CoinFlips, conduct
 
@@ -52,12 +52,12 @@ SCHEDULE = (0.5, 0, 0.6, 0, 0.1, 0, 0.58, 0.9)
 """Rewards of versions 0 to 7; every second one is compared, and the last."""
 
 
-def scheduled(tmp_path, schedule=SCHEDULE, steps: int = 7, **upgrade):
-    more = {name: upgrade.pop(name) for name in ("resume", "staleness", "deterministic") if name in upgrade}
+def scheduled(tmp_path, schedule=SCHEDULE, steps: int = 7, **promotion):
+    more = {name: promotion.pop(name) for name in ("resume", "staleness", "deterministic") if name in promotion}
     config = {
         "eval": EvalConfig(every=0),
         "checkpoint": CheckpointConfig(every=1, keep=1),
-        "upgrade": UpgradeConfig(**{"every": 2, "max_drop": 0.05} | upgrade),
+        "promotion": PromotionConfig(**{"every": 2, "max_drop": 0.05} | promotion),
     }
     trainer, log, conductor = conduct(tmp_path, Scheduled(*schedule), steps=steps, **config, **more)
     return trainer, {line["step"]: line for line in log.metrics}, log, conductor
@@ -72,17 +72,17 @@ def kept(monkeypatch):
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_version_is_promoted_exactly_when_its_held_out_reward_holds(tmp_path, staleness):
     trainer, metrics, log, conductor = scheduled(tmp_path, staleness=staleness)
-    assert {step: line["upgrade/passed"] for step, line in metrics.items() if "upgrade/passed" in line} == {
+    assert {step: line["promotion/passed"] for step, line in metrics.items() if "promotion/passed" in line} == {
         2: 1.0,  # 0.6 after 0.5
         4: 0.0,  # 0.1 after 0.6
         6: 1.0,  # 0.58 after 0.6, within 0.05
         7: 1.0,  # the last one, 0.9
     }
-    assert metrics[4]["upgrade/reward"] == pytest.approx(0.1)
+    assert metrics[4]["promotion/reward"] == pytest.approx(0.1)
     assert metrics[4]["eval/coins/reward"] == pytest.approx(0.1)
     (note,) = (text for text in log.notes if "not promoted" in text)
     assert note == (
-        "step 4 is not promoted: the held-out reward of `coins` is 0.100, and 0.600 at step 2 (upgrade.max_drop = "
+        "step 4 is not promoted: the held-out reward of `coins` is 0.100, and 0.600 at step 2 (promotion.max_drop = "
         "0.05); `promoted` stays at step 2"
     )
     assert conductor.promoted.name == "step-000007"
@@ -97,7 +97,7 @@ def test_the_promoted_checkpoint_stays_whatever_comes_after_it(tmp_path):
     assert (conductor.promoted / "version").read_text() == "2"
     # A resumed run compares with the same version, and its checkpoint is still there.
     _, metrics, log, conductor = scheduled(tmp_path, (*SCHEDULE[:3], 0, 0, 0, 0, 0, 0.5, 0.7), steps=9, resume="latest")
-    assert [metrics[step]["upgrade/passed"] for step in (8, 9)] == [0.0, 1.0]
+    assert [metrics[step]["promotion/passed"] for step in (8, 9)] == [0.0, 1.0]
     assert "0.600 at step 2" in next(text for text in log.notes if "step 8 is not promoted" in text)
     assert conductor.promoted.name == "step-000009"
 
@@ -112,15 +112,15 @@ def test_a_version_too_far_from_the_reference_is_not_promoted(tmp_path, monkeypa
     rising = tuple(version / 10 for version in range(10))
     far = 0.1 - 1 + np.log(10)
     _, metrics, log, conductor = scheduled(tmp_path / "a", rising, max_kl=1.0)
-    assert metrics[2]["upgrade/kl"] == 0.0
-    assert metrics[4]["upgrade/kl"] == pytest.approx(far, rel=1e-6)
-    assert metrics[6]["upgrade/kl"] == pytest.approx(far, rel=1e-6)
+    assert metrics[2]["promotion/kl"] == 0.0
+    assert metrics[4]["promotion/kl"] == pytest.approx(far, rel=1e-6)
+    assert metrics[6]["promotion/kl"] == pytest.approx(far, rel=1e-6)
     assert conductor.promoted.name == "step-000002"
-    assert "its KL divergence from step 2 is 1.4 nats a token (upgrade.max_kl = 1)" in " ".join(log.notes)
+    assert "its KL divergence from step 2 is 1.4 nats a token (promotion.max_kl = 1)" in " ".join(log.notes)
     for reference, last in (("promoted", 0.0), ("start", far)):
         _, metrics, _, conductor = scheduled(tmp_path / reference, rising, reference=reference)
         assert conductor.promoted.name == "step-000007"  # without a bound it is only measured
-        assert metrics[7]["upgrade/kl"] == pytest.approx(last, rel=1e-6)
+        assert metrics[7]["promotion/kl"] == pytest.approx(last, rel=1e-6)
 
 
 def test_stop_ends_the_run_with_a_checkpoint_and_the_reason(tmp_path):
@@ -139,7 +139,7 @@ def test_roll_back_names_the_promoted_checkpoint_and_every_draw_since(tmp_path):
     # The two batches of four groups since then; at staleness 1 some draws before them were dropped.
     assert len(caught.value.draws) == 2 * 4
     _, state = Checkpoints(tmp_path / "ckpt", 1).find("promoted")
-    assert state["upgrade"]["draws"] == []
+    assert state["promotion"]["draws"] == []
 
 
 @pytest.mark.parametrize("moment", ["before the checkpoint", "before the link"])
@@ -168,7 +168,11 @@ def test_a_run_killed_while_it_promotes_loses_nothing(tmp_path, monkeypatch, mom
 
 def test_going_back_before_the_promoted_version_undoes_the_promotion(tmp_path):
     more = {"max_drop": 0.05, "every": 2}
-    config = {"eval": EvalConfig(every=0), "checkpoint": CheckpointConfig(every=1), "upgrade": UpgradeConfig(**more)}
+    config = {
+        "eval": EvalConfig(every=0),
+        "checkpoint": CheckpointConfig(every=1),
+        "promotion": PromotionConfig(**more),
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scripted_run, "Checkpoints", Checkpoints)  # which keep all
         conduct(tmp_path, Scheduled(*SCHEDULE), steps=6, **config)
@@ -194,13 +198,13 @@ def test_a_run_that_had_no_gates_gets_them_on_resume(tmp_path):
     config = {"eval": EvalConfig(every=0), "checkpoint": CheckpointConfig(every=1)}
     conduct(tmp_path, Scheduled(*SCHEDULE), steps=3, **config)
     _, metrics, _, conductor = scheduled(tmp_path, (0.5, 0, 0, 0.8, 0.1), steps=4, resume="latest")
-    assert metrics[4]["upgrade/passed"] == 0.0
+    assert metrics[4]["promotion/passed"] == 0.0
     assert conductor.promoted.name == "step-000003"
 
 
 def test_without_held_out_rows_there_is_nothing_to_compare(tmp_path):
     with pytest.raises(RunStopped, match="no environment has any: add eval_dataset"):
-        conduct(tmp_path, CoinFlips(), steps=1, upgrade=UpgradeConfig())
+        conduct(tmp_path, CoinFlips(), steps=1, promotion=PromotionConfig())
 
 
 def test_an_actor_without_any_reward_fails_the_gate():
@@ -210,7 +214,7 @@ def test_an_actor_without_any_reward_fails_the_gate():
         actors = ("x", "o")
 
     config = RunConfig(env=[CustomEnvConfig(name="duel", import_path="duel:Duel")])
-    gate = UpgradeGate(UpgradeConfig(), Pool([]), build_train_envs(config, {"duel": Duel()}), 1)
+    gate = PromotionGate(PromotionConfig(), Pool([]), build_train_envs(config, {"duel": Duel()}), 1)
     gate.promoted = PromotedVersion(2, {"duel/x": 0.5, "duel/o": 0.5})
     _, reasons = asyncio.run(gate.compare(4, {"eval/duel/x/reward": 0.9, "eval/duel/o/failed": 6.0}))
     (reason,) = reasons
@@ -219,9 +223,9 @@ def test_an_actor_without_any_reward_fails_the_gate():
 
 def test_a_reference_that_cannot_be_read_is_one_sentence(tmp_path):
     _, _, _, conductor = scheduled(tmp_path, steps=2)
-    (conductor.promoted / UPGRADE_FILE).write_bytes(b"?")
+    (conductor.promoted / PROMOTION_FILE).write_bytes(b"?")
     (conductor.promoted / "manifest.json").unlink()  # else its digest says so first
-    with pytest.raises(CheckpointError, match=f"{UPGRADE_FILE} cannot be read"):
+    with pytest.raises(CheckpointError, match=f"{PROMOTION_FILE} cannot be read"):
         scheduled(tmp_path, steps=3, resume="latest")
 
 
@@ -261,7 +265,7 @@ def quickstart(tmp_path, **more) -> RunConfig:
             "engine": EngineConfig(max_running=32, max_context=64),
             "record": RecordConfig(all=False),
             "trainer": TrainerConfig(optimizer=OptimizerConfig(lr=lr), threads=1),
-            "upgrade": UpgradeConfig(every=2, max_kl=0.5, max_drop=0.1),
+            "promotion": PromotionConfig(every=2, max_kl=0.5, max_drop=0.1),
         }
         | more
     )
@@ -282,12 +286,12 @@ def test_a_collapsed_policy_is_not_exported(tmp_path):
     before = weights(good.directory / "export")
     bad = session.train(quickstart(tmp_path, steps=6, lr=2.0, resume="latest"))
     assert bad.outcome.status == "finished"
-    last = [line for line in bad.metrics if "upgrade/passed" in line][-1]
-    assert (last["step"], last["upgrade/passed"]) == (6, 0.0)
-    assert last["upgrade/kl"] > 0.5
+    last = [line for line in bad.metrics if "promotion/passed" in line][-1]
+    assert (last["step"], last["promotion/passed"]) == (6, 0.0)
+    assert last["promotion/kl"] > 0.5
     assert same(weights(bad.directory / "export"), before)
     notes = [event["text"] for event in read_jsonl(bad.directory / "events.jsonl") if event["event"] == "note"]
-    assert "export/ has the weights of step-000004, the last that passed [upgrade]" in notes
+    assert "export/ has the weights of step-000004, the last that passed [promotion]" in notes
     assert Checkpoints(bad.directory / "checkpoints", 1).promoted.name == "step-000004"
     for name in (f"{bad.directory}@promoted", str(bad.directory / "checkpoints" / "promoted")):
         target = find_run(name)
@@ -300,20 +304,20 @@ def test_a_collapsed_policy_is_not_exported(tmp_path):
 
 def test_a_failed_gate_rolls_back_and_trains_other_draws(tmp_path, monkeypatch):
     """Version 2 is refused once: its draws never train, and the run ends with a promoted version."""
-    from paceline.orchestrator.upgrade import UpgradeGate
+    from paceline.orchestrator.promotion import PromotionGate
 
-    real, refused = UpgradeGate.compare, []
+    real, refused = PromotionGate.compare, []
 
     async def refusing(self, step, evaluation):
         metrics, reasons = await real(self, step, evaluation)
         if not refused:
             refused.extend(self.draws)
-            return metrics | {"upgrade/passed": 0.0}, ["it is refused"]
+            return metrics | {"promotion/passed": 0.0}, ["it is refused"]
         return metrics, reasons
 
-    monkeypatch.setattr(UpgradeGate, "compare", refusing)
-    gates = UpgradeConfig(every=2, max_drop=1.0, on_fail="roll_back")
-    result = session.train(quickstart(tmp_path, steps=4, upgrade=gates))
+    monkeypatch.setattr(PromotionGate, "compare", refusing)
+    gates = PromotionConfig(every=2, max_drop=1.0, on_fail="roll_back")
+    result = session.train(quickstart(tmp_path, steps=4, promotion=gates))
     assert result.outcome.status == "finished"
     events = read_jsonl(result.directory / "events.jsonl")
     assert [event["step"] for event in events if event["event"] == "roll_back"] == [0]
@@ -347,8 +351,8 @@ def test_kill_minus_nine_between_decision_and_promotion_loses_nothing(tmp_path):
         "steps": 2,
         "batch_size": 64,
         "staleness": 0,
-        "upgrade.every": 2,
-        "upgrade.max_drop": 1.0,
+        "promotion.every": 2,
+        "promotion.max_drop": 1.0,
         "eval.examples": 8,
         "engine.max_context": 64,
     }
@@ -357,7 +361,7 @@ def test_kill_minus_nine_between_decision_and_promotion_loses_nothing(tmp_path):
     assert killed.returncode == -signal.SIGKILL
     checkpoints = Checkpoints(tmp_path / "quickstart" / "checkpoints", 2)
     assert checkpoints.promoted.name == "step-000000"
-    assert json.loads((checkpoints.all()[-1] / "state.json").read_text())["upgrade"]["step"] == 2
+    assert json.loads((checkpoints.all()[-1] / "state.json").read_text())["promotion"]["step"] == 2
     subprocess.run([sys.executable, "-m", "paceline", *words, "--resume=latest"], timeout=300, check=True)
     assert checkpoints.promoted.name == "step-000002"
     assert (tmp_path / "quickstart" / "export" / "model.safetensors").is_file()

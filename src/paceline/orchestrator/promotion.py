@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from paceline.clients import Pool
-from paceline.config.run import UpgradeConfig
+from paceline.config.run import PromotionConfig
 from paceline.data import Sample, WireError, decode, encode
 from paceline.errors import RunStopped
 from paceline.orchestrator.checkpoint import CheckpointError
@@ -28,7 +28,7 @@ from paceline.rollout import Group, Rollout, threads
 from paceline.trainer.terms import k3
 from paceline.util.deadlines import gather_or_cancel
 
-UPGRADE_FILE = "upgrade.msgpack"
+PROMOTION_FILE = "promotion.msgpack"
 SECONDS = 120.0
 """How long the engine may take for the log probabilities of one reply."""
 
@@ -42,10 +42,10 @@ class PromotedVersion:
     """Held-out reward by environment, or by environment and actor."""
 
 
-class UpgradeGate:
+class PromotionGate:
     """Decides whether a version may be promoted, and remembers the last one that was."""
 
-    def __init__(self, config: UpgradeConfig, pool: Pool, envs: Mapping[str, TrainEnv], concurrency: int) -> None:
+    def __init__(self, config: PromotionConfig, pool: Pool, envs: Mapping[str, TrainEnv], concurrency: int) -> None:
         self._config, self._pool = config, pool
         self._slots = asyncio.Semaphore(concurrency)
         self._names = [
@@ -53,8 +53,8 @@ class UpgradeGate:
         ]
         if not any(len(env.eval_rows) for env in envs.values()):
             raise RunStopped(
-                "[upgrade] compares versions on held-out rows, and no environment has any: add eval_dataset (or "
-                "eval_size) to an [[env]], or leave [upgrade] out"
+                "[promotion] compares versions on held-out rows, and no environment has any: add eval_dataset (or "
+                "eval_size) to an [[env]], or leave [promotion] out"
             )
         self.promoted: PromotedVersion | None = None
         self.checked_step = -1
@@ -91,15 +91,19 @@ class UpgradeGate:
         reasons = []
         if c.max_kl is not None and not kl <= c.max_kl:
             than = "the run's first weights" if c.reference == "start" else f"step {self.promoted.step}"
-            reasons.append(f"its KL divergence from {than} is {kl:.3g} nats a token (upgrade.max_kl = {c.max_kl:g})")
+            reasons.append(f"its KL divergence from {than} is {kl:.3g} nats a token (promotion.max_kl = {c.max_kl:g})")
         for name, reward in before.items():
             if name in self._names and not rewards.get(name, nan) >= reward - c.max_drop:
                 now = f"{rewards[name]:.3f}" if name in rewards else "unknown, since no episode of it has one"
                 reasons.append(
                     f"the held-out reward of `{name}` is {now}, and {reward:.3f} at step {self.promoted.step} "
-                    f"(upgrade.max_drop = {c.max_drop:g})"
+                    f"(promotion.max_drop = {c.max_drop:g})"
                 )
-        metrics = {"upgrade/kl": kl, "upgrade/reward": fmean(rewards.values()), "upgrade/passed": float(not reasons)}
+        metrics = {
+            "promotion/kl": kl,
+            "promotion/reward": fmean(rewards.values()),
+            "promotion/passed": float(not reasons),
+        }
         return metrics, sorted(reasons)
 
     async def promote(self, step: int, evaluation: Mapping[str, float]) -> None:
@@ -116,7 +120,7 @@ class UpgradeGate:
         return {"step": self.promoted.step, "rewards": self.promoted.rewards, "draws": sorted(self.draws)}
 
     def save(self, folder: Path) -> None:
-        (folder / UPGRADE_FILE).write_bytes(encode(self._reference))
+        (folder / PROMOTION_FILE).write_bytes(encode(self._reference))
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Back to a checkpoint's state; one without any has no promoted version."""
@@ -124,10 +128,10 @@ class UpgradeGate:
         if not state:
             return
         try:
-            self._reference = decode((folder / UPGRADE_FILE).read_bytes())
+            self._reference = decode((folder / PROMOTION_FILE).read_bytes())
         except (OSError, WireError) as error:
             raise CheckpointError(
-                f"{folder / UPGRADE_FILE} cannot be read ({error}): resume from an older checkpoint"
+                f"{folder / PROMOTION_FILE} cannot be read ({error}): resume from an older checkpoint"
             ) from error
         self.promoted = PromotedVersion(state["step"], dict(state["rewards"]))
         self.draws = {(env, draw) for env, draw in state["draws"]}
