@@ -14,7 +14,7 @@ from paceline.clients.link import EngineLink
 from paceline.clients.rpc import EngineHost
 from paceline.config.inference import EngineConfig
 from paceline.engine import Completion, GenerateRequest, noise_key
-from paceline.model import PLAN_KEY, LMHead, PackedPlan, token_logprobs
+from paceline.model import ATTENTION_KEY, LMHead, PackedPlan, token_logprobs
 
 
 def requests(groups: int = 5, members: int = 3, seed: int = 0, **settings) -> list[GenerateRequest]:
@@ -91,7 +91,7 @@ def trainer_logprobs(model, request: GenerateRequest, completion: Completion) ->
     plan = PackedPlan([len(ids)], "cpu")
     positions = torch.arange(len(ids))[None]
     with torch.no_grad():
-        out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{PLAN_KEY: plan})
+        out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan})
         temperatures = torch.full((len(ids) - 1,), request.temperature)
         logprobs, _ = token_logprobs(LMHead(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
     return logprobs[len(request.prompt_ids) - 1 :]

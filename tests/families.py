@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from paceline.model import ATTENTION, PLAN_KEY, LMHead, PackedPlan, UnsupportedModel
+from paceline.model import ATTENTION, ATTENTION_KEY, LMHead, PackedPlan, UnsupportedModel
 from paceline.model.support import check_supported
 
 VOCABULARY = 67
@@ -113,7 +113,9 @@ def packed_logprobs(model: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tens
     positions = torch.cat([torch.arange(n) for n in lengths]).to(model.device)
     plan = PackedPlan(lengths, model.device)
     ids = torch.cat(list(rows)).to(model.device)
-    out = model.get_decoder()(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{PLAN_KEY: plan})
+    out = model.get_decoder()(
+        input_ids=ids[None], position_ids=positions[None], use_cache=False, **{ATTENTION_KEY: plan}
+    )
     return list(LMHead(model)(out.last_hidden_state[0]).log_softmax(-1).split(lengths))
 
 

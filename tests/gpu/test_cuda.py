@@ -15,7 +15,7 @@ from paceline import RunConfig, train
 from paceline.config import CheckpointConfig, EvalConfig, inference, trainer
 from paceline.config.inference import SamplingConfig
 from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
-from paceline.model import PLAN_KEY, LMHead, PackedPlan, WeightUpdate, clone_model, fingerprint, token_logprobs
+from paceline.model import ATTENTION_KEY, LMHead, PackedPlan, WeightUpdate, clone_model, fingerprint, token_logprobs
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +54,9 @@ def test_engine_and_trainer_agree(dtype, bound, deterministic):
         positions = torch.arange(len(ids), device="cuda")[None]
         with torch.no_grad():
             plan = PackedPlan([len(ids)], "cuda")
-            out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{PLAN_KEY: plan})
+            out = model.get_decoder()(
+                input_ids=ids[None], position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan}
+            )
             temperatures = torch.full((len(ids) - 1,), request.temperature, device="cuda")
             logprobs, _ = token_logprobs(LMHead(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
         gaps += (logprobs[len(request.prompt_ids) - 1 :].cpu().numpy() - np.array(completion.logprobs)).tolist()

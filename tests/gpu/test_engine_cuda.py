@@ -18,7 +18,16 @@ from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
 from paceline.engine.cpu.sampler import sample, uniform
 from paceline.engine.runner import SamplingMetadata
 from paceline.errors import EngineError
-from paceline.model import PLAN_KEY, Adapter, LMHead, PackedPlan, WeightUpdate, clone_model, fingerprint, token_logprobs
+from paceline.model import (
+    ATTENTION_KEY,
+    Adapter,
+    LMHead,
+    PackedPlan,
+    WeightUpdate,
+    clone_model,
+    fingerprint,
+    token_logprobs,
+)
 from paceline.model.head import make_canary
 
 pytestmark = pytest.mark.gpu
@@ -69,7 +78,7 @@ def reference(model, request, completion) -> np.ndarray:
     plan = PackedPlan([len(ids)], "cuda")
     positions = torch.arange(len(ids), device="cuda")[None]
     with torch.no_grad():
-        out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{PLAN_KEY: plan})
+        out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan})
         temperatures = torch.full((len(ids) - 1,), request.temperature, device="cuda")
         logprobs, _ = token_logprobs(LMHead(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
     return logprobs[len(request.prompt_ids) - 1 :].cpu().numpy()

@@ -26,7 +26,16 @@ from paceline.engine import Completion, EmbeddedEngine, GenerateRequest, noise_k
 from paceline.engine.engine import DecodingEngine
 from paceline.engine.mlx.engine import MlxEngine
 from paceline.errors import EngineError
-from paceline.model import PLAN_KEY, Adapter, LMHead, PackedPlan, WeightUpdate, fingerprint, load_model, token_logprobs
+from paceline.model import (
+    ATTENTION_KEY,
+    Adapter,
+    LMHead,
+    PackedPlan,
+    WeightUpdate,
+    fingerprint,
+    load_model,
+    token_logprobs,
+)
 from paceline.model.head import make_canary
 from paceline.model.mlx.loading import load_model as load_mlx
 
@@ -67,7 +76,7 @@ async def stopped_at(engine: DecodingEngine, tokens: int) -> None:
 def logprobs_in_torch(model, request: GenerateRequest, completion: Completion) -> list[float]:
     ids = torch.tensor([*request.prompt_ids, *completion.token_ids])
     positions, plan = torch.arange(len(ids))[None], PackedPlan([len(ids)], "cpu")
-    out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{PLAN_KEY: plan})
+    out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan})
     temperatures = torch.full((len(ids) - 1,), request.temperature)
     logprobs, _ = token_logprobs(LMHead(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
     return logprobs[len(request.prompt_ids) - 1 :].tolist()

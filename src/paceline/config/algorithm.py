@@ -21,7 +21,7 @@ class BaseAlgorithmConfig(Section):
     """A model samples the rollouts; otherwise they are read off the rows."""
 
 
-class OnPolicyConfig(BaseAlgorithmConfig):
+class PolicySampledConfig(BaseAlgorithmConfig):
     """Base of the algorithms that learn from what the policy sampled."""
 
     source: Reference = "policy"
@@ -41,7 +41,7 @@ class OnPolicyConfig(BaseAlgorithmConfig):
 Std = Literal["none", "population", "sample"]
 
 
-class GroupCreditConfig(OnPolicyConfig):
+class GroupCreditConfig(PolicySampledConfig):
     """Keys that grpo and echo share."""
 
     std: Std = "none"
@@ -72,20 +72,20 @@ class GRPOConfig(GroupCreditConfig):
     type: Literal["grpo"] = "grpo"
 
 
-class MaxRLConfig(OnPolicyConfig):
+class MaxRLConfig(PolicySampledConfig):
     """(Reward - mean) / mean: the gradient of the log of the mean reward."""
 
     type: Literal["max_rl"] = "max_rl"
     is_group_relative = True
 
 
-class RewardConfig(OnPolicyConfig):
+class RewardConfig(PolicySampledConfig):
     """The reward itself, broadcast over the sampled tokens."""
 
     type: Literal["reward"] = "reward"
 
 
-class RAEConfig(OnPolicyConfig):
+class RAEConfig(PolicySampledConfig):
     """Reward minus a running mean of what this actor earns in this kind of episode."""
 
     type: Literal["rae"] = "rae"
@@ -93,7 +93,7 @@ class RAEConfig(OnPolicyConfig):
     """How much of the baseline stays at each group."""
 
 
-class HierarchicalConfig(OnPolicyConfig):
+class HierarchicalConfig(PolicySampledConfig):
     """Reward minus the mean of siblings: children of one episode among themselves, roots across the group."""
 
     # Children are compared inside one try, so a group of one still learns.
@@ -104,7 +104,7 @@ class HierarchicalConfig(OnPolicyConfig):
     """Clamp negative advantages to zero."""
 
 
-class ConstantConfig(OnPolicyConfig):
+class ConstantConfig(PolicySampledConfig):
     """A fixed advantage for every sampled token."""
 
     type: Literal["constant"] = "constant"
@@ -112,7 +112,7 @@ class ConstantConfig(OnPolicyConfig):
     """The advantage."""
 
 
-class GAEConfig(OnPolicyConfig):
+class GAEConfig(PolicySampledConfig):
     """The reward at the end of a rollout, of which the trainer's critic makes advantages; needs `trainer.critic`."""
 
     type: Literal["gae"] = "gae"
@@ -157,7 +157,7 @@ class EchoConfig(GroupCreditConfig):
             )
 
 
-class OPDConfig(OnPolicyConfig):
+class OPDConfig(PolicySampledConfig):
     """On-policy distillation: the policy samples, a teacher says how likely it finds each token."""
 
     type: Literal["opd"] = "opd"
@@ -177,7 +177,7 @@ class OPDConfig(OnPolicyConfig):
             )
 
 
-class OPSDConfig(OnPolicyConfig):
+class OPSDConfig(PolicySampledConfig):
     """On-policy self-distillation: the policy samples, and the same policy, shown a demonstration, is the teacher."""
 
     type: Literal["opsd"] = "opsd"
@@ -234,7 +234,7 @@ class SFTConfig(BaseAlgorithmConfig):
             self.teacher = self.source = teacher
 
 
-class CustomConfig(OnPolicyConfig, Hook):
+class CustomConfig(PolicySampledConfig, Hook):
     """A user's credit function `fn(inputs, **kwargs)` or `Algorithm` subclass, by import path."""
 
     type: Literal["custom"] = "custom"

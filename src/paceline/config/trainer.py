@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MAX_LOG_RATIO = 20.0
 """Exponents are clamped to this much either way: e^20 is far outside any trust region, and still a number."""
-REF_KL_TRUST = 0.2
+TEACHER_KL_TRUST = 0.2
 """A teacher's pull ends once the probability has moved this far its way."""
 
 

@@ -62,7 +62,7 @@ class EmbeddedEngine(DecodingEngine):
             # Captured steps round both numbers up, the second to a power of two from 128 on.
             most = max(2, config.max_running) + 2 * max(config.prefill_tokens, 128)
             adapters = install(model, lora_targets, config.adapters, config.adapter_rank, most)
-        native = install_native(model, config.products)
+        native = install_native(model, config.products)  # how exactly a CPU multiplies
 
         def paged(memory: PageMemory, free_bytes: int) -> PageCache:
             """As many pages as the budget holds, but no more than all requests could ever fill."""

@@ -358,7 +358,7 @@ class DecodingEngine:
         except PartialUpdateError as error:
             self._quarantine(model, error, PartialUpdateError)
             raise
-        self._carry_over(model, update.version, before, staged_fingerprint)
+        self._keep_old_fingerprints(model, update.version, before, staged_fingerprint)
         self._scheduler.on_weight_update(model, self._config.on_swap == "recompute")
         try:
             if staged_fingerprint is not None:
@@ -380,7 +380,7 @@ class DecodingEngine:
         for sequence in self._scheduler.abort_model(model):
             self._fail(sequence, str(error), kind)
 
-    def _carry_over(
+    def _keep_old_fingerprints(
         self, model: str | None, version: int, before: dict[str, dict[int, str]], staged_fingerprint: str | None
     ) -> None:
         """Sequences that go on under new weights keep the fingerprints of the old. After a roll-back a version comes

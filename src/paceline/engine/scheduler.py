@@ -40,7 +40,7 @@ class Scheduler:
         self._waiting: list[tuple[int, int, int, DecodeSequence]] = []
         self._arrivals = 0
         self._queue_round = 0
-        """The highest turn that was admitted: a call that comes now begins there."""
+        """The latest round that was admitted: a call that comes now begins there."""
         self._leaving: set[DecodeSequence] = set()
         self._prefix_owners: dict[tuple[WeightsKey, tuple[int, ...]], DecodeSequence] = {}
         """Sequences that compute a prompt which others may soon share."""
@@ -56,7 +56,7 @@ class Scheduler:
         return not self.running and not self._waiting and not self._leaving
 
     def add(self, sequence: DecodeSequence) -> None:
-        """Queue a request: by its order, then by its turn, then by arrival."""
+        """Queue a request: by its order, then by its queue round, then by arrival."""
         sequence.arrival, sequence.queue_round = self._arrivals, self._queue_round + sequence.request.queue_round
         self._arrivals += 1
         self._push_waiting(sequence)

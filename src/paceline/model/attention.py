@@ -17,7 +17,7 @@ from paceline.data.packing import similar_lengths
 from paceline.errors import PacelineError
 
 ATTENTION = "paceline"
-PLAN_KEY = "paceline_plan"
+ATTENTION_KEY = "paceline_plan"
 """The keyword by which a forward pass hands its plan to the attention function."""
 
 # What models hand through for other attention functions and what a plan does not need.
@@ -32,7 +32,7 @@ class UnsupportedModel(PacelineError):
     """A model that needs something the attention function does not do."""
 
 
-class NoPlan(RuntimeError):
+class NoAttentionPlan(RuntimeError):
     """The attention function was reached without a plan: the caller forgot it, or the model does not pass it on."""
 
 
@@ -58,9 +58,9 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature over a plan."""
-    plan: AttentionPlan | None = kwargs.pop(PLAN_KEY, None)
+    plan: AttentionPlan | None = kwargs.pop(ATTENTION_KEY, None)
     if plan is None:
-        raise NoPlan("a Paceline model was called without an attention plan")
+        raise NoAttentionPlan("a Paceline model was called without an attention plan")
     if kwargs.pop("is_causal", None) is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{type(module).__name__} looks ahead (is_causal is False), which is not supported")
     for name, given in kwargs.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from paceline.model.attention import PLAN_KEY, PackedPlan
+from paceline.model.attention import ATTENTION_KEY, PackedPlan
 from paceline.weights.update import Canary, canary_ids, canary_of
 
 ELEMENTS = {"cuda": 1 << 29, "cpu": 1 << 25}
@@ -197,7 +197,7 @@ def _canary_pass(model: PreTrainedModel, head: LMHead, token_ids: Sequence[int])
     ones = torch.ones(len(token_ids) - 1, device=model.device)
 
     def run() -> Tensor:
-        out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{PLAN_KEY: plan})
+        out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan})
         return token_logprobs(head, out.last_hidden_state[0, :-1], ids[1:], ones)[0]
 
     return run

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from paceline.model.attention import ATTENTION, PLAN_KEY, NoPlan, UnsupportedModel, sdpa, window_mask
+from paceline.model.attention import ATTENTION, ATTENTION_KEY, NoAttentionPlan, UnsupportedModel, sdpa, window_mask
 from paceline.model.head import LMHead
 from paceline.model.source import ROPE_OF_WHOLE_BATCH
 
@@ -42,12 +42,13 @@ def attention_shape(model: PreTrainedModel) -> AttentionShape:
     probe = _Probe(type(model).__name__)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     with torch.no_grad():
-        model.get_decoder()(input_ids=token, position_ids=token, use_cache=False, **{PLAN_KEY: probe})
+        model.get_decoder()(input_ids=token, position_ids=token, use_cache=False, **{ATTENTION_KEY: probe})
     return probe.shape(model.config.get_text_config().num_hidden_layers)
 
 
 class _Probe:
-    """A plan that attends to nothing and writes down what it was asked."""
+    """An attention plan (`model/attention.py`: what one forward pass attends to) that attends to nothing and writes
+    down what it was asked."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -152,7 +153,7 @@ def check_supported(model: PreTrainedModel) -> None:
         if kind in str(error):
             raise
         raise UnsupportedModel(f"{kind}: {error}") from error
-    except NoPlan as error:
+    except NoAttentionPlan as error:
         raise UnsupportedModel(f"{kind}: it hands no keyword arguments to its attention; not supported") from error
     except (RuntimeError, TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
         raise UnsupportedModel(f"{kind}: fails with Paceline's attention ({error}); not supported") from error
@@ -229,7 +230,7 @@ def check_numerics(model: PreTrainedModel) -> None:
     positions = torch.cat([torch.arange(n) for n in lengths]).to(model.device)
     plan = ShuffledPlan(sequences[order], positions[order])
     out = model.get_decoder()(
-        input_ids=ids[order][None], position_ids=positions[order][None], use_cache=False, **{PLAN_KEY: plan}
+        input_ids=ids[order][None], position_ids=positions[order][None], use_cache=False, **{ATTENTION_KEY: plan}
     )
     ours = LMHead(model)(out.last_hidden_state[0]).softmax(-1)[order.argsort()]
     theirs = torch.cat([p.softmax(-1) for p in _eager(model, list(ids.split(lengths)))])

@@ -244,12 +244,12 @@ class RolloutRunner:
 
     async def run_episode(self, env: TrainEnv, row: Row, ticket: Ticket, member: int, order: int) -> list[Rollout]:
         """One episode on a copy of the row: a rollout for each actor who spoke, or why there is none."""
-        noise = (self._seed, self._domain, ticket.number, member)
+        seed_parts = (self._seed, self._domain, ticket.number, member)
         # In training a frozen model may speak in the policy's place, for it to learn from.
         client = (env.algorithm.frozen_sampler if self._domain == TRAIN else None) or self._client
         losses: list[EpisodeLost] = []
         while True:  # as in `prepare`: a coroutine more for each of 20,000 episodes is work for the garbage collector
-            seats = SessionMap(client, noise, order, env.environment.actors)
+            seats = SessionMap(client, seed_parts, order, env.environment.actors)
             try:
                 outcome = await self._call_user_code(
                     env, client, "an episode", lambda at=seats: env.environment.play(copy_value(row), at)

@@ -234,7 +234,7 @@ class Orchestrator:
             await self._parts.reference.follow(update)
         if self._league_checkpoints.members:
             await self._league_checkpoints.offer(update)
-        if self._env_pauses.advice_task:
+        if self._env_pauses.pending_advice:
             await self._env_pauses.apply()
         self._gate.publish(update.version)
         if not self._stopping:

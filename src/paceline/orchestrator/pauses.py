@@ -41,7 +41,7 @@ class EnvPauses:
         self._rules: frozenset[str] = frozenset().union(*self._pause_rules.values()) if advisor else frozenset()
         self._advisor, self._step = advisor, 0
         self._played: Played = []
-        self.advice_task: asyncio.Task[Sequence[Any]] | None = None
+        self.pending_advice: asyncio.Task[Sequence[Any]] | None = None
         """Looks for advisories after the latest step; `apply` takes what it found."""
         self._until: dict[str, int] = {}
         """The step after which a resting environment is drawn from again."""
@@ -59,12 +59,12 @@ class EnvPauses:
         self._step = step
         if self._rules:
             played, self._played = self._played, []
-            self.advice_task = asyncio.create_task(asyncio.to_thread(self._advise, step, dict(metrics), played))
+            self.pending_advice = asyncio.create_task(asyncio.to_thread(self._advise, step, dict(metrics), played))
 
     async def apply(self) -> None:
         """Let what was seen take effect, before anything is drawn."""
-        assert self.advice_task is not None
-        look, self.advice_task = self.advice_task, None
+        assert self.pending_advice is not None
+        look, self.pending_advice = self.pending_advice, None
         try:
             found = await look  # bounded: some thousand rows in memory, asked for a step ago
         except Exception as error:  # a run is worth more than advice
@@ -88,8 +88,8 @@ class EnvPauses:
                     self._pause(name, advisory)
 
     def close(self) -> None:
-        if self.advice_task is not None:
-            self.advice_task.cancel()
+        if self.pending_advice is not None:
+            self.pending_advice.cancel()
 
     def halt_reason(self) -> str:
         """Why a run that has drawn all it may ends, if that is because environments are paused; else empty."""

@@ -74,7 +74,7 @@ class Endpoint:
         except (KeyError, IndexError, TypeError):
             raise EngineError(f"{self.url}/chat/completions answered without a message") from None
 
-    def make_seat(self, noise: Sequence[int], order: int, actor: str, model: str) -> Seat:
+    def make_seat(self, seed_parts: Sequence[int], priority: int, actor: str, model: str) -> Seat:
         """A seat of one episode. Its `model` is the endpoint's name of it; the endpoint has noise of its own."""
         return EndpointSeat(self, actor=actor, model=model)
 

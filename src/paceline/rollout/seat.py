@@ -29,8 +29,8 @@ class SamplingClient:
     end_tokens: frozenset[int]
     recorder: "RecordingServer | None" = None
 
-    def make_seat(self, noise: Sequence[int], order: int, actor: str, model: str) -> "Seat":
-        return Seat(self, noise, order, actor=actor, model=model)
+    def make_seat(self, seed_parts: Sequence[int], priority: int, actor: str, model: str) -> "Seat":
+        return Seat(self, seed_parts, priority, actor=actor, model=model)
 
     async def close(self) -> None:
         if self.recorder is not None:
@@ -81,8 +81,8 @@ class Seat:
     def __init__(
         self,
         client: SamplingClient,
-        noise: Sequence[int],
-        order: int,
+        seed_parts: Sequence[int],
+        priority: int,
         actor: str = "policy",
         model: str = "",
         trained: bool = True,
@@ -90,7 +90,7 @@ class Seat:
         self._init_session(actor, client.sampling, client.recorder)
         self.trained = trained
         self._client, self._model = client, model
-        self._noise, self._order, self._calls = tuple(noise), order, 0
+        self._seed_parts, self._priority, self._calls = tuple(seed_parts), priority, 0
         self._history: TurnIndex | None = None
 
     def _init_session(self, actor: str, sampling: SamplingConfig, recorder: "RecordingServer | None") -> None:
@@ -170,7 +170,7 @@ class Seat:
         sampling = self._sampling
         if self._closed:
             raise SeatClosed("the episode is over: this seat takes no more calls")
-        noise = noise_key(*self._noise, self._calls)
+        noise = noise_key(*self._seed_parts, self._calls)
         self._calls += 1
         completion = await self._client.pool.generate(
             GenerateRequest(
@@ -181,7 +181,7 @@ class Seat:
                 top_k=sampling.top_k,
                 stop_token_ids=self._client.end_tokens,
                 noise=noise,
-                order=self._order,
+                order=self._priority,
                 model=self._model,
             )
         )
@@ -233,13 +233,13 @@ class SessionMap(dict[str, Seat]):
     def __init__(
         self,
         client: "SamplingClient | Endpoint",
-        noise: Sequence[int],
-        order: int,
+        seed_parts: Sequence[int],
+        priority: int,
         actors: Sequence[str],
         seat_factories: SeatFactories | None = None,
     ) -> None:
         super().__init__()
-        self._client, self._noise, self._order = client, tuple(noise), order
+        self._client, self._seed_parts, self._priority = client, tuple(seed_parts), priority
         self._seat_factories, self._closed = seat_factories or {}, False
         for actor in actors:
             self.open(actor)
@@ -253,9 +253,9 @@ class SessionMap(dict[str, Seat]):
         if name in self:
             name = next(name for number in count(place) if (name := f"{actor}#{number}") not in self)
         # The first seat draws the noise a one-player task has always drawn.
-        noise = (*self._noise, place) if place else self._noise
+        seed_parts = (*self._seed_parts, place) if place else self._seed_parts
         factory = self._seat_factories.get(actor)
-        seat = factory(name) if factory else self._client.make_seat(noise, self._order, actor, model)
+        seat = factory(name) if factory else self._client.make_seat(seed_parts, self._priority, actor, model)
         seat.parent, seat.kind, seat.trained = parent, kind, trained
         self[name] = seat
         return name

@@ -72,7 +72,7 @@ class Loss:
         rl, rl_clipped = self._rl(ratio, tokens)
         if self._config.proximal:
             rl = rl * importance(self._config.proximal, tokens)
-        teacher_kl, ref_clipped = teacher_kl_term(sampler_ratio, tokens)
+        teacher_kl, teacher_clipped = teacher_kl_term(sampler_ratio, tokens)
         terms = {"rl": rl, "ce": -tokens.logprobs, "teacher_kl": teacher_kl}
         scales = {"rl": tokens.rl_scale, "ce": tokens.ce_scale, "teacher_kl": tokens.teacher_kl_scale}
         if self._kl is not None and self._config.kl is not None:
@@ -84,7 +84,7 @@ class Loss:
         skipped = self._skip_mask(sampler_ratio, tokens)
         unskipped = ~skipped[tokens.segments]
         scales |= {name: tokens.regulariser_scale for name in terms if name not in scales}
-        return TokenLosses(terms, scales, {"rl": rl_clipped, "teacher_kl": ref_clipped}, ratio, skipped, unskipped)
+        return TokenLosses(terms, scales, {"rl": rl_clipped, "teacher_kl": teacher_clipped}, ratio, skipped, unskipped)
 
     def _skip_mask(self, ratio: Ratio, tokens: TrainedTokens) -> Array:
         """Sequences so many of whose tokens are far from the sampler that nothing in them can be trusted. Decided per

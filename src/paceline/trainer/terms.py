@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
-from paceline.config.trainer import MAX_LOG_RATIO, REF_KL_TRUST
+from paceline.config.trainer import MAX_LOG_RATIO, TEACHER_KL_TRUST
 from paceline.data import MicroBatch
 from paceline.data.sample import RENAMED_STREAMS
 from paceline.errors import TrainerError
@@ -291,7 +291,7 @@ def _clipped_loss(r: Array, advantages: Array, low: float, high: float) -> Term:
 def teacher_kl_term(ratio: Ratio, tokens: TrainedTokens) -> Term:
     """Reverse KL to a teacher as a policy gradient: -sg[log teacher - log pi] * pi / mu, in dppo's trust region."""
     advantage = stop(tokens.teacher_logprobs - tokens.logprobs)
-    dropped = where(advantage > 0, ratio.difference > REF_KL_TRUST, ratio.difference < -REF_KL_TRUST)
+    dropped = where(advantage > 0, ratio.difference > TEACHER_KL_TRUST, ratio.difference < -TEACHER_KL_TRUST)
     return -advantage * ratio.value * ~dropped, dropped
 
 
@@ -355,8 +355,8 @@ def find_clipped(
             sequence = float(np.exp(np.log(ratio[rl].astype(np.float64)).mean()))
             return _rl_clip_reason(c, float(ratio[at]), sequence, d, advantages[at] > 0)
         return (
-            f"dropped: its probability already {_direction(d)} by more than {REF_KL_TRUST:g} since it was sampled, the "
-            "way the teacher pulls"
+            f"dropped: its probability already {_direction(d)} by more than {TEACHER_KL_TRUST:g} since it was sampled, "
+            "the way the teacher pulls"
         )
 
     return [(int(at), name, rule(name, at)) for name, mask in clipped.items() for at in np.flatnonzero(mask)]

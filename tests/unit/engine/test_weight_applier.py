@@ -16,7 +16,7 @@ from engines import MATRIX, merged, random_adapter
 from paceline.clients import Pool
 from paceline.engine import Completion, GenerateRequest, noise_key
 from paceline.errors import DeltaBaseMismatch, EngineError, PartialUpdateError, RequestError, UnknownModel
-from paceline.model import PLAN_KEY, Adapter, Canary, LMHead, ServedPolicy, WeightUpdate, clone_model, fingerprint
+from paceline.model import ATTENTION_KEY, Adapter, Canary, LMHead, ServedPolicy, WeightUpdate, clone_model, fingerprint
 from paceline.model.attention import sdpa, window_mask
 from paceline.model.head import make_canary
 from paceline.weights.delta import DeltaEncoder, WeightDelta
@@ -60,7 +60,7 @@ def replayed_logprobs(request: GenerateRequest, completion: Completion) -> list[
         model = POLICIES[version]
         positions = torch.arange(at, at + len(fresh))[None]
         out = model.get_decoder()(
-            input_ids=torch.tensor([fresh]), position_ids=positions, use_cache=False, **{PLAN_KEY: plan}
+            input_ids=torch.tensor([fresh]), position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan}
         )
         logits = LMHead(model)(out.last_hidden_state[0, -1])
         logprobs.append(torch.log_softmax(logits / request.temperature, -1)[token].item())

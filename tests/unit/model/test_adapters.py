@@ -15,7 +15,7 @@ from families import FAMILIES, eager_logprobs, largest_gap, packed_logprobs, seq
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.model import (
-    PLAN_KEY,
+    ATTENTION_KEY,
     PackedPlan,
     attach_lora,
     clone_for_engine,
@@ -77,7 +77,7 @@ def test_a_slot_computes_what_peft_computes(family):
                 adapters.route(torch.full((20,), 2))
                 ids = sequences([20])[0][None]
                 positions = torch.arange(20)[None]
-                plan = {PLAN_KEY: PackedPlan([20], "cpu")}
+                plan = {ATTENTION_KEY: PackedPlan([20], "cpu")}
                 out = module.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, **plan)
                 hidden[name] = out.last_hidden_state.float()
             base = packed_logprobs(model, sequences([20]))

@@ -50,11 +50,11 @@ def test_gradients_stay_inside_a_sequence():
 
 
 def test_what_the_attention_does_not_do_is_refused_by_name():
-    from paceline.model import PLAN_KEY, UnsupportedModel
+    from paceline.model import ATTENTION_KEY, UnsupportedModel
 
     module = torch.nn.Linear(1, 1)
     x = torch.zeros(1, 1, 1, 8)
-    plan = {PLAN_KEY: PackedPlan([1], "cpu")}
+    plan = {ATTENTION_KEY: PackedPlan([1], "cpu")}
     with pytest.raises(RuntimeError, match="without an attention plan"):
         attention(module, x, x, x, None)
     with pytest.raises(UnsupportedModel, match="softcap"):

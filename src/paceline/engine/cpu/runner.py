@@ -13,7 +13,7 @@ from paceline.engine.cpu.sampler import sample, tensor_factory
 from paceline.engine.pages import PageCache
 from paceline.engine.runner import Runner, SamplingMetadata, StepInFlight
 from paceline.engine.sequence import Chunk, DecodeSequence
-from paceline.model import PLAN_KEY, LMHead, token_logprobs
+from paceline.model import ATTENTION_KEY, LMHead, token_logprobs
 from paceline.model.adapters import Adapters
 
 
@@ -77,7 +77,7 @@ class EagerRunner(Runner):
             routes = [c.adapter for c in chunks for _ in range(c.length)] + [0] * plan.padding
             self._adapters.route(torch.tensor(routes, device=self._device))
         tokens, positions = torch.tensor(ids, device=self._device)[None], plan.positions[None]
-        out = self._decoder(input_ids=tokens, position_ids=positions, use_cache=False, **{PLAN_KEY: plan})
+        out = self._decoder(input_ids=tokens, position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan})
         return out.last_hidden_state[0]
 
     def _sampling_metadata(self, chunks: list[Chunk]) -> SamplingMetadata:

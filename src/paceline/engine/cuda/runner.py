@@ -24,7 +24,7 @@ from paceline.engine.cuda.step import TILE_ROWS, StepShape, device_fields, is_de
 from paceline.engine.pages import PageCache
 from paceline.engine.runner import Runner, SamplerOutput, SamplingMetadata, StepInFlight
 from paceline.engine.sequence import Chunk, SampledToken
-from paceline.model import PLAN_KEY, LMHead
+from paceline.model import ATTENTION_KEY, LMHead
 from paceline.model.adapters import Adapters
 from paceline.model.background_compile import BackgroundCompile, compile_blocks, number_layers
 from paceline.model.support import AttentionShape
@@ -209,7 +209,9 @@ class GraphRunner(Runner):
         if self._adapters is not None:
             self._adapters.route(f.adapters)
         ids = torch.where(f.ids >= 0, f.ids, self._last[f.slots])[None]
-        out = self._decoder(input_ids=ids, position_ids=f.positions[None], use_cache=False, **{PLAN_KEY: self._plan})
+        out = self._decoder(
+            input_ids=ids, position_ids=f.positions[None], use_cache=False, **{ATTENTION_KEY: self._plan}
+        )
         step.hidden = out.last_hidden_state[0]
         step.logits = self._head.native_logits(step.hidden if not step.shape.prefill_tokens else step.hidden[f.rows])
         tokens, logprobs = self._out[0], self._out[1].view(torch.float64)

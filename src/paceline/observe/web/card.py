@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from paceline.config import RunConfig
 from paceline.config import algorithm as algorithms
 from paceline.config import trainer as losses
-from paceline.config.trainer import REF_KL_TRUST
+from paceline.config.trainer import TEACHER_KL_TRUST
 from paceline.data import Sample, Scales, component_counts, minibatches, token_scales
 from paceline.observe.analysis.text import format_four_digits as figure
 from paceline.observe.record import Query, Row, RunFolder, StoredRollout
@@ -181,8 +181,8 @@ def teacher_kl_line(token: TokenValues) -> CardLine:
     loss, _ = teacher_kl_term(*_on_policy_batch(token))
     numbers = f"−({figure(token.ref)} − {figure(token.old)})"
     mu, up = math.exp(token.old), token.ref > token.old
-    edge = mu + REF_KL_TRUST if up else mu - REF_KL_TRUST
-    note = _edge_note("Dropped", edge, up, f"μ {figure(mu)}, trust {REF_KL_TRUST}")
+    edge = mu + TEACHER_KL_TRUST if up else mu - TEACHER_KL_TRUST
+    note = _edge_note("Dropped", edge, up, f"μ {figure(mu)}, trust {TEACHER_KL_TRUST}")
     return CardLine("teacher_kl term at r = 1", formula, numbers, float(loss[0]) + 0.0, note=note)
 
 

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from paceline.data import MicroBatch
 from paceline.data.packing import similar_lengths
-from paceline.model import PLAN_KEY, LMHead, PackedPlan, token_logprobs
+from paceline.model import ATTENTION_KEY, LMHead, PackedPlan, token_logprobs
 from paceline.model.attention import AttentionPlan, PaddedBucket, VarlenPlan, sdpa, window_mask, window_sizes
 from paceline.model.background_compile import compile_blocks
 from paceline.model.support import can_varlen
@@ -372,7 +372,7 @@ class ForwardPass:
             plan = PackedPlan([len(tree) for tree in shared.trees], self._device, bucket)
             streams = (shared.token_ids, shared.positions, shared.where)
         ids, positions, where = map(self.send, streams)
-        out = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{PLAN_KEY: plan})
+        out = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{ATTENTION_KEY: plan})
         return out.last_hidden_state[0], where
 
     def logprobs(

@@ -84,7 +84,8 @@ class TorchPolicy(PolicyBackend):
         if c.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.ranks = Ranks(group, self.device, c.parallel)
-        self.forward = ForwardPass(model, fp32_head, compiled, c.stream, self.ranks.context, self.device)
+        parts_first = c.stream  # micro-batches run while the batch's last groups are still sampled
+        self.forward = ForwardPass(model, fp32_head, compiled, parts_first, self.ranks.context, self.device)
         self._parallel = c.parallel if group is not None else ParallelConfig()
         needs_copy = c.critic is not None and self._parallel.divides_model
         self._value_body = empty_copy(model) if needs_copy else None  # now: what is sharded cannot be copied
@@ -136,7 +137,7 @@ class TorchPolicy(PolicyBackend):
 
     def clip(self) -> Tensor:
         if self.ranks.all.size > 1:
-            self.ranks.tokens.sum_gradients(self.optimizer.unsummed_masters)
+            self.ranks.gradient_group.sum_gradients(self.optimizer.unsummed_masters)
             self.layout.sync_replicated(self.optimizer.masters)
         return self.optimizer.clip()
 
@@ -335,7 +336,7 @@ class TorchValueModel(nn.Module):
         return loss.detach()
 
     def clip(self, losses: list[Tensor]) -> tuple[float, float]:
-        self._ranks.tokens.sum_gradients(self.optimizer.unsummed_masters)
+        self._ranks.gradient_group.sum_gradients(self.optimizer.unsummed_masters)
         self._layout.sync_replicated(self.optimizer.masters)
         return self._ranks.data.sum(torch.stack(losses).sum()[None]).item(), self.optimizer.clip().item()
 

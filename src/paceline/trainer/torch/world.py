@@ -166,7 +166,7 @@ class Ranks:
         self.all = World(group, device)
         self.data = self.subgroup("replica", "shard")
         """One of each data rank: what is counted here is counted once."""
-        self.tokens = self.subgroup("replica", "shard", "context")
+        self.gradient_group = self.subgroup("replica", "shard", "context")
         """Those that compute different tokens with the same weights: their gradients add up."""
         self.context = self.subgroup("context")
         """Those that share sequences."""
