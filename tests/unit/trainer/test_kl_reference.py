@@ -173,7 +173,7 @@ def test_shaping_subtracts_the_clipped_mean_log_ratio_from_the_advantages(policy
         who = s.logprobs if policy == "behaviour" else pi
         k1 = np.mean([float(who[t]) - float(s.kl_ref_logprobs[t]) for t in range(len(s)) if s.loss_mask[t]])
         by_hand.append(s.with_streams(advantages=s.advantages - 0.2 * min(max(k1, -4.0), 4.0) * s.loss_mask))
-    more = {"minibatches": 2, "proximal": config.ProximalConfig() if policy == "prox" else None}
+    more = {"minibatches": 2, "proximal": config.ProximalConfig() if policy == "prox" else False}
     shaped = made(kl=config.KLConfig(how="advantage", coef=0.2, kl_max=4.0), **more)
     plain = made(**more)
     metrics = asyncio.run(shaped.step(batch)).metrics
