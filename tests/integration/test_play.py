@@ -190,13 +190,13 @@ def test_the_command_plays_at_a_pipe_and_ctrl_c_ends_it_politely(tmp_path):
     assert rest.splitlines()[-1] == f"score after {len(games)} games  x {x:.3f}  o (you) {o:.3f}"
 
 
-def test_the_loop_without_a_run_file_trains_what_a_server_serves():
+def test_the_loop_without_a_run_file_trains_what_a_server_serves(tmp_path):
     """As its first lines say: a server with a key, and the example beside it."""
     script = ROOT / "examples" / "arenas" / "loop.py"
     with served("--engine.adapters", "1", "--engine.max-context", "128", key="mine") as server:
         command = [sys.executable, str(script), f"{server.url}/v1", "2"]
         there = os.environ | {"PACELINE_API_KEY": "mine"}
-        loop = Launched(command, env=there, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        loop = Launched(command, cwd=tmp_path, env=there, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         said, _ = loop.communicate(timeout=280)
         assert loop.returncode == 0, said
         assert server.get("/policy").json()["version"] >= 2

@@ -6,6 +6,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("mlx.core", exc_type=ImportError)
+
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "integration"), str(ROOT / "examples" / "seeds" / "legos")]
 

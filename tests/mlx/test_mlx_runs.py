@@ -92,7 +92,7 @@ def test_one_library_serves_what_the_other_trains(trains, serves, monkeypatch):
     async def play(url: str) -> SelfPlayTrainer:
         model, tokenizer = load("paceline:quickstart", backend=trains)
         client = OpenAIClient(base_url=f"{url}/v1", sampling=SamplingConfig(max_tokens=4))
-        config = SelfPlayTrainerConfig(min_samples_per_step=4)
+        config = SelfPlayTrainerConfig(min_samples_per_step=4, checkpoint_every=0)
         trainer = SelfPlayTrainer(model, optim.Adam(learning_rate=1e-3), config, client, tokenizer)
         await training_loop(TicTacToe(client, credit_assigner=GRPOCredit()), trainer, num_steps=3)
         await client.aclose()

@@ -63,6 +63,12 @@ class Coins(Arena):
         return [EpisodeRequest("coin", Artifact(row)) for row in (3, 4, 5) for _ in range(6)]
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Loops write their checkpoints where they are started."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def client():
     """A real engine in this process, with room for the policy's adapter."""
