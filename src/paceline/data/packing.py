@@ -428,7 +428,7 @@ def bin_steps(samples: Sequence[Sample], steps: int, ranks: int, budget: int, co
 
 
 def restrict_bins(some: Sequence[RankBins], chosen: Collection[int]) -> RankBins:
-    """The cuts of several steps as one that leaves out samples that are not chosen. Where no rank has any in its k-th
+    """The micro-batches of several steps, without samples that are not chosen. Where no rank has any in its k-th
     micro-batch there is none: they are still equally many on every rank.
 
     >>> restrict_bins([[[[0, 1], [2]], [[3], [4]]], [[[5]], [[]]]], {0, 4})

@@ -20,9 +20,9 @@ UNREACHED = ("ConnectError", "ConnectTimeout", "ReadTimeout", "ReadError", "Remo
 T = TypeVar("T")
 
 
-def retry_hub(what: str, load: Callable[[], T], pause: Callable[[float], object] | None = None) -> T:
-    """What `load` gives, tried again up to 5 times while the hub is busy, fails or is out of reach. `pause` waits so
-    many seconds; Ctrl-C ends the wait. All other errors, a missing name say, are raised at once."""
+def retry_hub(what: str, load: Callable[[], T]) -> T:
+    """What `load` gives, tried again up to 5 times while the hub is busy, fails or is out of reach. Ctrl-C ends the
+    wait. All other errors, a missing name say, are raised at once."""
     for retry in range(RETRIES + 1):
         try:
             return load()
@@ -33,7 +33,7 @@ def retry_hub(what: str, load: Callable[[], T], pause: Callable[[float], object]
         seconds = min(FIRST_SECONDS * 2**retry, MOST_SECONDS)
         log.warning("%s: %s; trying again in %g s (%d of %d), Ctrl-C stops", what, reason, seconds, retry + 1, RETRIES)
         with on_interrupt(signal.default_int_handler):  # an event loop's own handler would not end the wait
-            (pause or time.sleep)(seconds)
+            time.sleep(seconds)
     raise AssertionError("the last try returns or raises")
 
 

@@ -84,8 +84,9 @@ class TorchPolicy(PolicyBackend):
         if c.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.ranks = Ranks(group, self.device, c.parallel)
-        parts_first = c.stream  # micro-batches run while the batch's last groups are still sampled
-        self.forward = ForwardPass(model, fp32_head, compiled, parts_first, self.ranks.context, self.device)
+        self.forward = ForwardPass(
+            model, fp32_head, compiled, retain_graph=c.stream, context=self.ranks.context, device=self.device
+        )
         self._parallel = c.parallel if group is not None else ParallelConfig()
         needs_copy = c.critic is not None and self._parallel.divides_model
         self._value_body = empty_copy(model) if needs_copy else None  # now: what is sharded cannot be copied
