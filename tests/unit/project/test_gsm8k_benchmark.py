@@ -76,3 +76,17 @@ def test_what_is_missing_is_named_before_anything_is_trained(command, tmp_path, 
         with pytest.raises(SystemExit):
             command(*words)
         assert said in capsys.readouterr().err
+
+
+def test_the_figures_of_the_page_are_those_of_the_kept_result():
+    kept = json.loads((ROOT / "benchmarks" / "results" / "gsm8k-h200.json").read_text())
+    page = (ROOT / "docs" / "seeds" / "async_rl_loop.md").read_text()
+    value = {line["what"]: line["value"] for line in kept["lines"]}
+    for who in ("seed 1", "seed 2", "mean of 2 seeds"):
+        for tries in ("in up to two tries", "at the first try"):
+            rise, low, high = (
+                value[f"{who}: {end} {tries}"]
+                for end in ("rise", "lower end of its 95% interval", "upper end of its 95% interval")
+            )
+            assert f"{rise:.3f} ({low:.3f} to {high:.3f})" in page
+    assert kept["cleared"]
