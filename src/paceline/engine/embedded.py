@@ -17,7 +17,7 @@ from paceline.engine.cpu.runner import EagerRunner
 from paceline.engine.engine import DecodingEngine
 from paceline.engine.pages import PAGE, PageCache, PageMemory
 from paceline.engine.sequence import GrammarMatcher
-from paceline.engine.weight_applier import BASE, StagedUpdate, WeightApplier
+from paceline.engine.weight_applier import StagedUpdate, WeightApplier
 from paceline.errors import DeltaBaseMismatch, Mismatch
 from paceline.model import LMHead, set_cpu_threads
 from paceline.model.adapters import Adapters, install
@@ -25,7 +25,7 @@ from paceline.model.background_compile import BackgroundCompile
 from paceline.model.head import CanaryScorer, sequence_logprobs
 from paceline.model.support import attention_shape
 from paceline.weights.delta import WeightDelta
-from paceline.weights.update import WeightUpdate, canary_ids, fingerprint
+from paceline.weights.update import BASE_MODEL, WeightUpdate, canary_ids, fingerprint
 
 FIRST_CACHE_LENGTH = 256
 CPU_PAGES_BYTES = 1 << 30
@@ -206,10 +206,10 @@ class TorchWeights(WeightApplier):
         return sent if check else None
 
     def _check_base(self, delta: WeightDelta) -> None:
-        version, base, held = self.served.versions[BASE], delta.base, None
+        version, base, held = self.served.versions[BASE_MODEL], delta.base, None
         if version == base.version:
             whole = delta.entries.keys() == self._parameters.keys()
-            held = self.served.fingerprints[BASE].get(version) if whole else None
+            held = self.served.fingerprints[BASE_MODEL].get(version) if whole else None
             held = held or fingerprint((name, self._parameters[name]) for name in delta.entries)
         if held != base.fingerprint:
             raise DeltaBaseMismatch(

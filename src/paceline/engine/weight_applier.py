@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch, PartialUpdateError
 from paceline.model.adapter_names import AdapterError, check_scale
-from paceline.weights.update import Adapter, Array, ServedPolicy, WeightUpdate, dtype_tolerance, fingerprint
+from paceline.weights.update import (
+    BASE_MODEL,
+    POLICY_MODEL,
+    Adapter,
+    Array,
+    ServedPolicy,
+    WeightUpdate,
+    dtype_tolerance,
+    fingerprint,
+)
 
 if TYPE_CHECKING:
     from paceline.weights.delta import WeightDelta
 
 WeightsKey = tuple[int, int, int]
 """The weights that keys and values were computed with: adapter slot, its version, the base's version."""
-POLICY = ""
-BASE = "base"
-"""The name of the plain base, beside a policy that is an adapter."""
 BROKEN_VERSION = -1
 """The version of weights that are no version: an update broke off while they were written."""
 
@@ -26,10 +32,10 @@ BROKEN_VERSION = -1
 class ServedModels:
     """The policy, the base, and adapters by name."""
 
-    adapter_slots: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
+    adapter_slots: dict[str, int] = field(default_factory=lambda: {POLICY_MODEL: 0, BASE_MODEL: 0})
     """0 for a model without an adapter."""
-    versions: dict[str, int] = field(default_factory=lambda: {POLICY: 0, BASE: 0})
-    fingerprints: dict[str, dict[int, str]] = field(default_factory=lambda: {POLICY: {}, BASE: {}})
+    versions: dict[str, int] = field(default_factory=lambda: {POLICY_MODEL: 0, BASE_MODEL: 0})
+    fingerprints: dict[str, dict[int, str]] = field(default_factory=lambda: {POLICY_MODEL: {}, BASE_MODEL: {}})
     """Version and fingerprint of what each model holds, as far as they were proved: of an adapter, its own tensors.
     Replaced, never changed, so that all completions of the same weights share one."""
 
@@ -40,12 +46,12 @@ class ServedModels:
 
     def weights_key(self, model: str) -> WeightsKey:
         """Identifies the weights that keys and values are computed with."""
-        return (self.adapter_slots[model], self.versions[model], self.versions[BASE])
+        return (self.adapter_slots[model], self.versions[model], self.versions[BASE_MODEL])
 
     @property
     def adapters(self) -> dict[str, int]:
         """Named adapters with their versions."""
-        return {name: version for name, version in self.versions.items() if name not in (POLICY, BASE)}
+        return {name: version for name, version in self.versions.items() if name not in (POLICY_MODEL, BASE_MODEL)}
 
 
 class AdapterSlots(Protocol):
@@ -82,7 +88,7 @@ class WeightApplier(ABC):
 
     def __init__(self, adapters: AdapterSlots | None, vocabulary: int, dtype: Any, version: int) -> None:
         self.served = ServedModels()
-        self.served.versions[POLICY] = version
+        self.served.versions[POLICY_MODEL] = version
         self._slots = adapters
         self._vocabulary = vocabulary
         self._tolerance = dtype_tolerance(dtype)
@@ -130,9 +136,9 @@ class WeightApplier(ABC):
 
     def policy(self) -> ServedPolicy:
         """The served version, and its fingerprint as verified; else taken now from the tensors really used."""
-        version = self.served.versions[POLICY]
-        verified = self.served.fingerprints[POLICY].get(version)
-        return ServedPolicy(version, verified or fingerprint(self._served_tensors(POLICY).items()))
+        version = self.served.versions[POLICY_MODEL]
+        verified = self.served.fingerprints[POLICY_MODEL].get(version)
+        return ServedPolicy(version, verified or fingerprint(self._served_tensors(POLICY_MODEL).items()))
 
     def stage(self, update: WeightUpdate, check: bool = True, source_event: Any = None) -> StagedUpdate:
         """All that can be done while decoding goes on, on any thread: read it, and check that it fits and is whole."""
@@ -222,8 +228,8 @@ class WeightApplier(ABC):
     def _apply_adapter(self, staged: StagedUpdate, adapter: Adapter) -> None:
         assert self._slots is not None
         name, slots = adapter.name, self.served.adapter_slots
-        if name == BASE:
-            raise EngineError(f"`{BASE}` is the name of the plain base: give the adapter another")
+        if name == BASE_MODEL:
+            raise EngineError(f"`{BASE_MODEL}` is the name of the plain base: give the adapter another")
         slot = slots.get(name, 0) or (self._free[-1] if self._free else 0)
         if not slot:
             raise EngineError(f"all adapter slots are taken by {sorted(self.served.adapters)}: raise engine.adapters")
@@ -238,7 +244,7 @@ class WeightApplier(ABC):
     def verify(self, update: WeightUpdate, staged_fingerprint: str) -> None:
         """Check that the weights held are those sent, and that they give the trainer's log probabilities of the canary.
         Whatever is sampled from now on carries their fingerprint."""
-        name, known = POLICY if update.adapter is None else update.adapter.name, self.served.fingerprints
+        name, known = POLICY_MODEL if update.adapter is None else update.adapter.name, self.served.fingerprints
         mine, canary = self.parameters, update.canary
         held = self._served_tensors(name) if update.adapter is not None else {key: mine[key] for key in update.names}
         if fingerprint(held.items()) != staged_fingerprint:
@@ -255,8 +261,8 @@ class WeightApplier(ABC):
             staged_fingerprint = fingerprint(mine.items())
         verified = {update.version: staged_fingerprint}
         known |= dict.fromkeys(_updated_models(update), verified)
-        if update.adapter is None and self.served.adapter_slots[POLICY]:
-            known[POLICY] = {update.version: fingerprint(self._served_tensors(POLICY).items())}
+        if update.adapter is None and self.served.adapter_slots[POLICY_MODEL]:
+            known[POLICY_MODEL] = {update.version: fingerprint(self._served_tensors(POLICY_MODEL).items())}
 
     def _served_tensors(self, model: str) -> dict[str, Array]:
         slot = self.served.adapter_slots[model]
@@ -272,7 +278,7 @@ class WeightApplier(ABC):
 
 
 def _updated_models(update: WeightUpdate) -> tuple[str, ...]:
-    return (POLICY, BASE) if update.adapter is None else (update.adapter.name,)
+    return (POLICY_MODEL, BASE_MODEL) if update.adapter is None else (update.adapter.name,)
 
 
 def _describe(tensor: Array) -> str:

@@ -1,4 +1,4 @@
-"""Checks whether a model is supported: refused by name is better than silently wrong.
+"""Checks whether a model is supported: a refusal that names the feature is better than silently wrong numbers.
 
 Three questions, each asked only if the one before went well. Does the config or the module tree name something the
 attention function does not do? Does every layer attend through it, once, and alike? And for model types not yet
@@ -135,9 +135,9 @@ def build(make: Callable[[], T]) -> T:
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuse by name what would run but compute something else."""
+    """Refuse what would run but compute something else, and say which feature it is."""
     kind = type(model).__name__
-    for reason in _named_reasons(model):
+    for reason in _unsupported_features(model):
         raise UnsupportedModel(f"{kind}: {reason}; not supported")
     try:
         shape = attention_shape(model)
@@ -159,7 +159,7 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{kind}: fails with Paceline's attention ({error}); not supported") from error
 
 
-def _named_reasons(model: PreTrainedModel) -> list[str]:
+def _unsupported_features(model: PreTrainedModel) -> list[str]:
     """Unsupported features that config and modules name."""
     config = model.config.get_text_config()
 

@@ -22,11 +22,10 @@ from paceline.config import RunConfig
 from paceline.config.model import ModelRef
 from paceline.config.trainer import KLConfig
 from paceline.data import Sample
-from paceline.engine.weight_applier import BASE
 from paceline.orchestrator.checkpoint import CheckpointError
 from paceline.rollout import Group, Rollout, SamplingClient
 from paceline.trainer.terms import KL_TERMS
-from paceline.weights.update import WeightUpdate
+from paceline.weights.update import BASE_MODEL, WeightUpdate
 from paceline.weights.weight_store import StoredUpdate, read_update, save_update
 
 SNAPSHOT_FILE = "kl-reference-{}.safetensors"
@@ -88,7 +87,7 @@ class KLReferenceModel:
             return cls(kl, await ReferenceScorer.connect(kl.reference, context, wanted, "trainer.kl.reference"))
         if workers is not None:
             return cls(kl, ReferenceScorer(workers, "the workers of the KL reference", handling, wanted), workers)
-        return cls(kl, ReferenceScorer(client.pool, "the engine's base", handling, wanted, BASE))
+        return cls(kl, ReferenceScorer(client.pool, "the engine's base", handling, wanted, BASE_MODEL))
 
     async def score_batch(self, groups: Sequence[Group]) -> Counter[str]:
         """Score what is about to train and was not scored; answers with how many samples were lost, by reason."""

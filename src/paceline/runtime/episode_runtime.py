@@ -25,7 +25,7 @@ from paceline.rollout.endpoint import Endpoint
 from paceline.runtime.local import checkpoint_compute_dtype, sampling_clients, with_sections, with_settled_dtype
 from paceline.runtime.serving import embedded_engine
 from paceline.trainer.checkpoint import read_state
-from paceline.weights.update import Adapter, WeightUpdate
+from paceline.weights.update import POLICY_MODEL, Adapter, WeightUpdate
 
 ASK_SECONDS = 10.0
 
@@ -122,7 +122,7 @@ def saved_weights(folder: Path, model: ModelConfig, mlx: bool = False) -> Weight
         return WeightUpdate(version, tensors)
     # peft names the one adapter it trains; an update's names do not.
     adapter = {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
-    return WeightUpdate(version, adapter, Adapter("", model.lora.alpha / model.lora.rank))
+    return WeightUpdate(version, adapter, Adapter(POLICY_MODEL, model.lora.alpha / model.lora.rank))
 
 
 def serves_model(address: OpenAIServer, name: str) -> bool:

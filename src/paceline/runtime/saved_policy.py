@@ -34,7 +34,7 @@ from paceline.runtime.episode_runtime import saved_weights
 from paceline.runtime.local import sampling_clients, with_sections
 from paceline.runtime.serving import embedded_engine
 from paceline.trainer.checkpoint import is_checkpoint
-from paceline.weights.update import Adapter, WeightUpdate
+from paceline.weights.update import POLICY_MODEL, Adapter, WeightUpdate
 
 ADAPTER = "adapter_config.json"
 MAX_CONCURRENCY = 16
@@ -225,7 +225,7 @@ def _adapter(folder: Path, settings: Mapping[str, Any]) -> tuple[RunConfig, Weig
 
     def weights() -> WeightUpdate:
         tensors, scale = read_adapter(folder)
-        return WeightUpdate(1, tensors, Adapter("", scale))
+        return WeightUpdate(1, tensors, Adapter(POLICY_MODEL, scale))
 
     return with_sections(config, model={"lora": lora}), weights
 

@@ -21,12 +21,13 @@ from paceline.config.model import LoRAConfig
 from paceline.data import Sample
 from paceline.engine.base import Completion, EngineLimits, EngineStats, GenerateRequest, Listener
 from paceline.engine.embedded import TorchWeights
-from paceline.engine.weight_applier import BROKEN_VERSION, POLICY
+from paceline.engine.weight_applier import BROKEN_VERSION
 from paceline.errors import EngineError, Overloaded, RequestError
 from paceline.model import LMHead, ServedPolicy, WeightUpdate, fingerprint, set_cpu_threads
 from paceline.model.adapters import Adapters, install
 from paceline.trainer.backend import score_samples
 from paceline.trainer.torch.forward import ForwardPass
+from paceline.weights.update import POLICY_MODEL
 
 MAX_WAITING_TOKENS = 1 << 24
 """Tokens that may wait before further questions are sent away."""
@@ -173,7 +174,7 @@ class Scorer:
 
     def _score_samples(self, pack: Sequence[tuple[ScoreRequest, int]]) -> None:
         if self._adapters is not None and self._weights is not None:
-            slot = self._weights.served.adapter_slots[POLICY]
+            slot = self._weights.served.adapter_slots[POLICY_MODEL]
             self._adapters.route(torch.full((self._adapters.max_tokens,), slot, device=self._model.device))
         samples = [Sample.as_sampled(question.sequences[at], question.temperature) for question, at in pack]
         scores = score_samples(self._forward.scores, samples, [list(range(len(samples)))])

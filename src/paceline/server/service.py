@@ -19,13 +19,10 @@ from paceline.server.guard import Meter
 from paceline.server.http import content_length, media_type
 from paceline.server.tokenizer import ServerTokenizer
 from paceline.util.private_folder import PrivateFolder, sweep
+from paceline.weights.update import BASE_MODEL
 
 if TYPE_CHECKING:
     from paceline.weights.broadcast import Receiver
-
-
-BASE_MODEL = "base"
-"""The engine's name for the plain base, beside a policy that is an adapter."""
 
 
 def deliver(messages: Iterable[tuple[asyncio.Queue[Any], Any]]) -> None:

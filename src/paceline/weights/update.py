@@ -30,6 +30,10 @@ CANARY_LENGTH = 24
 TOLERANCE = 1e-3
 HALF_TOLERANCE = 0.1
 """Half precision rounds differently in every kernel; wrong weights are off by more than this."""
+POLICY_MODEL = ""
+"""The served model that is trained, among all served by name."""
+BASE_MODEL = "base"
+"""The plain base model, where the policy is an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class Adapter:
     """A LoRA adapter an update carries instead of the model's own weights."""
 
     name: str
-    """The model name requests choose it by; empty for the policy's own."""
+    """The model name requests choose it by: `POLICY_MODEL` for the adapter in training."""
     scale: float
     """alpha / rank: what the product of its two matrices is multiplied by."""
 

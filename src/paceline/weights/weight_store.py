@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from paceline.errors import EngineError, RequestError
 from paceline.weights.tensors import clone_to_host, framework, read_file, write_tensors
-from paceline.weights.update import Adapter, Array, WeightUpdate
+from paceline.weights.update import POLICY_MODEL, Adapter, Array, WeightUpdate
 
 if TYPE_CHECKING:
     from paceline.weights.delta import WeightDelta
@@ -234,7 +234,7 @@ def read_update(path: Path, version: int) -> StoredUpdate:
     """What `save_update` kept; raises `OSError` or `SafetensorError` where that cannot be read."""
     with safe_open(path, framework=framework()) as file:
         tensors, notes = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    adapter = Adapter("", float(notes["scale"])) if "scale" in notes else None
+    adapter = Adapter(POLICY_MODEL, float(notes["scale"])) if "scale" in notes else None
     update = WeightUpdate(version, tensors, adapter)
     return update, notes.get("fingerprint") or update.fingerprint()
 

@@ -18,11 +18,11 @@ from paceline.data import Ticket
 from paceline.engine import Completion, GenerateRequest, noise_key
 from paceline.engine.runner import SamplingMetadata
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.weight_applier import POLICY
 from paceline.errors import EngineError, RequestError
 from paceline.model import WeightUpdate, clone_model, fingerprint
 from paceline.model.support import attention_shape
 from paceline.rollout import Rollout, Turn, assemble
+from paceline.weights.update import POLICY_MODEL
 from trainers import trainer_of
 
 
@@ -106,7 +106,7 @@ def swap_midway(model, other, on_swap: str, when: int = 6) -> tuple[GenerateRequ
 
         def stepping():
             step()
-            if engine.tokens == when and engine._served.versions[POLICY] == 0:
+            if engine.tokens == when and engine._served.versions[POLICY_MODEL] == 0:
                 engine._apply_update(engine._weights.stage(WeightUpdate(1, dict(other.named_parameters()))))
 
         engine._step = stepping

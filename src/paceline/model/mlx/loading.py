@@ -168,7 +168,7 @@ def _check_rope(net: Any, asked: dict[str, Any], name: str) -> None:
 
 
 def _check(model: MlxModel, name: str) -> None:
-    """Refuse by name what would run but compute something else, or under other names."""
+    """Refuse what would run but compute something else, or under other names, and say which feature it is."""
     net = model.net
     if not all(hasattr(getattr(net, "model", None), part) for part in ("layers", "embed_tokens")):
         raise ModelError(f"model `{name}`: {type(net).__module__} is built in another way than others; not supported")

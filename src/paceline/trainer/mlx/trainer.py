@@ -24,7 +24,7 @@ from paceline.trainer.mlx.optimizer import MlxAdamW, MlxTensors
 from paceline.trainer.terms import TrainedTokens, streams_of, trained_positions
 from paceline.trainer.trainer import LocalTrainer
 from paceline.weights.mlx_arrays import evaluate
-from paceline.weights.update import Adapter, Canary, WeightUpdate, canary_ids, canary_of
+from paceline.weights.update import POLICY_MODEL, Adapter, Canary, WeightUpdate, canary_ids, canary_of
 
 
 class MlxPolicy(PolicyBackend):
@@ -96,7 +96,7 @@ class MlxPolicy(PolicyBackend):
         if adapter is None:
             return WeightUpdate(version, evaluate(self.parameters.current()), canary=canary)
         tensors, scale = adapter
-        return WeightUpdate(version, evaluate(tensors), Adapter("", scale), canary=canary)
+        return WeightUpdate(version, evaluate(tensors), Adapter(POLICY_MODEL, scale), canary=canary)
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
         checkpoint.export(self._model, folder, tokenizer)

@@ -41,7 +41,7 @@ from paceline.trainer.torch.sharding import empty_copy, fill, shard
 from paceline.trainer.torch.world import Ranks, gather_samples
 from paceline.trainer.trainer import LocalTrainer
 from paceline.util.gc_tuning import freeze_new_objects
-from paceline.weights.update import MASK, canary_ids, canary_of
+from paceline.weights.update import MASK, POLICY_MODEL, canary_ids, canary_of
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class TorchPolicy(PolicyBackend):
         self.forward.layout, self.dtype, self.rank = self.layout, self.layout.dtype, self.ranks.data.rank
         steps = policy_steps(c, total_steps)
         self.optimizer = MasterAdamW(trainable_parameters(model), c.optimizer, steps, self.layout)
-        self._is_first = self.ranks.all.rank == 0
+        self._is_rank_zero = self.ranks.all.rank == 0
         self.parameters = TorchTensors(model, self.layout, c.kl is not None and c.kl.offload)
         self._canary = CanaryScorer(model, self.forward.head)
         self._cost = cost_of(model.config)
@@ -197,10 +197,12 @@ class TorchPolicy(PolicyBackend):
         canary = self.canary()
         if (adapter := trained_adapter(self.net)) is not None:
             tensors, scale = adapter
-            return WeightUpdate(version, tensors if self._is_first else {}, Adapter("", scale), canary=canary)
+            return WeightUpdate(
+                version, tensors if self._is_rank_zero else {}, Adapter(POLICY_MODEL, scale), canary=canary
+            )
         out: dict[str, Tensor] = {}
         for name, whole in self._whole_weights():
-            if self._is_first:
+            if self._is_rank_zero:
                 out[name] = whole.cpu() if self.layout.is_sharded else whole
         return WeightUpdate(version, out, canary=canary)
 
@@ -209,7 +211,7 @@ class TorchPolicy(PolicyBackend):
         canary = self.canary()
         if (adapter := trained_adapter(self.net)) is not None:
             tensors, scale = adapter
-            return WeightUpdate(version, tensors, Adapter("", scale), fingerprint(tensors.items()), canary)
+            return WeightUpdate(version, tensors, Adapter(POLICY_MODEL, scale), fingerprint(tensors.items()), canary)
         copied, total = {}, 0
         for name, whole in self._whole_weights():
             copied[name] = held[name].copy_(whole)
@@ -223,8 +225,8 @@ class TorchPolicy(PolicyBackend):
             yield name, self.layout.full_tensor(name, local_shard(parameter.detach()))
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        state = self.layout.state(self.net, keep=self._is_first)
-        if self._is_first:
+        state = self.layout.state(self.net, keep=self._is_rank_zero)
+        if self._is_rank_zero:
             checkpoint.export(self.net, folder, tokenizer, state, self.layout.dtype)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
