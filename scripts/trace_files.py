@@ -100,7 +100,7 @@ def callers() -> set[FrameType]:
 
 def trace_run(tracer: Tracer, runs: Path) -> None:
     """A quickstart of a few steps, one of them traced."""
-    measured, published = Stopwatch.phase, Gate.publish
+    measured, published = Stopwatch.phase, Gate.open_for
     steps = Counter[str]()
 
     @contextlib.contextmanager
@@ -116,13 +116,13 @@ def trace_run(tracer: Tracer, runs: Path) -> None:
         tracer.open = None  # the update is in; what follows begins the next samples
         published(self, version)
 
-    Stopwatch.phase, Gate.publish = phase, publish
+    Stopwatch.phase, Gate.open_for = phase, publish
     try:
         keys = ["--steps", str(TRACED_STEP + 1), "--staleness", "0", "--eval.every", "0", "--device", "cpu"]
         if command(["train", "quickstart", "--quiet", "--runs", str(runs), *keys]):
             raise SystemExit("the run failed")
     finally:
-        Stopwatch.phase, Gate.publish = measured, published
+        Stopwatch.phase, Gate.open_for = measured, published
 
 
 def trace_request(tracer: Tracer) -> None:

@@ -14,7 +14,7 @@ from paceline.algorithms.base import AlgorithmContext, AlgorithmError
 from paceline.clients import Pool
 from paceline.clients.frozen import FrozenPool
 from paceline.config.filters import DEFAULT_HANDLING, FailureHandling
-from paceline.config.model import Reference as Ref
+from paceline.config.model import PolicyOrModel
 from paceline.data import Sample
 from paceline.errors import EngineError, RequestError
 from paceline.rollout import Group, Rollout
@@ -77,7 +77,7 @@ class ReferenceScorer:
 
     @classmethod
     async def connect(
-        cls, ref: Ref, context: AlgorithmContext, wanted: WantedScores = TEACHER, where: str = ""
+        cls, ref: PolicyOrModel, context: AlgorithmContext, wanted: WantedScores = TEACHER, where: str = ""
     ) -> "ReferenceScorer":
         """The policy, or a frozen model that can score at the run's temperature. `where` is for errors."""
         if ref == "policy":

@@ -206,7 +206,7 @@ class Pool:
                 except EngineError as error:
                     await self._retry_or_raise(pending, member, error)
                 except MALFORMED_ANSWER as error:
-                    if not member.can_rejoin:
+                    if not member.recovers_itself:
                         raise  # nothing came over a wire: it is a bug, and its traceback says where
                     what = f"what cannot be read ({type(error).__name__}: {error})"
                     garbled = EngineError(f"{member.name} answered {what}")

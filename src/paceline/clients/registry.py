@@ -25,7 +25,7 @@ class PoolMember:
 
     def __init__(self, engine: Engine, number: int) -> None:
         self.engine = engine
-        self.can_rejoin = isinstance(engine, RejoiningEngine)
+        self.recovers_itself = isinstance(engine, RejoiningEngine)
         self.name = engine.name if isinstance(engine, RejoiningEngine) else f"engine {number}"
         self.unanswered = 0.0
         """Requests under way, by weight."""
@@ -139,7 +139,7 @@ class EngineRegistry:
     @property
     def is_hopeless(self) -> bool:
         """No engine serves and none will: an engine of this process comes back only by an update."""
-        return not self.serving and not self._publishing and not any(member.can_rejoin for member in self.members)
+        return not self.serving and not self._publishing and not any(member.recovers_itself for member in self.members)
 
     @property
     def trouble(self) -> EngineError:
@@ -183,7 +183,7 @@ class EngineRegistry:
 
     def set_aside_if_restarted(self, member: PoolMember, model: str, error: EngineError) -> bool:
         """Whether an engine that does not know a model has been given it: then it was restarted, and is set aside."""
-        restarted = model in self._updates and member.can_rejoin
+        restarted = model in self._updates and member.recovers_itself
         if restarted:
             self._set_aside(member, error)
         return restarted
@@ -203,7 +203,7 @@ class EngineRegistry:
         name = None if update.adapter is None else update.adapter.name
         self._updates = dict(sorted((before | {name: kept}).items(), key=lambda item: item[0] is not None))
         # Only the next update can bring back an engine of this process.
-        targets = [m for m in self.members if m.trouble is None or not m.can_rejoin]
+        targets = [m for m in self.members if m.trouble is None or not m.recovers_itself]
         self._publishing += 1
         try:
             answers = await asyncio.gather(*(self._send(member, update) for member in targets))
@@ -230,7 +230,7 @@ class EngineRegistry:
             log.warning("%s is set aside: %s", member.name, error)
         member.trouble = error
         recovery = self._recoveries.get(member)
-        if member.can_rejoin and (recovery is None or recovery.done()):
+        if member.recovers_itself and (recovery is None or recovery.done()):
             self._recoveries[member] = asyncio.ensure_future(self._recover(member))
 
     async def _recover(self, member: PoolMember) -> None:
@@ -276,7 +276,7 @@ class EngineRegistry:
                 pause = await _call_engine(member, PUBLISH_SECONDS, member.engine.load_weights(whole))
         except EngineError as error:
             return error
-        if not member.can_rejoin:
+        if not member.recovers_itself:
             member.trouble = None
         return float(pause)
 
@@ -309,6 +309,6 @@ async def _call_engine(member: PoolMember, seconds: float, work: Awaitable[T]) -
     except OSError as error:  # a file that was to be sent is gone, say
         raise Unreachable(f"it cannot be reached ({error})") from error
     except MALFORMED_ANSWER as error:
-        if not member.can_rejoin:
+        if not member.recovers_itself:
             raise
         raise Unreachable(f"it answered what cannot be read ({type(error).__name__}: {error})") from error

@@ -4,8 +4,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from paceline.config.base import Hook, Section
-from paceline.config.model import ModelRef, Reference
+from paceline.config.base import Section, UserCode
+from paceline.config.model import ModelRef, PolicyOrModel
 
 FROZEN = 'write {name = "MODEL", base_url = "http://HOST:PORT/v1"}'
 
@@ -24,12 +24,12 @@ class BaseAlgorithmConfig(Section):
 class PolicySampledConfig(BaseAlgorithmConfig):
     """Base of the algorithms that learn from what the policy sampled."""
 
-    source: Reference = "policy"
+    source: PolicyOrModel = "policy"
     """The model that samples the rollouts: always the policy."""
 
     @field_validator("source")
     @classmethod
-    def _check_source(cls, source: Reference) -> Reference:
+    def _check_source(cls, source: PolicyOrModel) -> PolicyOrModel:
         if source != "policy":
             raise ValueError(
                 "this algorithm weighs what the policy itself sampled, and a frozen source leaves nothing to weigh: "
@@ -127,7 +127,7 @@ class EchoConfig(GroupCreditConfig):
     tools: list[str] | dict[str, float] | None = None
     """Tools whose answers train, `["search", "python"]`, with the weight of the role `tool`; or each with a weight of
     its own, `{search = 0.1}`, in place of the role's. The answers of all tools train when left out."""
-    filter: Hook | None = None
+    filter: UserCode | None = None
     """A function `fn(rollout, **kwargs)` that answers with one list of true and false per turn, over its prompt and
     reply, and keeps only what is true; all of it when left out."""
 
@@ -161,7 +161,7 @@ class OPDConfig(PolicySampledConfig):
     """On-policy distillation: the policy samples, a teacher says how likely it finds each token."""
 
     type: Literal["opd"] = "opd"
-    teacher: Reference | None = None
+    teacher: PolicyOrModel | None = None
     """The frozen model to learn from: its `name` and `base_url`."""
     weight: float = Field(default=1.0, gt=0)
     """Weight of the teacher's signal beside what other environments train; alone in a run it changes next to nothing.
@@ -181,7 +181,7 @@ class OPSDConfig(PolicySampledConfig):
     """On-policy self-distillation: the policy samples, and the same policy, shown a demonstration, is the teacher."""
 
     type: Literal["opsd"] = "opsd"
-    teacher: Reference = "policy"
+    teacher: PolicyOrModel = "policy"
     """The model that is shown the demonstration: the policy, or a frozen model by `name` and `base_url`."""
     demo_key: str = "demonstration"
     """The field of a row that holds its demonstration, as text or as messages."""
@@ -204,9 +204,9 @@ class SFTConfig(BaseAlgorithmConfig):
     """The next-token loss on the replies of a frozen teacher that plays, or on the rows' own demonstrations."""
 
     type: Literal["sft"] = "sft"
-    teacher: Reference | None = None
+    teacher: PolicyOrModel | None = None
     """The frozen model that plays the rows in place of the policy: its `name` and `base_url`."""
-    source: Reference | None = None
+    source: PolicyOrModel | None = None
     """The model that samples the rollouts: always the teacher."""
     demonstrations: bool | str = False
     """Train on the rows themselves and sample nothing: `true` where their `messages` end in what the assistant said, or
@@ -234,7 +234,7 @@ class SFTConfig(BaseAlgorithmConfig):
             self.teacher = self.source = teacher
 
 
-class CustomConfig(PolicySampledConfig, Hook):
+class CustomConfig(PolicySampledConfig, UserCode):
     """A user's credit function `fn(inputs, **kwargs)` or `Algorithm` subclass, by import path."""
 
     type: Literal["custom"] = "custom"

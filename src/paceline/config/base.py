@@ -75,7 +75,7 @@ def check_toml_values(values: dict[str, Any] | None, key: str) -> dict[str, Any]
     return values
 
 
-class Hook(Section):
+class UserCode(Section):
     """User code, named by import path."""
 
     import_path: ImportPath

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config.base import Hook, Section
+from paceline.config.base import Section, UserCode
 
 
 class PriorityConfig(Section):
@@ -83,7 +83,7 @@ class FiltersConfig(Section):
 
     zero_advantage: bool = True
     """Drop groups in which every advantage is zero; they carry no gradient. Off where `group_size` is 1."""
-    group: Hook | None = None
+    group: UserCode | None = None
     """A function `fn(group, **kwargs)` that answers whether to keep a group that has its credit already; all are kept
     when left out."""
 

@@ -53,7 +53,7 @@ class ModelRef(Section):
         return " and ".join(self.urls) or "the run's own scorers"
 
 
-Reference = Literal["policy"] | ModelRef
+PolicyOrModel = Literal["policy"] | ModelRef
 """`"policy"`, the model that is being trained, as it is when it is asked; or a frozen model."""
 
 

@@ -10,13 +10,12 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from paceline.config import cluster, hardware
-from paceline.config import inference as backends
 from paceline.config.algorithm import AlgorithmConfig, EchoConfig, GAEConfig, GroupCreditConfig, GRPOConfig, SFTConfig
 from paceline.config.base import PathKey, Section
 from paceline.config.cluster import ClusterConfig
 from paceline.config.env import EnvConfig, ReverseTextConfig
 from paceline.config.filters import AdviceConfig, FailuresConfig, FiltersConfig, LengthConfig, ReplayConfig
-from paceline.config.inference import EngineConfig, SamplingConfig
+from paceline.config.inference import EngineConfig, SamplingConfig, engine_problems
 from paceline.config.model import ModelConfig
 from paceline.config.secret import secrets_in
 from paceline.config.trainer import TrainerConfig, kl_problems
@@ -268,7 +267,7 @@ class RunConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         yield from secrets_in(self.model_dump())
-        yield from backends.engine_problems(self)
+        yield from engine_problems(self)
         if self.backend == "mlx":  # left to the machine, it is looked at when the run starts: a file is checked alike
             yield from hardware.unsupported_settings(self)
         yield from cluster.cluster_problems(self)

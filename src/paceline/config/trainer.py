@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from paceline.config.base import Hook, Section
+from paceline.config.base import Section, UserCode
 from paceline.config.cluster import ParallelConfig
 from paceline.config.model import ModelRef
 
@@ -72,7 +72,7 @@ class ReinforceConfig(Section):
     all weigh 1, as if just sampled by the policy."""
 
 
-class CustomLossConfig(Hook):
+class CustomLossConfig(UserCode):
     """A user's loss `fn(streams, **kwargs)`, by import path: the loss of each rl token of one sequence."""
 
     type: Literal["custom"] = "custom"

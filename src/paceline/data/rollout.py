@@ -144,6 +144,7 @@ class Rollout:
 
     ticket: Ticket
     member: int
+    """Which try of its group it is, from 0."""
     actor: str = "policy"
     kind: str = ""
     """The kind of episode, where an environment plays several."""

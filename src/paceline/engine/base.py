@@ -96,6 +96,7 @@ class EngineStats:
     """Prompt tokens shared instead of computed."""
     preempted: int = 0
     swaps: int = 0
+    """Weight updates applied."""
     pause_seconds: float = 0.0
     """Time decoding stood still for weight updates, all in all."""
     busy_seconds: float = 0.0

@@ -275,7 +275,7 @@ class DecodingEngine:
     def _step(self) -> None:
         """Launch the next step, then land what is due: the device never waits for the host to look."""
         if self._runner.should_use_compiled(self.busy_seconds, self.swaps):
-            self._land(0)
+            self._land(leave=0)
             self._runner.use_compiled()
         chunks = [] if self._paused else self._scheduler.schedule()
         if chunks:
@@ -349,7 +349,7 @@ class DecodingEngine:
     def _apply_update(self, staged: StagedUpdate) -> float:
         """Apply a weight update and verify it. Steps in flight land with the old version; nothing drains, and what runs
         goes on with the new."""
-        self._land(0)
+        self._land(leave=0)
         start = time.perf_counter()
         update, before = staged.update, dict(self._served.fingerprints)
         model = None if update.adapter is None else update.adapter.name
@@ -404,7 +404,7 @@ class DecodingEngine:
                     sequence.matcher = self._make_matcher(sequence.request.grammar)
 
     def _set_paused(self, paused: bool) -> None:
-        self._land(0)
+        self._land(leave=0)
         self._paused = paused or self._asleep
 
     def _sleep(self) -> None:

@@ -42,7 +42,8 @@ class Scheduler:
         self._queue_round = 0
         """The latest round that was admitted: a call that comes now begins there."""
         self._leaving: set[DecodeSequence] = set()
-        self._prefix_owners: dict[tuple[WeightsKey, tuple[int, ...]], DecodeSequence] = {}
+        """Sequences out of the running ones that launched steps still write for."""
+        self._prefixes_in_progress: dict[tuple[WeightsKey, tuple[int, ...]], DecodeSequence] = {}
         """Sequences that compute a prompt which others may soon share."""
         self._step_prompts: set[tuple[WeightsKey | None, tuple[int, ...]]] = set()
         """Prompts that the step being put together computes."""
@@ -107,7 +108,7 @@ class Scheduler:
         own = (sequence.weights_key, tuple(sequence.tokens))
         if not self._cache.shares_within_step and {prompt, own} & self._step_prompts:
             return True
-        owner = self._prefix_owners.get(prompt)
+        owner = self._prefixes_in_progress.get(prompt)
         return owner is not None and owner.num_computed < len(sequence.request.prompt_ids) - 1
 
     def _start_running(self, sequence: DecodeSequence) -> None:
@@ -120,7 +121,7 @@ class Scheduler:
         # What it once computed itself was never shared.
         sequence.num_cached = min(sequence.num_cached, sequence.num_computed)
         assert sequence.weights_key is not None
-        self._prefix_owners.setdefault((sequence.weights_key, sequence.request.prompt_ids), sequence)
+        self._prefixes_in_progress.setdefault((sequence.weights_key, sequence.request.prompt_ids), sequence)
 
     def _schedule_next(self, sequence: DecodeSequence, budget: int, chunks: list[Chunk]) -> int:
         """Add the sequence's next chunk. Answers what it cost of the prefill budget; decoding is free."""
@@ -192,8 +193,8 @@ class Scheduler:
     def _start_leaving(self, sequence: DecodeSequence) -> None:
         if sequence.weights_key is not None:
             prompt = (sequence.weights_key, sequence.request.prompt_ids)
-            if self._prefix_owners.get(prompt) is sequence:
-                del self._prefix_owners[prompt]
+            if self._prefixes_in_progress.get(prompt) is sequence:
+                del self._prefixes_in_progress[prompt]
         self._leaving.add(sequence)
         if not sequence.pending_steps:
             self._finish_leaving(sequence)
@@ -223,7 +224,7 @@ class Scheduler:
         self.preempt(s for s in touched if recompute or not s.num_sampled)
         for sequence in (*touched, *self._leaving):
             sequence.weights_key = None
-        self._prefix_owners.clear()
+        self._prefixes_in_progress.clear()
         self._cache.reset_prefixes()
 
     def preempt(self, sequences: Iterable[DecodeSequence]) -> None:

@@ -144,7 +144,9 @@ def check_supported(model: PreTrainedModel) -> None:
         typed = getattr(model.config.get_text_config(), "layer_types", None) or []
         for layer, (asked, window) in enumerate(zip(typed, shape.windows, strict=False)):
             if asked == "sliding_attention" and window is None:
-                raise UnsupportedModel(f"{kind}: layer {layer} keeps its sliding window from the attention function")
+                raise UnsupportedModel(
+                    f"{kind}: layer {layer} does not hand its sliding window to the attention function"
+                )
         if model.config.model_type not in VERIFIED and model.device.type != "meta":
             check_numerics(model)
     except torch.OutOfMemoryError:

@@ -272,9 +272,9 @@ def _mask_sample(sample: Sample) -> Sample:
 @dataclass(slots=True)
 class ReadyGroup:
     group: Group
-    fresh_until: float
+    last_version: float
     """The last version at which all of it may train, so that few are looked at again."""
-    is_streaming: bool = False
+    in_training: bool = False
     """The next batch has begun to train on it."""
 
     @classmethod
@@ -309,7 +309,7 @@ class GroupAdmission:
         self._count_failures(group)
         self.tally.resolved.append(group)
         verdict = self._assign_credit(group) or ReadyGroup.of(group, self._config.staleness)
-        if isinstance(verdict, ReadyGroup) and version > verdict.fresh_until:
+        if isinstance(verdict, ReadyGroup) and version > verdict.last_version:
             is_left = self.limit_group_staleness(group, version)
             verdict = ReadyGroup.of(group, self._config.staleness) if is_left else "stale"
         if isinstance(verdict, str):

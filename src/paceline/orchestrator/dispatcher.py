@@ -209,9 +209,9 @@ class Dispatcher:
                 if self._stopped:
                     return None
                 if on_ready is not None:
-                    new = [ready for group in batch if not (ready := self._buffer[group.ticket]).is_streaming]
+                    new = [ready for group in batch if not (ready := self._buffer[group.ticket]).in_training]
                     for ready in new:
-                        ready.is_streaming = True
+                        ready.in_training = True
                     if new:
                         await on_ready([ready.group for ready in new])
                         continue
@@ -220,7 +220,7 @@ class Dispatcher:
 
     def _oldest_groups(self, room: int) -> list[Group]:
         """As many buffered groups as fit, in ticket order, those that train already before all others."""
-        order = sorted(self._buffer.items(), key=lambda item: (not item[1].is_streaming, item[0]))
+        order = sorted(self._buffer.items(), key=lambda item: (not item[1].in_training, item[0]))
         return groups_that_fit((ready.group for _, ready in order), room)
 
     def _buffered_groups(self) -> list[Group]:
@@ -232,7 +232,7 @@ class Dispatcher:
         if self._checked_version == version:
             return
         self._checked_version = version
-        for group in [ready.group for ready in self._buffer.values() if version > ready.fresh_until]:
+        for group in [ready.group for ready in self._buffer.values() if version > ready.last_version]:
             if not self.admission.limit_group_staleness(group, version):
                 self._drop_buffered(group, STALE)
 

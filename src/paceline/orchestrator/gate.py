@@ -127,6 +127,6 @@ class Gate:
         self.accepted += self.batch - count
         self.shipped += 1
 
-    def publish(self, version: int) -> None:
+    def open_for(self, version: int) -> None:
         """New weights are there: as many batches have been trained as their version says."""
         self.version = self.shipped = version

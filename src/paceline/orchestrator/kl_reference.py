@@ -110,7 +110,7 @@ class KLReferenceModel:
                 failed.append(replace(rollout, error=cause, samples=[]))
         return replace(group, rollouts=good, failed=failed)
 
-    async def follow(self, update: WeightUpdate) -> None:
+    async def take_if_due(self, update: WeightUpdate) -> None:
         """Take a published version where a snapshot is due."""
         if self._workers is None or (self._snapshot is not None and update.version % self._kl.every):
             return

@@ -231,12 +231,12 @@ class Orchestrator:
             raise RunStopped(f"the trainer has trained {update.version} batches, and the run {trained}: resume it")
         await self._parts.pool.load_weights(update)
         if self._parts.reference is not None:
-            await self._parts.reference.follow(update)
+            await self._parts.reference.take_if_due(update)
         if self._league_checkpoints.members:
             await self._league_checkpoints.offer(update)
         if self._env_pauses.pending_advice:
             await self._env_pauses.apply()
-        self._gate.publish(update.version)
+        self._gate.open_for(update.version)
         if not self._stopping:
             self._dispatcher.refill()
 
@@ -428,7 +428,7 @@ class Orchestrator:
         self.step = self._saved_at = state["step"]
         self._dispatcher.skipped_draws |= set(map(tuple, state.get("skipped_draws", state.get("shunned", ()))))
         # Whole batches, as the gate counts them: the batch size may have changed since.
-        self._gate.publish(self._parts.trainer.version)
+        self._gate.open_for(self._parts.trainer.version)
         self._gate.accepted = self._gate.version * self._config.batch_size
         held = read_groups(path)
         kept = self._dispatcher.load(held)

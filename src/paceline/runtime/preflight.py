@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from paceline.algorithms import credit_for
 from paceline.config import RunConfig
-from paceline.config.base import Hook
+from paceline.config.base import UserCode
 from paceline.config.cluster import frozen_models, scored_models
 from paceline.config.env import (
     ArenaEnvConfig,
@@ -172,7 +172,7 @@ SIZES = ("size", "eval_size", "train_examples", "eval_examples")
 def hook_paths(*values: object) -> Iterator[str]:
     """Import paths of the user code that sections of a run file name."""
     for value in values:
-        if isinstance(value, Hook):
+        if isinstance(value, UserCode):
             yield value.import_path
         if isinstance(value, BaseModel):
             yield from hook_paths(*(part for _, part in value))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from conftest import ENDS
 from paceline.algorithms import AlgorithmError, build_algorithm
 from paceline.config.algorithm import EchoConfig, GRPOConfig
-from paceline.config.base import Hook
+from paceline.config.base import UserCode
 from paceline.orchestrator.admission import has_no_signal
 from paceline.rollout import Renderer, RenderError, assemble
 from rule_scorer import Oracle, context, grouped, spoken
@@ -310,7 +310,7 @@ def told(quick):
 def test_a_filter_keeps_what_it_marks(quick):
     whole, half = told(quick), told(quick)
     observed(echo(quick), whole)
-    observed(echo(quick, filter=Hook(import_path=f"{__name__}:keep_even", kwargs={"every": 2})), half)
+    observed(echo(quick, filter=UserCode(import_path=f"{__name__}:keep_even", kwargs={"every": 2})), half)
     kept = np.where(np.arange(len(whole.samples[0])) % 2 == 0, whole.samples[0].ce_weights, 0)
     np.testing.assert_array_equal(half.samples[0].ce_weights, kept)
     assert kept.any()
@@ -325,7 +325,7 @@ def test_a_filter_keeps_what_it_marks(quick):
     ],
 )
 def test_a_misaligned_mask_names_env_rollout_and_both_lengths(quick, name, sentence):
-    algorithm = echo(quick, filter=Hook(import_path=f"{__name__}:{name}"))
+    algorithm = echo(quick, filter=UserCode(import_path=f"{__name__}:{name}"))
     with pytest.raises(AlgorithmError, match=rf"env `maze`, ticket 4, rollout 6: .*{name} {sentence}"):
         algorithm.observe(told(quick))
 

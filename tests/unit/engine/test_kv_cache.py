@@ -116,7 +116,7 @@ class EngineByHand(RuleBasedStateMachine):
     @rule(model=st.sampled_from([None, "", "a"]))
     def swap(self, model):
         """What the engine does around new weights, without the weights."""
-        self.engine._land(0)
+        self.engine._land(leave=0)
         self.answers_are_what_was_sampled()
         versions = self.served.versions
         if model is None:
@@ -196,7 +196,7 @@ class EngineByHand(RuleBasedStateMachine):
         self.every_page_is_free_or_kept_or_held()
         assert not self.alive
         assert self.cache.usage == 0
-        assert not self.scheduler._prefix_owners
+        assert not self.scheduler._prefixes_in_progress
 
 
 TestEngineByHand = EngineByHand.TestCase

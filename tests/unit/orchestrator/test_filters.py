@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.algorithms import build_algorithm
 from paceline.config import RunConfig, algorithm, load
-from paceline.config.base import Hook
+from paceline.config.base import UserCode
 from paceline.config.filters import FiltersConfig, LengthConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import ModelRef
@@ -48,7 +48,7 @@ NUMBER = 3
 @pytest.fixture
 def hook(tmp_path):
     (tmp_path / "mine.py").write_text(CODE)
-    return lambda name, **kwargs: Hook(import_path=f"{tmp_path / 'mine.py'}:{name}", kwargs=kwargs)
+    return lambda name, **kwargs: UserCode(import_path=f"{tmp_path / 'mine.py'}:{name}", kwargs=kwargs)
 
 
 @pytest.mark.parametrize("parity", [0, 1])
@@ -88,7 +88,7 @@ def test_the_run_file_names_the_filter_and_doubts_too_large_a_buffer(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('[filters.group]\nimport_path = "a:b"\nkwargs = { least = 2 }\n[length]\nmask_truncated = true\n')
     config = load(file).config
-    assert config.filters.group == Hook(import_path="a:b", kwargs={"least": 2})
+    assert config.filters.group == UserCode(import_path="a:b", kwargs={"least": 2})
     assert config.length.mask_truncated
     file.write_text("[length]\nbuffer = 9\n[sampling]\nmax_tokens = 8\n")
     (warning,) = load(file).warnings

@@ -406,7 +406,7 @@ def test_over_thousands_of_schedules_the_gate_alone_keeps_within_the_limit():
                         ages = [gate.version - queue.popleft()[0] for _ in ready]
                         oldest = max(oldest, *ages)
                         assert max(ages) <= staleness
-                        gate.publish(gate.version + 1)
+                        gate.open_for(gate.version + 1)
             assert gate.accepted + gate.running <= (staleness + gate.version + 1) * batch
             assert gate.accepted + gate.running == gate.version * batch + size * len(queue)
     assert oldest == 4  # the limit is reached, so it is a limit

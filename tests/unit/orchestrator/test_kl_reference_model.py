@@ -211,7 +211,7 @@ def test_a_snapshot_is_taken_every_so_many_batches_and_comes_back_with_the_check
         first = started(0)
         model = KLReferenceModel(kl, ReferenceScorer(Pool([first]), "workers"), Pool([first]))
         for version, taken in ((0, 0), (1, 0), (2, 2), (3, 2)):
-            await model.follow(weights[version])
+            await model.take_if_due(weights[version])
             np.testing.assert_allclose(await scores_of(first), want[taken], atol=1e-6)
         for step in ("step-3", "step-4"):
             (tmp_path / step).mkdir()
@@ -221,7 +221,7 @@ def test_a_snapshot_is_taken_every_so_many_batches_and_comes_back_with_the_check
         second = started(9)
         again = KLReferenceModel(kl, ReferenceScorer(Pool([second]), "workers"), Pool([second]))
         await again.load(tmp_path / "step-4")
-        await again.follow(weights[3])
+        await again.take_if_due(weights[3])
         np.testing.assert_allclose(await scores_of(second), want[2], atol=1e-6)
         other.unlink()
         other.write_bytes(b"half a file")
@@ -229,7 +229,7 @@ def test_a_snapshot_is_taken_every_so_many_batches_and_comes_back_with_the_check
             await again.load(tmp_path / "step-4")
         other.unlink()
         await again.load(tmp_path / "step-4")  # of a run that had none: the next version is the snapshot
-        await again.follow(weights[3])
+        await again.take_if_due(weights[3])
         np.testing.assert_allclose(await scores_of(second), want[3], atol=1e-6)
         for scorer in (first, second, *plain.values()):
             scorer.close()

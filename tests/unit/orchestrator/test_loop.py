@@ -173,7 +173,7 @@ def test_the_gate_never_lets_in_too_much(data):
         elif action == "give_back" and gate.accepted > gate.version * batch:
             gate.release(data.draw(st.integers(1, gate.accepted - gate.version * batch)))
         elif action == "publish" and gate.accepted >= (gate.version + 1) * batch:
-            gate.publish(gate.version + 1)
+            gate.open_for(gate.version + 1)
         assert 0 <= gate.running <= gate.max_inflight
         assert 0 <= gate.accepted + gate.running <= (gate.staleness + gate.version + 1) * batch
         if gate.total is not None:

@@ -121,7 +121,7 @@ def test_the_gate_keeps_places_for_replay_and_no_fresh_rollout_waits_too_long(da
     gate = Gate(batch, staleness, 1000, total, reserve=reserve)
     queue: deque[int] = deque()
     for version in range(total or 12):
-        gate.publish(version)
+        gate.open_for(version)
         assert gate.replay_capacity == reserve
         replayed = data.draw(st.integers(0, reserve))
         gate.replay(replayed)

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from paceline.config.base import FilePath, Hook, ImportPath, PathKey, check_toml_values
+from paceline.config.base import FilePath, ImportPath, PathKey, UserCode, check_toml_values
 from paceline.config.env.base import (
     ArenaEnvConfig,
     BaseEnvConfig,
@@ -262,7 +262,7 @@ class TokenInConfig(DatasetEnvConfig):
     a string or a list of strings of which any will do."""
 
     type: Literal["token-in"] = "token-in"
-    scorer: Hook | None = None
+    scorer: UserCode | None = None
     """Your function `fn(row, text, **kwargs) -> reward`, sync or async; equality with `answer` when left out."""
 
 

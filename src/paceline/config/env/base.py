@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
 from paceline.config.algorithm import AlgorithmConfig
-from paceline.config.base import Hook, PathKey, Section
+from paceline.config.base import PathKey, Section, UserCode
 from paceline.config.env.judges import JudgeConfig
 from paceline.config.filters import AdvisoryName
 
@@ -177,7 +177,7 @@ class LeagueConfig(Section):
     """Games for the ratings against each past version, at every evaluation."""
 
 
-class ArenaEnvConfig(BaseEnvConfig, Hook):
+class ArenaEnvConfig(BaseEnvConfig, UserCode):
     """Self-play: a `paceline.selfplay.Arena` class, or a function that makes one, by import path."""
 
     type: Literal["arena"] = "arena"
@@ -187,7 +187,7 @@ class ArenaEnvConfig(BaseEnvConfig, Hook):
     """Opponents from the past, and ratings."""
 
 
-class RewardEnvConfig(DatasetEnvConfig, Hook):
+class RewardEnvConfig(DatasetEnvConfig, UserCode):
     """One prompt, one completion, scored by your own function `score(completion, answer)`: parameters are filled by
     name with the row's columns. Rows have `messages`, `prompt` or `question`, and whatever the function asks for."""
 
@@ -199,7 +199,7 @@ class RewardEnvConfig(DatasetEnvConfig, Hook):
     """System message put before rows that have none; empty for none."""
 
 
-class CustomEnvConfig(BaseEnvConfig, Hook):
+class CustomEnvConfig(BaseEnvConfig, UserCode):
     """A user's own, by import path: an `Environment` class, or an async function `rollout(row, seat)` that answers with
     a reward, an `Outcome`, a `Rollout`, or None to drop the episode."""
 
