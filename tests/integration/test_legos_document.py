@@ -71,8 +71,8 @@ def server():
         yield running
 
 
-def printed_parts(url: str, tmp_path: Path, **settings: Any) -> tuple[ReverseWords, Trainer]:
-    model, _ = load("paceline:quickstart")
+def printed_parts(url: str, tmp_path: Path, backend: str = "torch", **settings: Any) -> tuple[ReverseWords, Trainer]:
+    model, _ = load("paceline:quickstart", backend=backend)
     config = TrainerConfig(checkpoint_dir=str(tmp_path), **settings)
     client = OpenAIClient(base_url=f"{url}/v1", sampling=SamplingConfig(max_tokens=12))
     trainer = Trainer(model, optim.Adam(learning_rate=1e-4), config, client)

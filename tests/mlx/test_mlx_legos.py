@@ -14,7 +14,16 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "integration"), str(ROOT / "examples" / "seeds" / "legos")]
 
 from live_server import served  # noqa: E402
-from test_legos_document import CACHE, DOCUMENT, MODEL_NAME, PAGE, FewWords, block, scope_of  # noqa: E402
+from test_legos_document import (  # noqa: E402
+    CACHE,
+    DOCUMENT,
+    MODEL_NAME,
+    PAGE,
+    FewWords,
+    block,
+    printed_parts,
+    scope_of,
+)
 
 from paceline.model.mlx.lora import adapted_layers  # noqa: E402
 from paceline.runtime.selfplay import apply_lora, load  # noqa: E402
@@ -42,6 +51,27 @@ def test_the_last_example_runs_as_printed_on_a_quantised_base(tmp_path, monkeypa
         trainer = scope["trainer"]
         trainer.close()
         assert trainer.version >= 1
+        assert server.get("/policy").json()["version"] == trainer.version
+
+
+LOOPS = {"training_loop": [asyncio.Queue(maxsize=1)], "synchronous_training_loop": []}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_both_loops_run_as_printed(loop, tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_API_KEY", "mine")
+    scope = scope_of(DOCUMENT or PAGE, f"async def {loop}(", episode_concurrency=16)
+    with served("--backend", "mlx", *CACHE, key="mine") as server:
+        arena, trainer = printed_parts(server.url, tmp_path, "mlx", clip_skip_threshold=None)
+
+        async def run():
+            await scope[loop](arena, trainer, 2, *LOOPS[loop])
+            await trainer.flush()
+            await trainer.client.aclose()
+
+        asyncio.run(asyncio.wait_for(run(), 600))
+        trainer.close()
+        assert trainer.version == len(trainer.reports) >= 1
         assert server.get("/policy").json()["version"] == trainer.version
 
 
