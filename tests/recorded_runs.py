@@ -5,15 +5,18 @@ import math
 import random
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
 
 from paceline.config import dump, load
+from paceline.data import Ticket
 from paceline.observe.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
+from paceline.observe.record import RolloutRecorder
 from paceline.observe.web import build_app
+from paceline.rollout import Rollout, Turn
 
 EPOCH = 1_790_000_000.0
 
@@ -118,6 +121,22 @@ class Told:
             "busy/trainer": 0.5 / 0.86,
             "busy/sampler": max(0.0, min(1.0, share)),
         }
+
+
+def record_rewards(path: Path, step: int, state: str, rewards: Sequence[float]) -> None:
+    """Write one rollout for each row to the record of a run: `trained` in a batch, or `evaluated` after it."""
+    writer = RolloutRecorder(path)
+    writer.begin(RunPlan(path.name, path, None, step, {}, ("env",), "cpu", 0))
+    rollouts = [
+        Rollout(ticket=Ticket(row, "env", 0, row, row), member=0, turns=[_word(row)], reward=float(reward))
+        for row, reward in enumerate(rewards)
+    ]
+    writer.finished_rollouts(step, state, rollouts)
+    writer.close()
+
+
+def _word(row: int) -> Turn:
+    return Turn(prompt_ids=[1, row], completion_ids=[2], logprobs=[-0.5], versions=[0], finish="stop", temperature=1.0)
 
 
 def torn(path: Path) -> None:

@@ -41,7 +41,8 @@ def test_both_arms_begin_alike_to_the_last_bit_and_only_then_part(configs, tmp_p
         for left, right in zip(mine.samples, theirs.samples, strict=True):
             np.testing.assert_array_equal(left.token_ids, right.token_ids)
             np.testing.assert_array_equal(left.logprobs, right.logprobs)
-    assert "step 2  reward" in screen.getvalue()
+    assert "step 2  reward  two-a 0." in screen.getvalue()
+    assert "two-b - two-a" in screen.getvalue()
     assert all((tmp_path / f"two-{arm}" / "export").is_dir() for arm in "ab")
 
 
@@ -56,8 +57,8 @@ def test_an_arm_that_fails_stops_the_other_with_a_checkpoint(configs, tmp_path, 
     monkeypatch.setattr(TorchTrainer, "step", step)
     screen = io.StringIO()
     assert train_arms(configs("--b.trainer.loss.type", "ppo", "--steps=50"), screen=screen) == 1
-    assert "b: failed at step 1: the device is gone" in screen.getvalue()
-    assert "a: interrupted at step" in screen.getvalue()
+    assert "two-b: failed at step 1: the device is gone" in screen.getvalue()
+    assert "two-a: interrupted at step" in screen.getvalue()
     assert (tmp_path / "two-a" / "checkpoints" / "latest" / "state.json").is_file()
 
 

@@ -82,5 +82,5 @@ def led_there(here, address: str, good: str, bad: str, defect: Defect) -> None:
 
 def test_the_command_says_it(pair, capsys):
     good, bad = pair("a spike of the learning rate")
-    assert main(["diff", str(good), str(bad)]) == 1
+    assert main(["diff", str(good), str(bad), "--exact"]) == 1
     assert re.search(r"where\W+step 2\b", capsys.readouterr().out)

@@ -81,22 +81,26 @@ REAL_DIFFERENCE = "the difference is real"
 
 
 class ArmComparison:
-    """Prints the comparison whenever both arms have taken one more step."""
+    """Prints the comparison whenever both arms have taken one more step. The arms go by the names of their runs."""
 
     def __init__(self, arms: Mapping[str, Path], screen: TextIO | None, signals: Signals | None) -> None:
         self._arms, self._screen, self._signals = arms, screen, signals
+        self._names = {arm: path.name for arm, path in arms.items()}
         self._steps = dict.fromkeys(arms, 0)
         self._rewards: dict[str, dict[int, float]] = {arm: {} for arm in arms}
-        self._printed_step, self._last_note = 0, ""
+        self._printed_step, self._printed_held_out, self._last_note = 0, "", ""
 
     def print(self, text: str) -> None:
         if self._screen is not None:
             print(text, file=self._screen, flush=True)
 
+    def print_of(self, arm: str, text: str) -> None:
+        self.print(f"{self._names[arm]}: {text}")
+
     def note(self, arm: str, text: str) -> None:
         """Print a note; one that both arms get is printed once."""
         if text != self._last_note:
-            self.print(f"{arm}: {text}")
+            self.print_of(arm, text)
         self._last_note = text
 
     def record_step(self, arm: str, step: int, reward: float | None) -> None:
@@ -108,16 +112,28 @@ class ArmComparison:
             return
         self._printed_step = common
         found = self.verdict()
-        rewards = "  ".join(f"{one} {by_step.get(common, float('nan')):.3f}" for one, by_step in self._rewards.items())
+        rewards = "  ".join(
+            f"{self._names[one]} {by_step.get(common, float('nan')):.3f}" for one, by_step in self._rewards.items()
+        )
         band = "" if found is None else found.band + (" (real)" if found.decided_after else "")
         self.print(f"step {common}  reward  {rewards}  {band}")
+        self._print_held_out(found)
         if found is not None and found.decided_after is not None and self._signals is not None:
             self._signals.stop(REAL_DIFFERENCE, f"{found.sentence}: stopping after this step")
+
+    def _print_held_out(self, found: Verdict | None) -> None:
+        """Print the latest evaluation that both made, once."""
+        sentence = "" if found is None else found.held_out_sentence
+        if sentence and sentence != self._printed_held_out:
+            self._printed_held_out = sentence
+            self.print(sentence)
 
     def print_verdict(self) -> None:
         if (found := self.verdict()) is None:
             return
         self.print(found.sentence)
+        self._printed_held_out = ""  # the last word names it again
+        self._print_held_out(found)
         if found.pairs.strangers:
             self.print(f"{found.pairs.strangers} draws were left out: the arms drew other rows there")
 
@@ -145,7 +161,7 @@ class ArmMonitor(Monitor):
 
     def end(self, outcome: RunOutcome) -> None:
         why = f": {outcome.message}" if outcome.message else ""
-        self._comparison.print(f"{self._arm}: {outcome.status} at step {outcome.step}{why}")
+        self._comparison.print_of(self._arm, f"{outcome.status} at step {outcome.step}{why}")
 
 
 SHARED_KEYS = ("model", "engine", "seed", "deterministic", "backend", "device", "placement", "batch_size", "group_size")

@@ -40,7 +40,7 @@ examples:
   paceline top runs/quickstart                             watch it in a terminal
   paceline report runs/quickstart                          one HTML file to send to a colleague
   paceline ui                                              look at all runs in a browser, live
-  paceline diff runs/a runs/b                              the first thing in which two runs differ
+  paceline diff runs/a runs/b                              do two runs differ by more than chance, and in what?
   paceline ab my-run.toml --b.env.0.algo.type max_rl       which of two settings is better, and how sure that is
   paceline eval runs/quickstart paceline:quickstart        a run and the model it began from, on held-out rows
   paceline export runs/quickstart@30 -o my-model           a checkpoint as a Hugging Face folder

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -14,7 +15,9 @@ from paceline.commands.commands import OVERRIDES_HELP, RUN_ARGUMENT, arg, deprec
 from paceline.config import load
 from paceline.config.errors import options_from_flags
 from paceline.errors import PacelineError
+from paceline.observe.analysis.text import format_number
 from paceline.observe.record import open_run
+from paceline.observe.record.curve_difference import CurveComparison, compare_curves
 from paceline.observe.record.first_difference import RunComparison, compare
 from paceline.util.child_process import end_with_parent
 
@@ -142,28 +145,36 @@ def report(known: argparse.Namespace, rest: list[str]) -> None:
 @subcommand(
     arg("one", metavar="A", help="a run directory"),
     arg("other", metavar="B", help="another"),
-    arg("--tolerance", type=float, default=0.0, help="numbers this far apart count as the same (0)"),
+    flag("--exact", "find the first difference bit by bit instead"),
+    arg("--tolerance", type=float, help="as --exact, but numbers this far apart count as the same"),
     flag("--json", "one JSON object instead of tables"),
 )
 def diff(known: argparse.Namespace, rest: list[str]) -> int:
-    """Name the first thing in which two runs differ.
+    """Show in what two runs differ: their settings, then their curves.
 
-    Walks through both runs in the order in which one thing leads to the next and stops where they part: a setting, a
-    row of the data, a prompt, weights, a sampled token, a reward, credit, the loss, the gradient. Times are not
-    compared. Exits with 1 if there is a difference. Runs that are to be the same need `deterministic = true` and
-    `staleness = 0`.
+    Lists the settings that differ, says whether the runs can be equal bit for bit at all, and compares their curves: a
+    metric differs where it is further apart than chance explains. With --exact it walks through both records in the
+    order in which one thing leads to the next (a row of the data, a prompt, weights, a sampled token, a reward, credit,
+    the loss, the gradient) and stops at the first difference. Times are not compared. Exits with 1 if there is a
+    difference. Runs that are to be equal bit for bit need `deterministic = true` and `staleness = 0`.
 
     examples:
-      paceline diff runs/a runs/b                              on one machine: equal to the last bit, or not
+      paceline diff runs/a runs/b                              do they differ by more than chance?
+      paceline diff runs/a runs/b --exact                      on one machine: equal to the last bit, or not
       paceline diff runs/cpu runs/gpu --tolerance 1e-3         on two: leave rounding out
     """
     one, other = open_run(known.one), open_run(known.other)
-    compared = compare(one, other, known.tolerance)
+    if known.exact or known.tolerance is not None:
+        compared = compare(one, other, known.tolerance or 0.0)
+        differs = compared.first is not None
+    else:
+        compared = compare_curves(one, other)
+        differs = bool(compared.real)
     if known.json:
         print(json.dumps(compared.as_json()))
     else:
-        Console().print(difference_report(compared, one.name, other.name))
-    return int(compared.first is not None)
+        Console().print(comparison_report(compared, one.name, other.name))
+    return int(differs)
 
 
 @subcommand(
@@ -195,8 +206,8 @@ MOST_SETTINGS = 20
 """Settings that are listed."""
 
 
-def difference_report(compared: RunComparison, one: str, other: str) -> RenderableType:
-    """A report of what differs between two runs: their settings, then the first difference in their records."""
+def comparison_report(compared: RunComparison | CurveComparison, one: str, other: str) -> RenderableType:
+    """A report of what differs between two runs: their settings, whether bits may differ, then what was found."""
     parts: list[RenderableType] = []
     if compared.settings:
         columns = [Column(heading, overflow="fold") for heading in ("key", one, other)]
@@ -206,16 +217,46 @@ def difference_report(compared: RunComparison, one: str, other: str) -> Renderab
         parts.append(table)
         if len(compared.settings) > MOST_SETTINGS:
             parts.append(Text(f"... and {len(compared.settings) - MOST_SETTINGS} more"))
-    before = f"{compared.steps} steps and {compared.rollouts} rollouts"
-    if compared.first is None:
-        parts.append(Text(f"the same in all that was recorded: {before}"))
     else:
-        first, table = compared.first, Table(show_header=False)
-        rows = [("what", first.what), ("where", first.where), (one, str(first.one)), (other, str(first.other))]
-        if any(index is not None for index in first.indices):
-            rows.append(("rollout", " and ".join("none" if at is None else str(at) for at in first.indices)))
-        for name, value in rows:
-            table.add_row(Text(name), Text(value))
-        parts += [Text(f"first difference, after {before} that are the same:", "bold"), table]
+        parts.append(Text("their settings are the same, but for the name"))
+    if compared.expected:
+        parts.append(
+            Text(f"not deterministic, so bit differences are expected: {'; '.join(compared.expected)}", "yellow")
+        )
+    exact = isinstance(compared, RunComparison)
+    parts += _first_difference(compared, one, other) if exact else _curve_differences(compared, one, other)
     parts += [Text(remark, "yellow") for remark in compared.remarks]
     return Group(*parts)
+
+
+def _first_difference(compared: RunComparison, one: str, other: str) -> Iterator[RenderableType]:
+    before = f"{compared.steps} steps and {compared.rollouts} rollouts"
+    if compared.first is None:
+        yield Text(f"the same in all that was recorded: {before}")
+        return
+    first, table = compared.first, Table(show_header=False)
+    rows = [("what", first.what), ("where", first.where), (one, str(first.one)), (other, str(first.other))]
+    if any(index is not None for index in first.indices):
+        rows.append(("rollout", " and ".join("none" if at is None else str(at) for at in first.indices)))
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    yield Text(f"first difference, after {before} that are the same:", "bold")
+    yield table
+
+
+def _curve_differences(compared: CurveComparison, one: str, other: str) -> Iterator[RenderableType]:
+    if compared.real:
+        numbers = [
+            Column(heading, justify="right", overflow="fold") for heading in (one, other, "difference", "chance, 95%")
+        ]
+        columns = [Column("metric", overflow="fold"), *numbers, Column("steps", justify="right")]
+        table = Table(*columns, title="further apart than chance explains", title_justify="left")
+        for curve in compared.real:
+            figures = (curve.one, curve.other, curve.other - curve.one, curve.noise)
+            steps = "-".join(map(str, dict.fromkeys(curve.steps)))
+            table.add_row(Text(curve.name), *map(format_number, figures), steps)
+        yield table
+    rest = len(compared.curves) - len(compared.real)
+    if rest:
+        which = f"{rest} other metrics are" if compared.real else f"no difference: all {rest} metrics are"
+        yield Text(f"{which} no further apart than chance explains")

@@ -100,8 +100,8 @@ def ab(known: argparse.Namespace, overrides: list[str]) -> int:
 
     Trains two adapters on one engine, over the same draws with the same noise, and says when their difference is real:
     however often one looks, equals are told apart in at most one of twenty comparisons. Both leave a run directory,
-    NAME-a and NAME-b; `paceline ui` shows them side by side. What is compared is the reward of the training draws, for
-    this seed.
+    NAME-a and NAME-b; `paceline ui` shows them side by side. What is compared is the reward of the training draws, and
+    after each evaluation that of the held-out rows, for this seed.
 
     examples:
       paceline ab quickstart --model.lora.rank 8 --b.env.0.algo.type max_rl

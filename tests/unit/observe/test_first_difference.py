@@ -1,4 +1,4 @@
-"""`paceline diff`: two runs that are the same have no difference, and a single change is named where it is."""
+"""`paceline diff --exact`: two runs that are the same have no difference, and a single change is named where it is."""
 
 import json
 import shutil
@@ -61,7 +61,7 @@ def test_a_deterministic_run_played_twice_has_no_difference(run):
     assert found.settings == []
     assert found.steps == STEPS + 1
     assert found.rollouts == open_run(run).rollouts.count
-    assert main(["diff", str(run), str(again)]) == 0
+    assert main(["diff", str(run), str(again), "--exact"]) == 0
 
 
 def test_another_seed_is_a_setting_and_shows_in_what_is_drawn_or_said_first(run):
@@ -209,9 +209,9 @@ def test_credit_is_compared_stream_by_stream(run, copy, monkeypatch):
 
 def test_the_command_names_the_place_and_exits_with_1(run, copy, capsys):
     change_metric(copy, 1, "grad_norm", 3)
-    assert main(["diff", str(run), str(copy)]) == 1
+    assert main(["diff", str(run), str(copy), "--exact"]) == 1
     said = capsys.readouterr().out
     assert "grad_norm" in said
     assert "step 1" in said
-    assert main(["diff", str(run), str(copy), "--json"]) == 1
+    assert main(["diff", str(run), str(copy), "--exact", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["first"]["kind"] == "gradient"

@@ -408,6 +408,14 @@ class TestPlainLines:
             now[0] += 1.0
         assert stream.getvalue().splitlines() == [f"... evaluating {number}/25" for number in (0, 11, 22)]
 
+    def test_an_evaluation_that_was_announced_also_shows_its_end(self) -> None:
+        stream = io.StringIO()
+        lines = PlainLines(stream, clock=lambda: 0.0)
+        for _ in range(2):  # the second one is known and stays silent: its result is in the step's line
+            for number in range(1, 129):
+                lines.phase(f"evaluating rows {number}/128")
+        assert stream.getvalue().splitlines() == ["... evaluating rows 1/128", "... evaluating rows 128/128"]
+
     def test_notes_and_outcome_are_lines_on_any_encoding(self) -> None:
         stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
         lines = PlainLines(stream)
@@ -450,6 +458,27 @@ class TestScreen:
             *("54 zero advantage", "[bold]nearly full", "evaluating 37/128", "█"),
         ):
             assert word in text, word
+
+    def test_a_count_advances_and_is_gone_once_its_step_is_over(self, tmp_path: Path) -> None:
+        console = Console(width=100, height=40, file=io.StringIO())
+        shown = []
+
+        def look() -> None:
+            still = Console(record=True, width=100, height=40, file=io.StringIO())
+            still.print(screen.frame())
+            shown.append(still.export_text())
+
+        with Screen(console, clock=lambda: 0.0) as screen:
+            screen.begin(plan(tmp_path))
+            for number in (1, 128):
+                screen.phase(f"evaluating rows {number}/128")
+                look()
+            screen.step(10, metrics(10))
+            look()
+        assert "evaluating rows 1/128" in shown[0]
+        assert "evaluating rows 128/128" in shown[1]
+        assert "evaluating" not in shown[2]
+        assert "training" in shown[2]
 
     def test_many_environments_fit_the_height(self) -> None:
         for number, all_fit in ((2, True), (4, True), (8, True), (30, False)):

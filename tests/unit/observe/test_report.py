@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 
 from paceline.commands import main
-from paceline.observe.analysis.vitals import vitals
+from paceline.observe.analysis.vitals import MetricTrend, vitals
 from paceline.observe.record import open_run
 from paceline.observe.record.advice import Advisory, Knob
 from paceline.observe.report.charts import CURVE_BINS, Scale, axis_bounds, build_chart, downsample
-from paceline.observe.report.page import CONTENT_SECURITY_POLICY, STYLE, TEMPLATES, render_report
+from paceline.observe.report.page import CONTENT_SECURITY_POLICY, STYLE, TEMPLATES, _fall_text, render_report
 from paceline.observe.terminal.drawing import RunSnapshot
 from recorded_runs import Told, torn
 from token_run import tokened
@@ -73,7 +73,7 @@ def test_a_finished_run_is_told_in_words_figures_curves_and_settings(runs):
     for words in (
         "The run has finished: it has done 40 of 40 steps in",
         "The reward in training rose from 0.2",
-        "On held-out rows the share of exactly right replies rose from",
+        "The share of exactly right held-out replies rose from",
         "Dropped on the way:",
         "Who waits for whom: the sampler, for the trainer",
         "Loss by component",
@@ -84,6 +84,32 @@ def test_a_finished_run_is_told_in_words_figures_curves_and_settings(runs):
         "604k parameters",
     ):
         assert words in text, words
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ([0.9] * 20 + [0.3] * 20, "fell from 0.900 to 0.300: 67% of it is gone"),
+        ([0.2] * 15 + [0.9] * 15 + [0.1] * 10, "fell from 0.900, its highest, to 0.100: 89% of it is gone"),
+        ([0.5] * 20 + [-0.5] * 20, "fell from 0.500 to -0.500, by 1.000"),
+        ([0.9, 0.4], "fell from 0.900 to 0.400: 56% of it is gone"),
+        ([0.90, 0.92, 0.88] * 12, ""),
+        ([0.1, 0.9] * 20, ""),
+        ([0.4], ""),
+    ],
+    ids=["fall", "collapse after a rise", "negative", "two points", "little", "noise", "one"],
+)
+def test_a_fall_is_told_by_its_ends_and_share_and_noise_is_none(values, sentence):
+    assert _fall_text(MetricTrend.of(values)) == sentence
+
+
+def test_a_collapse_is_the_first_sentence(tmp_path):
+    told = Told(tmp_path, "collapsed").step(20)
+    told._reward = lambda step, env: 0.02
+    text = _passive(render_report(open_run(told.step(20).end().path), 0)).text
+    summary = text[text.index("Summary") + len("Summary") :].lstrip()
+    assert re.match(r"The reward in training fell from 0\.\d+, its highest, to 0\.0\d+: 9\d% of it is gone", summary)
+    assert "The share of exactly right held-out replies fell from" in summary
 
 
 def test_only_settings_that_differ_are_listed(tmp_path):

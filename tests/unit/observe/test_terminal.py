@@ -18,7 +18,7 @@ from paceline.observe.analysis.text import (
     format_whole_seconds,
     safe_line,
 )
-from paceline.observe.analysis.vitals import vitals
+from paceline.observe.analysis.vitals import reward_trends, vitals
 from paceline.observe.monitor import RunDirectory, RunPlan
 from paceline.observe.record import folder, open_run
 from paceline.observe.terminal import snapshot
@@ -292,6 +292,29 @@ def test_a_run_that_died_goes_on_from_its_newest_whole_checkpoint(tmp_path):
     what, command = vitals(open_run(told.path)).next_action
     assert what == "to go on from step-000004", "8 lost its state"
     assert command.endswith("config.toml --resume step-000004"), "`latest` would name the damage of 8"
+
+
+def test_evaluations_of_an_arena_count_although_they_are_written_by_actor():
+    """`eval/<arena>/<actor>/reward` is all that an arena with several actors writes of its evaluation."""
+    columns = {
+        "step": [0.0, 1.0, 2.0],
+        "eval/tic-tac-toe/x/reward": [0.25, None, 0.75],
+        "eval/tic-tac-toe/o/reward": [0.0, None, 0.5],
+        "reward/tic-tac-toe/mean": [None, 0.5, 0.75],
+        "reward/tic-tac-toe/x/mean": [None, 0.0, 0.0],
+        "reward/of/words/mean": [None, 0.25, 0.25],
+    }
+    rewards, held_out, kind = reward_trends(columns)
+    assert kind == "reward"
+    assert {env: trend.values for env, trend in held_out.items()} == {
+        "": [0.125, 0.625],
+        "tic-tac-toe/x": [0.25, 0.75],
+        "tic-tac-toe/o": [0.0, 0.5],
+    }
+    assert {env: trend.values for env, trend in rewards.items() if env} == {
+        "tic-tac-toe": [0.5, 0.75],
+        "of/words": [0.25, 0.25],
+    }
 
 
 def test_a_pause_between_two_lives_is_no_step(tmp_path):

@@ -64,13 +64,15 @@ def reward_trends(columns: Columns) -> tuple[Trends, Trends, str]:
 
 
 def _trends(columns: Columns, start: str, end: str) -> Trends:
-    """The metrics `start<environment>end`, without those of single actors (`reward/<environment>/<actor>/mean`)."""
+    """The metrics `start<environment>end`. Those of its actors (`eval/<environment>/<actor>/reward`) count where the
+    environment has none of its own, as in the evaluation of an arena."""
     found: dict[str, list[float]] = {}
     by_step: dict[float, list[float]] = {}
-    for name, column in columns.items():
-        env = name.removeprefix(start).removesuffix(end)
-        if name == f"{start}{env}{end}" and env and "/" not in env:
-            pairs = zip(columns["step"], column, strict=True)
+    envs = [name.removeprefix(start).removesuffix(end) for name in columns]
+    envs = [env for env in envs if env and f"{start}{env}{end}" in columns]
+    for env in envs:
+        if env.rpartition("/")[0] not in envs:
+            pairs = zip(columns["step"], columns[f"{start}{env}{end}"], strict=True)
             pairs = [(step, value) for step, value in pairs if step is not None and value is not None]
             found[env] = [value for _, value in pairs]
             for step, value in pairs:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,7 @@ class PlainLines(Monitor):
     """One short line a step; phases and notes as lines too.
 
     A log is read later and by others, so work that comes back every few steps is announced once, and again
-    only when nothing else has been printed for a while.
+    only when nothing else has been printed for a while. Work whose count was printed also prints the end of it.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,6 +47,8 @@ class PlainLines(Monitor):
         self._clock = clock
         self._total: int | None = None
         self._kinds: set[str] = set()
+        self._counting = ""
+        """The kind of work whose count was printed and is not complete."""
         self._printed = clock()
 
     def begin(self, plan: RunPlan) -> None:
@@ -59,8 +62,12 @@ class PlainLines(Monitor):
 
     def phase(self, text: str) -> None:
         kind = phase_kind(text)
-        if kind not in self._kinds or self._clock() - self._printed > _HEARTBEAT:
+        count = re.search(r"(\d+)/(\d+)", text)
+        is_complete = count is not None and count[1] == count[2]
+        is_silent = self._clock() - self._printed > _HEARTBEAT
+        if kind not in self._kinds or is_silent or (is_complete and kind == self._counting):
             self._kinds.add(kind)
+            self._counting = kind if count and not is_complete else ""
             self._print(f"... {one_line(text)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

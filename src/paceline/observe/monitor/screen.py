@@ -79,6 +79,7 @@ class Screen(Monitor):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._change():
             self._history.add(step, metrics)
+            self._spinner.update(text=Text("training"))  # whatever was counted before the step is over
             if step == 0:  # the evaluation before training says nothing about how long a step takes
                 self._finished_steps.clear()
             self._finished_steps.append(self._now())
@@ -179,7 +180,7 @@ class Screen(Monitor):
         return max(0.0, pace * (self._plan.total_steps - self._history.step) - (self._now() - times[-1]))
 
     def _environments(self, rows: int) -> RenderableType:
-        """A line for each curve: what it measures, its course, where it stands and how far it came."""
+        """A line for each curve: what it measures, its curve, where it stands and how far it came."""
         history = self._history
         all_kinds = {"reward": history.rewards, "held-out exact": history.exact, "held-out reward": history.held_out}
         kinds = [(kind, curves) for kind, curves in all_kinds.items() if kind == "reward" or curves]

@@ -67,6 +67,8 @@ class RunComparison:
     steps: int
     rollouts: int
     """Both counted until the first difference."""
+    expected: list[str] = field(default_factory=list)
+    """Why bit differences are expected between the two; empty where they are not."""
     remarks: list[str] = field(default_factory=list)
     """Reasons why the comparison is incomplete."""
 
@@ -93,15 +95,31 @@ def compare(
         )
     if lacking := [run.name for run in (one, other) if not run.rollouts.keeps_all]:
         remarks.append(f"{' and '.join(lacking)} kept no record of all rollouts: only what was measured was compared")
-    return RunComparison(list(_settings(one.config(), other.config())), first, seen["steps"], seen["rollouts"], remarks)
+    settings = list(differing_settings(one.config(), other.config()))
+    return RunComparison(settings, first, seen["steps"], seen["rollouts"], expected_differences(one, other), remarks)
 
 
-def _settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Keys of two run files that differ, and both values; names and places of the runs are left out."""
     mine, theirs = dict(_flatten(one)), dict(_flatten(other))
     for key in sorted(mine.keys() | theirs.keys()):
         pair = mine.get(key, MISSING), theirs.get(key, MISSING)
         if pair[0] != pair[1] and key not in IDENTITY_SETTINGS:
             yield key, *pair
+
+
+def expected_differences(one: RunFolder, other: RunFolder) -> list[str]:
+    """Why two runs differ in bits even where their settings are the same; empty where they should not."""
+    configs = {run.name: run.config() for run in (one, other)}
+    reasons = []
+    if free := [name for name, config in configs.items() if config.get("deterministic") is not True]:
+        reasons.append(f"`deterministic = false` in {' and '.join(free)}")
+    if stale := [name for name, config in configs.items() if config.get("staleness") != 0]:
+        reasons.append(f"`staleness` above 0 in {' and '.join(stale)}: new weights arrive when they are ready")
+    devices = [run.status().device for run in (one, other)]
+    if devices[0] != devices[1] and all(devices):
+        reasons.append(f"{one.name} ran on {devices[0]}, {other.name} on {devices[1]}")
+    return reasons
 
 
 def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,16 +1,17 @@
-"""Compares the rewards of two runs over the same draws. Runs of one seed draw the same rows with the same noise, so the
-luck of the draw is in both and cancels."""
+"""Compares the rewards of two runs over the same draws, and on the same held-out rows. Runs of one seed draw the same
+rows with the same noise, so the luck of the draw is in both and cancels."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.observe.record.folder import RunFolder
-from paceline.observe.record.layout import TRAINING
+from paceline.observe.record.layout import EVALUATION, TRAINING
 
 ALPHA = 0.05
 TIGHTEST_AT = 200
@@ -75,7 +76,7 @@ class Pairs:
 def pair_rewards(one: RunFolder, other: RunFolder) -> Pairs:
     """All draws that both runs have a reward for; whatever became of them, lest a filter chooses who is compared."""
     names = [name for name in one.rollouts.names("env") if name in other.rollouts.names("env")]
-    (mine, *columns), (theirs, *others) = _draws(one, names), _draws(other, names)
+    (mine, *columns), (theirs, *others) = (_draws(run, names, TRAINING) for run in (one, other))
     key, left, right = np.intersect1d(mine, theirs, assume_unique=True, return_indices=True)
     row, step, a, place = (column[left] for column in columns)
     other_row, other_step, b, other_place = (column[right] for column in others)
@@ -87,45 +88,130 @@ def pair_rewards(one: RunFolder, other: RunFolder) -> Pairs:
     return Pairs(tuple(names), key // TICKETS, key % TICKETS, step[order], a[order], b[order], places, strangers)
 
 
+LEAST_ROWS = 30
+"""Held-out rows from which the mean of their differences is near enough to a normal distribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutDifference:
+    """One evaluation of both runs on the same rows."""
+
+    step: int
+    rows: int
+    one: float
+    other: float
+    """Mean rewards."""
+    radius: float
+    """How far off the difference may be, at this and all other evaluations at once; infinite where rows are too few."""
+
+    @property
+    def is_real(self) -> bool:
+        return abs(self.other - self.one) > self.radius
+
+
+def held_out_differences(one: RunFolder, other: RunFolder) -> list[HeldOutDifference]:
+    """Every evaluation that both runs made at the same step of their training, each paired by row.
+
+    The rows of all evaluations must not be one sequence: a row that one policy answers better stays so from one
+    evaluation to the next, and is not new evidence. So each evaluation is judged alone, at a level that adds up to
+    `ALPHA` over all of them.
+    """
+    names = [name for name in one.rollouts.names("env") if name in other.rollouts.names("env")]
+    steps = sorted(set.intersection(*(_evaluation_steps(run) for run in (one, other))) - {0})
+    found = []
+    for step in steps:
+        (mine, _, _, rewards, _), (theirs, _, _, others, _) = (
+            _draws(run, names, EVALUATION, step) for run in (one, other)
+        )
+        _, left, right = np.intersect1d(mine, theirs, assume_unique=True, return_indices=True)
+        if not len(left):
+            continue
+        found.append(held_out_difference(step, rewards[left], others[right], len(found) + 1))
+    return found
+
+
+def held_out_difference(
+    step: int, one: NDArray[np.float64], other: NDArray[np.float64], look: int
+) -> HeldOutDifference:
+    """One evaluation from the rewards of its rows in both runs; `look` counts evaluations from 1."""
+    level = ALPHA / (look * (look + 1))  # of all looks together: ALPHA
+    few = len(one) < LEAST_ROWS or np.count_nonzero(one != other) < LEAST_NONZERO
+    wide = NormalDist().inv_cdf(1 - level / 2)
+    radius = np.inf if few else wide * float(np.std(other - one, ddof=1)) / math.sqrt(len(one))
+    return HeldOutDifference(step, len(one), float(one.mean()), float(other.mean()), radius)
+
+
+def _evaluation_steps(run: RunFolder) -> set[int]:
+    rows: NDArray[Any] = run.rollouts.view().rows
+    return set(np.unique(rows["step"][rows["domain"] == EVALUATION]).tolist())
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict(ConfidenceSequence):
+    """What is known of both runs by their names."""
+
     pairs: Pairs
+    names: tuple[str, str]
+    held_out: list[HeldOutDifference]
 
     @property
     def band(self) -> str:
         """The difference, and how far off it may be."""
-        return f"b - a {self.mean[-1]:+.3f}" + ("" if np.isinf(self.radius[-1]) else f" ± {self.radius[-1]:.3f}")
+        return self._band(self.mean[-1], self.radius[-1]) if len(self.mean) else ""
 
     @property
     def sentence(self) -> str:
         seen = len(self.pairs.ticket)
-        if self.decided_after is not None:
-            ahead = "b" if self.mean[self.decided_after - 1] > 0 else "a"
-            return f"{ahead} is ahead: beyond doubt since draw {self.decided_after} of {seen}; {self.band}"
+        if not seen:
+            return "no draw was made by both"
+        if (since := self.decided_after) is not None:
+            ahead = self.names[int(self.mean[since - 1] > 0)]
+            return f"{ahead} is ahead in training, at 95% since draw {since} of {seen}: {self.band}"
         if np.isinf(self.radius[-1]):
-            return f"nothing can be said yet: {seen} draws were made by both"
-        return f"the difference may be chance: {seen} draws, {self.band}"
+            return f"nothing can be said of training yet: {seen} draws were made by both"
+        return f"the difference in training may be chance: {seen} draws, {self.band}"
+
+    @property
+    def held_out_sentence(self) -> str:
+        """The same of the latest evaluation; empty where there is none."""
+        if not self.held_out:
+            return ""
+        last = self.held_out[-1]
+        where = f"{last.rows} held-out rows at step {last.step}"
+        band = self._band(last.other - last.one, last.radius)
+        if np.isinf(last.radius):
+            return f"nothing can be said of {where}, too few of them differ: {band}"
+        if not last.is_real:
+            return f"the difference on {where} may be chance: {band}"
+        return f"{self.names[int(last.other > last.one)]} is ahead on {where}, at 95%: {band}"
+
+    def _band(self, mean: float, radius: float) -> str:
+        one, other = self.names
+        return f"{other} - {one} {mean:+.3f}" + ("" if np.isinf(radius) else f" ± {radius:.3f}")
 
 
 def verdict(one: RunFolder, other: RunFolder) -> Verdict | None:
-    """The comparison of both runs; None as long as they share no draw."""
-    pairs = pair_rewards(one, other)
+    """The comparison of both runs; None as long as they share neither a draw nor an evaluation."""
+    pairs, held_out = pair_rewards(one, other), held_out_differences(one, other)
+    if not len(pairs.ticket) and not held_out:
+        return None
     sequence = confidence_sequence(pairs.differences)
-    return Verdict(sequence.mean, sequence.radius, pairs) if len(pairs.ticket) else None
+    return Verdict(sequence.mean, sequence.radius, pairs, (one.name, other.name), held_out)
 
 
-def _draws(run: RunFolder, names: Sequence[str]) -> tuple[NDArray[Any], ...]:
+def _draws(run: RunFolder, names: Sequence[str], domain: int, step: int | None = None) -> tuple[NDArray[Any], ...]:
     """Of each draw its key (environment and ticket), row, first step, mean reward, and a rollout's number."""
     view = run.rollouts.view()
     rows: NDArray[Any] = view.rows
     number = {name: place for place, name in enumerate(names)}
     known = [number.get(name, -1) if kind == "env" else -1 for name, kind in zip(view.names, view.kinds, strict=True)]
     env = np.array(known or [-1], np.int64)[rows["env"]]
-    wanted = np.flatnonzero((rows["domain"] == TRAINING) & (env >= 0) & ~np.isnan(rows["reward"]))
+    fits = (rows["domain"] == domain) & (env >= 0) & ~np.isnan(rows["reward"])
+    wanted = np.flatnonzero(fits if step is None else fits & (rows["step"] == step))
     picked = rows[wanted]
     key, first, inverse, counts = np.unique(
         env[wanted] * TICKETS + picked["ticket"], return_index=True, return_inverse=True, return_counts=True
     )
     reward = np.bincount(inverse, weights=picked["reward"], minlength=len(key)) / counts
-    row, step = (picked[column][first].astype(np.int64) for column in ("row", "step"))
-    return key, row, step, reward, wanted[first]
+    row, at = (picked[column][first].astype(np.int64) for column in ("row", "step"))
+    return key, row, at, reward, wanted[first]

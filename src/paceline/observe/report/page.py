@@ -2,8 +2,11 @@
 
 import base64
 import hashlib
+import itertools
 import json
+import math
 import shlex
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -43,6 +46,10 @@ RECENT_STEPS, CANDIDATES = 20, 64
 MOST_ENVS, MOST_EVENTS, MOST_MESSAGES = 8, 40, 24
 MOST_TEXT, MOST_VALUE, MOST_CONVERSATION_TEXT = 3000, 600, 300_000
 """Characters of one text, of a setting, and of all conversations together: the file stays one that can be sent."""
+FALL_SHARE = 0.1
+"""Share of its highest point by which a reward falls before the summary says so."""
+FEWEST_FOR_NOISE, NOISE_FACTOR = 8, 3.0
+"""Points from which the noise of a curve is known, and how much of it a fall exceeds."""
 STATE_TEXTS = {
     "running": "is running",
     "starting": "is starting",
@@ -111,24 +118,28 @@ def render_report(run: RunFolder, rollouts: int, now: float | None = None) -> st
 
 
 def _summary(run: Vitals, advice: list[Advisory]) -> Iterator[str]:
-    """The summary, for a reader who has not seen the run."""
+    """The summary, for a reader who has not seen the run: first of all whether its reward fell."""
     status = run.status
+    curves = [("The reward in training", run.rewards), (_held_out_name(run), run.held_out)]
+    trends = [(name + env, trend) for name, by_env in curves for env, trend in _by_env(by_env).items()]
+    falls = {name: fall for name, trend in trends if (fall := _fall_text(trend))}
+    yield from (f"{name} {fall}." for name, fall in falls.items())
     total = status.total_steps
     steps = f"{status.step:,} of {total:,} steps" if total else format_amount(status.step, "step")
     took = f" in {format_whole_seconds(run.last_seen - status.began)}" if run.last_seen and status.began else ""
     device = f" on {status.device}" if status.device else ""
     yield f"The run {STATE_TEXTS[status.state]}: it has done {steps}{took}{device}."
-    for env, trend in _by_env(run.rewards).items():
-        yield f"The reward in training{env} {_trend_text(trend)}."
-    for env, trend in _by_env(run.held_out).items():
-        what = "share of exactly right replies" if run.eval_kind == "exact" else "reward"
-        yield f"On held-out rows{env} the {what} {_trend_text(trend)}."
+    yield from (f"{name} {_trend_text(trend)}." for name, trend in trends if name not in falls)
     if run.recent_means:
         yield f"Who waits for whom: {run.waiting_side}."
     if run.dropped_counts:
         yield f"Dropped on the way: {safe_line(format_reasons(run.dropped_counts))}."
     if advice:
         yield f"Its own figures raise {format_amount(len(advice), 'point')}, below."
+
+
+def _held_out_name(run: Vitals) -> str:
+    return "The share of exactly right held-out replies" if run.eval_kind == "exact" else "The held-out reward"
 
 
 def _by_env(trends: Trends) -> Trends:
@@ -144,6 +155,22 @@ def _trend_text(trend: MetricTrend) -> str:
     if first == last:
         return f"stayed at {last}"
     return f"{'rose' if trend.last > trend.first else 'fell'} from {first} to {last}"
+
+
+def _fall_text(trend: MetricTrend) -> str:
+    """From where a reward fell to where, and which share of it is gone; empty where it did not fall. Its highest point
+    counts and not its first: a collapse mostly comes after a rise. A fall is one by a tenth of that and by more than
+    the noise of single steps, as far as there are steps enough to know it."""
+    values, few = trend.values, max(1, min(5, len(trend.values) // 4))
+    means = [statistics.fmean(values[at : at + few]) for at in range(len(values) - few + 1)]
+    top, last = max(means), means[-1]
+    squares = [(b - a) ** 2 for a, b in itertools.pairwise(values)]
+    noise = math.sqrt(statistics.fmean(squares) / 2 / few) if len(values) >= FEWEST_FOR_NOISE else 0.0
+    if top - last <= max(FALL_SHARE * abs(top), NOISE_FACTOR * noise):
+        return ""
+    when = "" if top == means[0] else ", its highest,"
+    share = f": {(top - last) / top:.0%} of it is gone" if top > 0 and last >= 0 else f", by {format_score(top - last)}"
+    return f"fell from {format_score(top)}{when} to {format_score(last)}{share}"
 
 
 def _tiles(run: Vitals) -> list[tuple[str, str, str]]:

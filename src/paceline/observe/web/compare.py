@@ -6,6 +6,7 @@ Large runs take seconds to compare, so a thread does it and the page polls for p
 import threading
 import time
 from collections import Counter
+from dataclasses import asdict
 from itertools import count
 from typing import Annotated, Any
 
@@ -72,21 +73,21 @@ def _open_pair(runs: Runs, a: str, b: str) -> tuple[RunFolder, RunFolder]:
 
 @router.get("/ab")
 def ab(runs: AllRuns, a: Name, b: Name) -> Response:
-    """The estimate of the difference in reward, step by step."""
+    """The estimate of the difference in reward, step by step, in training and on held-out rows."""
     known = verdict(*_open_pair(runs, a, b))
     if known is None:
-        return FiniteJsonResponse({"draws": 0, "strangers": 0, "steps": [], "farthest": []})
+        return FiniteJsonResponse({"draws": 0, "strangers": 0, "steps": [], "held_out": [], "farthest": []})
     pairs = known.pairs
-    last = np.flatnonzero(np.append(np.diff(pairs.step) != 0, True))  # of each step, what was known at its end
+    last = np.flatnonzero(np.diff(pairs.step, append=-1))  # of each step, what was known at its end
     far = np.argsort(-np.abs(pairs.differences), kind="stable")[:MOST_DRAWS]
     estimate = {
         "draws": len(pairs.ticket),
         "strangers": pairs.strangers,
-        "mean": float(known.mean[-1]),
-        "radius": float(known.radius[-1]),
         "real": known.decided_after,
         "real_step": None if known.decided_after is None else int(pairs.step[known.decided_after - 1]),
         "sentence": known.sentence,
+        "held_out_sentence": known.held_out_sentence,
+        "held_out": [asdict(one) | {"is_real": one.is_real} for one in known.held_out],
         "steps": pairs.step[last],
         "means": known.mean[last],
         "radii": known.radius[last],
