@@ -204,6 +204,36 @@ def test_up_and_down_can_be_told_apart_without_red_and_green_and_their_text_be_r
             assert np.abs(up - down).max() > 0.15, f"{theme}, {name}"
 
 
+def test_the_stream_of_the_address_is_kept_on_every_way_from_the_page_and_back(page, folder, address):
+    first, evaluated = _index(folder, 0, 1), 0
+    _open(page, address, f"tokens/tokens?id={first}&stream=advantages", ".token-chip")
+    choice = page.get_by_label("Colour tokens by")
+    mate = page.locator(".token-mates a:not([aria-current])").first
+    assert "stream=advantages" in mate.get_attribute("href")
+    mate.click()
+    expect(page.locator("h1")).not_to_have_text(f"Tokens of rollout {first}")
+    expect(choice).to_have_value("advantages")
+    page.get_by_role("link", name="Conversation").click()
+    page.wait_for_selector(".views")
+    assert "stream=advantages" in page.url
+    page.get_by_role("link", name="Next").click()
+    page.wait_for_url("**stream=advantages**")
+    page.get_by_role("navigation", name="Views of this rollout").get_by_role("link", name="Tokens").click()
+    expect(choice).to_have_value("advantages")
+    page.get_by_label("Go to rollout").fill(str(evaluated))
+    page.keyboard.press("Enter")
+    expect(page.locator(".token-legend")).to_contain_text("Not known here: advantages")
+    assert "stream=advantages" in page.url, "a rollout without it does not take it away"
+    page.get_by_role("navigation", name="Pages of this run").get_by_role("link", name="Tokens").click()
+    expect(choice).to_have_value("advantages")
+    choice.select_option("versions")
+    page.reload()
+    expect(choice).to_have_value("versions")
+    page.go_back()
+    expect(page.locator("h1")).to_have_text(f"Tokens of rollout {evaluated}")
+    assert "stream=advantages" in page.url
+
+
 def test_thirty_thousand_tokens_are_laid_out_and_walked(page, folder, address):
     _open(page, address, f"tokens/tokens?id={_index(folder, 4, 1)}&at=25000", "#token-25000[aria-selected=true]")
     assert page.locator("#token-25000").is_visible()

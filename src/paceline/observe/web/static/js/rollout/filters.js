@@ -1,7 +1,7 @@
 // The form above the list: each field is a part of the query.
 import { fill, h } from "../dom.js";
 import { whole } from "../format.js";
-import { FINISH, stateWords } from "./words.js";
+import { FINISH, isFiltered, stateWords, unfiltered } from "./words.js";
 
 const TYPING = 300; // milliseconds after the last key
 
@@ -90,8 +90,7 @@ export class Filters {
   }
 
   #reset() {
-    const { sort } = this.query;
-    this.query = sort ? { sort } : {};
+    this.query = unfiltered(this.query);
     for (const field of this.inputs) field.value = "";
     for (const { select } of Object.values(this.selects)) select.value = "";
     this.#show();
@@ -99,6 +98,6 @@ export class Filters {
   }
 
   #show() {
-    this.clear.hidden = !Object.keys(this.query).some((name) => name !== "sort");
+    this.clear.hidden = !isFiltered(this.query);
   }
 }

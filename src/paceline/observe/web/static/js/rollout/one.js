@@ -51,7 +51,7 @@ function views(run, { row, tries, seats, kept }, query, view) {
     link(null, "Conversation"),
     tries > 1 && link("group", `Group of ${tries}`),
     (seats > 1 || row.actor !== "policy") && link("episode", `Episode, ${amount(seats, "seat")}`),
-    kept && row.turns > 0 && h("a", { href: toRun(run.name, "tokens", { id: row.index }) }, "Tokens"),
+    kept && row.turns > 0 && h("a", { href: toRun(run.name, "tokens", { id: row.index, ...(query.stream ? { stream: query.stream } : {}) }) }, "Tokens"),
     h("a", { href: toRun(run.name, "tickets", { ticket: row.ticket }) }, `Ticket ${whole(row.ticket)}`));
 }
 

@@ -41,8 +41,10 @@ export function versionWords({ version_min: low, version_max: high }) {
 export const FINISH = { stop: "ended by itself", length: "cut at the longest length" };
 
 /** Names as the server knows them; the page of the list comes besides. */
-const FIELDS = ["env", "actor", "state", "finish", "error", "domain", "step_from", "step_to", "reward_from", "reward_to",
-  "length_from", "length_to", "ticket", "row", "text", "sort"];
+const FILTERS = ["env", "actor", "state", "finish", "error", "domain", "step_from", "step_to", "reward_from", "reward_to",
+  "length_from", "length_to", "ticket", "row", "text"];
+/** Besides filters: the order of the list, and by which stream tokens are coloured, kept for the way back to them. */
+const FIELDS = [...FILTERS, "sort", "stream"];
 export const PAGE = 50;
 
 /** The query of an address: only what is set. */
@@ -65,7 +67,11 @@ export function toOne(run, id, query, view = null) {
   return toRun(run.name, "rollouts", { id, ...(view ? { view } : {}), ...query });
 }
 
-/** Whether anything is filtered, and not only sorted. */
 export function isFiltered(query) {
-  return Object.keys(query).some((name) => name !== "sort");
+  return Object.keys(query).some((name) => FILTERS.includes(name));
+}
+
+/** The same query without its filters. */
+export function unfiltered(query) {
+  return Object.fromEntries(Object.entries(query).filter(([name]) => !FILTERS.includes(name)));
 }
