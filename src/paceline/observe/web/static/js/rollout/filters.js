@@ -11,11 +11,11 @@ export class Filters {
     this.query = { ...query };
     this.changed = changed;
     this.selects = {
-      env: this.#select("env", "Environment"), state: this.#select("state", "Became"), domain: this.#select("domain", "Played for"),
-      actor: this.#select("actor", "Actor"), error: this.#select("error", "Error"), finish: this.#select("finish", "Ended"),
+      env: this.#select("env", "Environment"), state: this.#select("state", "State"), domain: this.#select("domain", "Purpose"),
+      actor: this.#select("actor", "Actor"), error: this.#select("error", "Error"), finish: this.#select("finish", "Finish"),
     };
     const search = this.#input("text", {
-      type: "search", placeholder: "Search messages…  /", "aria-label": "Search what was said", "aria-keyshortcuts": "/", data: { search: "" }, size: 26,
+      type: "search", placeholder: "Search messages…  /", "aria-label": "Search messages", "aria-keyshortcuts": "/", data: { search: "" }, size: 26,
     });
     this.inputs = [search];
     const ranges = [["step", "Step", 1], ["reward", "Reward", "any"], ["length", "Tokens", 1]].map(([name, label, step]) => this.#range(name, label, step));
