@@ -40,15 +40,29 @@ def _told(runs: Path) -> None:
         plain = [rollout(step, n, [turn(asked(f"word {n}"), f"reply {step} {n}", step)], n / 8) for n in range(8)]
         told.played(step, "trained" if step % 2 else "dropped:stale", *plain)
     tries = [
-        rollout(50, n, [turn(_pictures(), said["content"], 3, said, tools=TOOLS), turn(onward, text, 4)], n / 2)
+        rollout(
+            50,
+            n,
+            [turn(_pictures(), said["content"], 3, said, tools=TOOLS, seconds=0.5), turn(onward, text, 4, seconds=1.5)],
+            n / 2,
+            metrics={"right": n / 2, "words": 3.0, "tools": 1.0, "asked": 2.0, "judge/kind": 0.25},
+            target="a red square",
+            seconds=3.5,
+        )
         for n, text in enumerate(["red to green", "red to blue"])
     ]
+    grades = [
+        {"judge": "task", "score": 1.0, "value": 1.0},
+        {"judge": "kind", "score": 0.25, "value": 2.0, "model": "m"},
+    ]
+    extra = {"seconds": 0.2, "text": "", "attempts": 1, "cached": False, "weight": 0.5, "model": ""}
+    judged = rollout(70, 0, [turn(asked("?"), "so")], 0.625, verdicts=[extra | grade for grade in grades])
     told.played(11, "trained", *tries, rollout(51, 0, [], None, error=f"too slow {ui.HOSTILE}"))
     first, second = asked("you begin"), asked("seller: nine gold")
     game = {"kind": "bargain", "env": "market"}
     seller = rollout(60, 0, [turn(first, "nine gold")], 0.3, actor="seller", **game)
     buyer = rollout(60, 0, [turn(second, "four gold")], 0.7, actor="buyer", **game)
-    told.played(12, "trained", buyer, seller).close()
+    told.played(12, "trained", buyer, seller, judged).close()
 
 
 def _league(run: Path) -> None:
@@ -107,6 +121,41 @@ def test_every_view_opens_without_a_complaint_wide_and_narrow(page, address):
         assert page.evaluate(unnamed) == 0
 
 
+def test_a_line_of_the_list_says_what_was_asked_expected_and_measured_and_a_click_opens_it(page, address):
+    _open(page, address, "talk/rollouts?ticket=50&sort=-reward", ROWS)
+    cells = page.locator(f"{ROWS}:first-child td").all_inner_texts()
+    headings = [text.strip(" ↓") for text in page.locator("table.rollouts th").all_inner_texts()]
+    line = dict(zip(headings, cells, strict=True))
+    assert line["Prompt"].startswith("What is this?")
+    assert (line["Expected"], line["Reply"]) == ("a red square", "red to blue")
+    assert line["Metrics"].split("\n") == ["judge/kind 0.250", "right 0.500", "and 3 more"]
+    _open(page, address, "talk/rollouts?ticket=50", ROWS)
+    page.locator(f"{ROWS} td.asked").first.click()
+    expect(page.locator("h1")).to_have_text("Rollout 81")
+    outcome = page.get_by_role("region", name="Outcome")
+    expect(outcome).to_contain_text(re.compile("Expected answer\\s*a red square"))
+    expect(outcome).to_contain_text(re.compile("Mean of its group\\s*0.250, 2 rollouts"))
+    expect(page.get_by_role("region", name="Why this reward")).to_contain_text(re.compile("right\\s*0.500"))
+    took = page.get_by_role("region", name="Durations")
+    expect(took).to_contain_text(
+        re.compile("Episode\\s*3.50 s\\s*Sampling\\s*2.00 s in 2 turns\\s*Environment\\s*1.50 s")
+    )
+    expect(page.locator(".message.assistant header").last).to_contain_text("1.50 s")
+
+
+def test_the_grades_of_judges_add_up_to_the_reward_on_the_page(page, address):
+    _open(page, address, "talk/rollouts?ticket=70", ROWS)
+    page.locator(ROWS).click()
+    parts = page.get_by_role("region", name="Parts of the reward")
+    expect(parts).to_contain_text("0.500 × 1 + 0.500 × 0.250 = 0.625")
+
+
+def test_what_is_not_recorded_is_no_fact(page, address):
+    """Neither target nor durations, as in records of earlier versions."""
+    _open(page, address, "talk/rollouts?id=0", ".facts")
+    assert page.locator(".facts dt").filter(has_text=re.compile("Expected|Episode|Sampling")).count() == 0
+
+
 def test_a_filter_is_in_the_address_and_comes_back_with_it(page, address):
     _open(page, address, "talk/rollouts", ROWS)
     expect(page.locator(ROWS)).to_have_count(50)
@@ -114,7 +163,7 @@ def test_a_filter_is_in_the_address_and_comes_back_with_it(page, address):
     page.keyboard.type("REPLY 2")
     expect(page.locator(ROWS)).to_have_count(8)
     assert page.locator(f"{ROWS} mark").all_inner_texts() == ["reply 2"] * 8
-    page.get_by_label("Became").select_option("dropped:")
+    page.get_by_label("State").select_option("dropped:")
     page.get_by_label("Reward from").fill("0.5")
     expect(page.locator(ROWS)).to_have_count(4)
     page.get_by_role("button", name="Reward", exact=True).click()

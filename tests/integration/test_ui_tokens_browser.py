@@ -5,6 +5,7 @@ import re
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import test_ui_browser as ui
 
@@ -107,6 +108,130 @@ def test_a_chosen_stream_colours_the_tokens_and_has_its_scale(page, folder, addr
     expect(page.get_by_role("img", name="Scale from −0.6667 to 0.6667")).to_be_visible()
     assert page.evaluate(tint, told_by_tool) == page.evaluate(tint, 0)
     assert page.get_by_role("option", name="ratio (not recorded)").is_disabled()
+
+
+STREAMS = """async ([streams, values, ratios]) => {
+  const { streams: of, scale } = await import("/static/js/tokens/streams.js");
+  const told = { ids: values, trained: {}, rollout: { step: 1, domain: "training" }, streams: {
+    loss_mask: values.map(() => 1), logprobs: values,
+    teacher_logprobs: values.map((value, at) => value + ratios[at] - 1) } };
+  const again = { ratio: ratios, rules: new Map(), share: ratios, entropy: values.map(() => 1e-6), logprob: values };
+  return Object.fromEntries(of(told, again).filter(({ key }) => streams.includes(key)).map((one) => [one.key, {
+    ends: one.ends,
+    strength: one.values.map((value) => one.paint(value).t),
+    tint: one.values.map((value) => one.paint(value).tint),
+    text: [scale(one)].flat().map((part) => part.textContent).join(" ") }]));
+}"""
+RAMPS, DIVERGING = ["logprobs", "teacher_logprobs", "logprob"], ["ratio", "pull"]
+
+
+def _streams(page, values: list[float], ratios: list[float]) -> dict:
+    return page.evaluate(STREAMS, [[*RAMPS, *DIVERGING, "entropy"], values, ratios])
+
+
+def test_a_log_probability_has_the_same_colour_in_every_rollout_and_the_legend_its_extremes(page, folder, address):
+    _open(page, address, f"tokens/tokens?id={_index(folder, 0, 0)}", ".token-chip")
+    surprised = _streams(page, [-7.86, -0.047, *[-0.01] * 300], [1.0] * 302)["logprobs"]
+    certain = _streams(page, [-0.047, -0.02], [1.0] * 2)["logprobs"]
+    assert surprised["ends"] == certain["ends"] == [0, -5]
+    assert surprised["strength"][:2] == [1, certain["strength"][0]]
+    assert certain["strength"][0] == pytest.approx(0.0094)
+    assert surprised["text"] == "0−5 here from −7.86 to −0.01"
+    assert {_streams(page, [-9.0, -1.0], [1.0] * 2)[name]["strength"][1] for name in RAMPS} == {0.2}
+
+
+def test_ratios_that_are_equal_up_to_rounding_stay_pale(page, folder, address):
+    _open(page, address, f"tokens/tokens?id={_index(folder, 0, 0)}", ".token-chip")
+    rounded = _streams(page, [-1.0, -1.0], [1 + 1e-7, 1 - 1e-7])
+    for name in DIVERGING:
+        assert max(rounded[name]["strength"]) < 1e-6
+    assert rounded["ratio"]["ends"] == pytest.approx([0.8, 1.25])
+    assert max(rounded["entropy"]["strength"]) < 1e-5
+    far = _streams(page, [-1.0, -1.0, -1.0], [2.0, 0.5, 1.0])["ratio"]
+    assert far["ends"] == pytest.approx([0.5, 2.0])
+    assert far["strength"] == pytest.approx([1, 1, 0])
+    assert len(set(far["tint"][:2])) == 2
+    assert _streams(page, [-1.0], [0.0])["ratio"]["strength"] == [1], "a ratio of 0 breaks no scale"
+
+
+# Machado, Oliveira and Fernandes (2009), the whole deficiency: what is left of linear red, green and blue.
+VISION = {
+    "full": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}
+PAINTED = """() => {
+  const strip = document.querySelector(".token-strip");
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const pixel = (...colours) => {
+    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const ground = getComputedStyle(strip).backgroundColor;
+  return { text: pixel(getComputedStyle(strip).color), ends: ["--series-1", "--series-2"].map((name) => {
+    const chip = document.createElement("span");
+    chip.className = "token-chip";
+    chip.style.setProperty("--tint", `var(${name})`);
+    chip.style.setProperty("--t", "1");
+    strip.append(chip);
+    const colour = pixel(ground, getComputedStyle(chip).backgroundColor);
+    chip.remove();
+    return colour;
+  }) };
+}"""
+
+
+def _linear(colour: list[int]) -> np.ndarray:
+    share = np.array(colour) / 255
+    return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+
+
+def _luminance(colour: list[int]) -> float:
+    return float(_linear(colour) @ [0.2126, 0.7152, 0.0722])
+
+
+def test_up_and_down_can_be_told_apart_without_red_and_green_and_their_text_be_read(page, folder, address):
+    _open(page, address, f"tokens/tokens?id={_index(folder, 0, 0)}&stream=advantages", ".token-chip")
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme)
+        painted = page.evaluate(PAINTED)
+        for colour in painted["ends"]:
+            low, high = sorted([_luminance(colour), _luminance(painted["text"])])
+            assert (high + 0.05) / (low + 0.05) >= 4.5, f"text on {colour} in the {theme} theme"
+        for name, left in VISION.items():
+            up, down = (np.clip(np.array(left) @ _linear(colour), 0, 1) for colour in painted["ends"])
+            assert np.abs(up - down).max() > 0.15, f"{theme}, {name}"
+
+
+def test_the_stream_of_the_address_is_kept_on_every_way_from_the_page_and_back(page, folder, address):
+    first, evaluated = _index(folder, 0, 1), 0
+    _open(page, address, f"tokens/tokens?id={first}&stream=advantages", ".token-chip")
+    choice = page.get_by_label("Colour tokens by")
+    mate = page.locator(".token-mates a:not([aria-current])").first
+    assert "stream=advantages" in mate.get_attribute("href")
+    mate.click()
+    expect(page.locator("h1")).not_to_have_text(f"Tokens of rollout {first}")
+    expect(choice).to_have_value("advantages")
+    page.get_by_role("link", name="Conversation").click()
+    page.wait_for_selector(".views")
+    assert "stream=advantages" in page.url
+    page.get_by_role("link", name="Next").click()
+    page.wait_for_url("**stream=advantages**")
+    page.get_by_role("navigation", name="Views of this rollout").get_by_role("link", name="Tokens").click()
+    expect(choice).to_have_value("advantages")
+    page.get_by_label("Go to rollout").fill(str(evaluated))
+    page.keyboard.press("Enter")
+    expect(page.locator(".token-legend")).to_contain_text("Not known here: advantages")
+    assert "stream=advantages" in page.url, "a rollout without it does not take it away"
+    page.get_by_role("navigation", name="Pages of this run").get_by_role("link", name="Tokens").click()
+    expect(choice).to_have_value("advantages")
+    choice.select_option("versions")
+    page.reload()
+    expect(choice).to_have_value("versions")
+    page.go_back()
+    expect(page.locator("h1")).to_have_text(f"Tokens of rollout {evaluated}")
+    assert "stream=advantages" in page.url
 
 
 def test_thirty_thousand_tokens_are_laid_out_and_walked(page, folder, address):

@@ -93,6 +93,8 @@ class Turn(_Packing):
     """The sampled text, without the end-of-turn token."""
     said: Message | None = None
     """The message it was handed on as, if that is not simply the text: with tool calls read out of it."""
+    seconds: float = field(default=0.0, compare=False)
+    """From the call to its last token, queueing included; 0 where it was not measured."""
 
     @classmethod
     def unsampled(cls, prompt_ids: list[int], completion_ids: list[int], **more: Any) -> "Turn":
@@ -161,6 +163,10 @@ class Rollout:
     samples: list[Sample] = field(default_factory=list)
     verdicts: list[dict[str, Any]] = field(default_factory=list)
     """The parts of its reward, where judges grade: the fields of a `JudgeVerdict` each."""
+    target: str = ""
+    """The answer that its row expects, for readers of the record; empty where the row has none."""
+    seconds: float = field(default=0.0, compare=False)
+    """From the start of its episode until its reward was known, further tries included; 0 where it was not measured."""
 
     @property
     def env(self) -> str:
@@ -196,7 +202,7 @@ class Rollout:
             # Pairs: after a roll-back one version may stand for two sets of weights in one rollout.
             "weights": sorted({pair for t in self.turns for pair in t.weights.items()}),
             "finish": self.turns[-1].finish if self.turns else None,
-        } | ({"verdicts": self.verdicts} if self.verdicts else {})
+        } | {name: value for name in ("verdicts", "target") if (value := getattr(self, name))}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -33,6 +33,7 @@ from paceline.data import (
 )
 from paceline.data.rollout import copy_value
 from paceline.envs import EnvError, Environment, Outcome, build_environment
+from paceline.envs.answers import target_text
 from paceline.envs.base import LARGEST_REWARD, JudgeFailed, RefusedRollout, short_repr, token_limits
 from paceline.envs.judges import JudgePanel, JudgeService, verdict_metrics, verdict_records
 from paceline.errors import Mismatch
@@ -247,7 +248,12 @@ class RolloutRunner:
         seed_parts = (self._seed, self._domain, ticket.number, member)
         # In training a frozen model may speak in the policy's place, for it to learn from.
         client = (env.algorithm.frozen_sampler if self._domain == TRAIN else None) or self._client
+        began, target = self._clock.now(), target_text(row)
         losses: list[EpisodeLost] = []
+
+        def facts() -> dict[str, Any]:
+            return {"target": target, "seconds": self._clock.now() - began}
+
         while True:  # as in `prepare`: a coroutine more for each of 20,000 episodes is work for the garbage collector
             seats = SessionMap(client, seed_parts, order, env.environment.actors)
             try:
@@ -255,10 +261,9 @@ class RolloutRunner:
                     env, client, "an episode", lambda at=seats: env.environment.play(copy_value(row), at)
                 )
                 if outcome is None:
-                    return [
-                        failed_rollout(ticket, member, seats, f"{env.name}: dropped by the environment", dropped=True)
-                    ]
-                rollouts = build_rollouts(env.name, ticket, member, seats, outcome)
+                    error = f"{env.name}: dropped by the environment"
+                    return [failed_rollout(ticket, member, seats, error, dropped=True, **facts())]
+                rollouts = build_rollouts(env.name, ticket, member, seats, outcome, **facts())
                 if env.judges is None:
                     return rollouts
             except EpisodeLost as lost:
@@ -269,10 +274,10 @@ class RolloutRunner:
             try:
                 if outcome is not None and env.judges is not None:
                     graded = await self._grade(env, env.judges, row, seats, outcome)
-                    return build_rollouts(env.name, ticket, member, seats, graded)
+                    return build_rollouts(env.name, ticket, member, seats, graded, **facts())
                 await self._wait_for_retry(env, losses)
             except EpisodeLost as lost:
-                return [failed_rollout(ticket, member, seats, str(lost), cause=lost.__cause__)]
+                return [failed_rollout(ticket, member, seats, str(lost), cause=lost.__cause__, **facts())]
 
     async def _grade(
         self, env: TrainEnv, judges: JudgePanel, row: Row, seats: Mapping[str, Seat], outcome: Outcome
@@ -356,7 +361,7 @@ async def row_for_ticket(environment: Environment, row: Row, ticket: Ticket, see
 
 
 def build_rollouts(
-    name: str, ticket: Ticket, member: int, seats: Mapping[str, Seat], outcome: Outcome
+    name: str, ticket: Ticket, member: int, seats: Mapping[str, Seat], outcome: Outcome, **more: Any
 ) -> list[Rollout]:
     """A rollout for each trained seat that spoke; raises `EpisodeLost` where the outcome is none."""
     spoke = {at: seat for at, seat in seats.items() if seat.turns and seat.trained}
@@ -376,6 +381,7 @@ def build_rollouts(
             | {f"overridden/{key}": float(count) for key, count in seat.overrides.items()}
             | verdict_metrics(seat.verdicts),
             verdicts=verdict_records(seat.verdicts),
+            **more,
         )
         for at, seat in spoke.items()
     ]

@@ -55,7 +55,8 @@ class _BufferedTurn(msgspec.Struct, array_like=True):
     text: str
     said: dict | None
     weights: dict[int, str] = {}
-    """Not in files of earlier versions."""
+    """Not in files of earlier versions, as what follows it."""
+    seconds: float = 0.0
 
 
 class _Rollout(msgspec.Struct, array_like=True):
@@ -70,7 +71,9 @@ class _Rollout(msgspec.Struct, array_like=True):
     dropped: bool
     samples: list[WiredSample]
     verdicts: list[dict[str, Any]] = []
-    """Not in files of earlier versions."""
+    """Not in files of earlier versions, as what follows it."""
+    target: str = ""
+    seconds: float = 0.0
 
 
 class _Group(msgspec.Struct, array_like=True):

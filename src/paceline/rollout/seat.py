@@ -1,5 +1,6 @@
 """A seat in an episode: a client that speaks for the policy and records every token."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -109,7 +110,7 @@ class Seat:
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Reply:
         """The policy's next message in this conversation; `tools` in OpenAI's form."""
-        renderer = self._client.renderer
+        began, renderer = time.perf_counter(), self._client.renderer
         messages = [copy_message(message) for message in messages]
         history = self._history = self._history or TurnIndex()
         past, so_far = history.find(messages, tools)
@@ -118,13 +119,13 @@ class Seat:
         else:
             prompt = renderer.render_continuation(past.turn, messages, past.prompt_text)
         completion = await self._sample(prompt.ids)
-        said = self._record(list(prompt.ids), completion, messages, list(tools) if tools else None)
+        said = self._record(began, list(prompt.ids), completion, messages, list(tools) if tools else None)
         history.add(self.turns[-1], prompt.text, so_far)
         return said
 
     async def complete(self, token_ids: Sequence[int]) -> Reply:
         """The policy's continuation of exact tokens."""
-        return self._record(list(token_ids), await self._sample(token_ids))
+        return self._record(time.perf_counter(), list(token_ids), await self._sample(token_ids))
 
     async def base_url(self) -> str:
         """An address for `openai` and compatible clients; it is recorded like everything else and answers until the
@@ -191,6 +192,7 @@ class Seat:
 
     def _record(
         self,
+        began: float,
         prompt: list[int],
         completion: Completion,
         messages: list[Message] | None = None,
@@ -212,6 +214,7 @@ class Seat:
             tools=tools,
             text=text,
             said=said,
+            seconds=time.perf_counter() - began,
         )
         self.turns.append(turn)
         truncated, message = completion.finish == "length", copy_message(turn.message)

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -66,6 +67,8 @@ def same(told, rollout: Rollout) -> bool:
     assert told.ticket == rollout.ticket
     assert (told.row.member, told.row.actor, told.row.kind) == (rollout.member, rollout.actor, rollout.kind)
     assert (told.parent, told.error, told.metrics) == (rollout.parent, rollout.error, rollout.metrics)
+    assert (told.target, told.seconds) == (rollout.target, rollout.seconds)
+    assert [turn.seconds for turn in told.turns] == [turn.seconds for turn in rollout.turns]
     assert told.reward == rollout.reward or (math.isnan(told.reward) and math.isnan(rollout.reward))
     assert len(told.turns) == len(rollout.turns)
     for back, turn in zip(told.turns, rollout.turns, strict=True):
@@ -123,6 +126,7 @@ def rollouts(draw) -> Rollout:
                 tools=draw(st.none() | st.lists(st.just({"type": "function"}), max_size=2)),
                 text=draw(st.text(max_size=20)),
                 said=draw(st.none() | st.just({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]})),
+                seconds=draw(st.floats(0, 99)),
             )
         )
     names = st.text(st.characters(codec="utf-8"), max_size=6)
@@ -136,6 +140,8 @@ def rollouts(draw) -> Rollout:
         reward=draw(st.none() | st.floats()),
         metrics=draw(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=3)),
         error=draw(st.none() | st.text(max_size=20)),
+        target=draw(st.text(max_size=9)),
+        seconds=draw(st.floats(0, 99)),
     )
     rollout.samples = [changed(draw, sample) for sample in assemble(rollout)]
     return rollout
@@ -195,6 +201,23 @@ def test_streams_of_an_earlier_version_are_read_under_their_names_of_today(tmp_p
     for sample, x in zip(told.samples, scores, strict=True):
         assert sample.teacher_logprobs.tolist() == x.tolist()
         assert sample.kl_ref_logprobs.tolist() == (2 * x).tolist()
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_record_of_an_earlier_version_has_neither_target_nor_durations_and_all_else(tmp_path, monkeypatch, turns):
+    rollout = spoken(4, turns)
+
+    def earlier(rollout: Rollout) -> tuple:
+        data, messages = body.encode(rollout)
+        *fields, _, _ = msgspec.msgpack.decode(data)  # the form, eight fields, a turn or turns, samples, verdicts
+        assert len(fields) == 12
+        fields[9] = fields[9][:-1] if fields[0] == 2 else [turn[:-1] for turn in fields[9]]
+        return msgspec.msgpack.encode(fields), messages
+
+    monkeypatch.setattr(keeper, "encode", earlier)
+    with kept(tmp_path / "run") as writer:
+        writer.finished_rollouts(3, "trained", [rollout])
+    assert same(open_run(tmp_path / "run").rollouts.get(0), rollout)
 
 
 class Mute:

@@ -67,6 +67,10 @@ def test_every_rollout_of_a_run_is_there_with_what_became_of_it(tmp_path, monkey
     assert Counter(row.step for row in evaluated) == {0: 3, 2: 3, 4: 3}
     assert {row.state for row in evaluated} == {"evaluated"}
 
+    for row in [*rows, *evaluated]:
+        played = run.rollouts.get(row.index)
+        assert played.target == played.messages[0]["content"].rpartition(" ")[2][::-1]
+        assert 0 < sum(turn.seconds for turn in played.turns) <= played.seconds
     told = run.rollouts.get(rows[0].index)
     line = read_jsonl(result.directory / "rollouts.jsonl")[0]
     assert told.messages == line["messages"] or rows[0].ticket != line["ticket"]

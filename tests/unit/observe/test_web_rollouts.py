@@ -262,6 +262,32 @@ def test_every_conversation_of_a_rollout_is_shown_and_says_which_words_were_samp
     assert bare["messages"][0]["turn"]["versions"] == [3]
 
 
+def test_a_line_of_the_list_has_the_question_the_expected_answer_and_the_metrics(tmp_path):
+    shown = [*_then(asked("an example"), "its answer", "the question"), {"role": "tool", "content": "told"}]
+    facts = {"target": "4\n2", "metrics": {"right": 1.0}, "seconds": 2.5}
+    turns = [turn(shown, "I think", seconds=0.5), turn(_then(shown, "I think", "and then?"), "42", seconds=1.0)]
+    told = Talking(tmp_path / "run")
+    told.played(1, "trained", rollout(1, 0, turns, 1.0, **facts), rollout(1, 1, [turn(None, "42")], 0.5)).close()
+    ask = _asking(tmp_path)
+    bare, line = ask(run="run")["rows"]
+    assert (line["question"], line["target"], line["metrics"]) == ("the question", "4 2", {"right": 1.0})
+    assert line["excerpt"] == "42"
+    assert (bare["question"], bare["target"], bare["metrics"]) == ("", "", {})
+    one = ask("/one", run="run", id=0)
+    assert (one["target"], one["seconds"], one["turn_seconds"]) == ("4\n2", 2.5, 1.5)
+    assert (one["tries"], one["mean_reward"]) == (2, 0.75)
+    assert [m["turn"]["seconds"] for m in one["talks"]["shown"][0]["messages"] if "turn" in m] == [0.5, 1.0]
+
+
+def test_a_run_without_a_record_has_them_from_its_readable_lines(tmp_path):
+    run = Told(tmp_path, "run").step(1).end().path
+    line = {"step": 1, "env": "words", "ticket": 1, "row": 1, "member": 0, "reward": 1.0, "metrics": {"right": 1.0}}
+    line |= {"messages": [*asked("the question"), {"role": "assistant", "content": "42"}], "target": "42"}
+    (run / "rollouts.jsonl").write_text(json.dumps(line) + "\n")
+    (row,) = _asking(tmp_path)(run="run")["rows"]
+    assert (row["question"], row["target"], row["metrics"]) == ("the question", "42", {"right": 1.0})
+
+
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 

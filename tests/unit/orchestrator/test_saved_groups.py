@@ -19,7 +19,10 @@ def same(one: Group, other: Group) -> bool:
         assert all(np.array_equal(mine.streams()[name], stream) for name, stream in its.streams().items())
         assert (mine.ticket, mine.spans, mine.ended, mine.env) == (its.ticket, its.spans, its.ended, its.env)
     bare = [
-        [(r.turns, r.reward, dict(r.metrics), r.member, r.kind, r.error, r.ticket) for r in [*g.rollouts, *g.failed]]
+        [
+            (r.turns, r.reward, dict(r.metrics), r.member, r.kind, r.error, r.ticket, r.target, r.seconds)
+            for r in [*g.rollouts, *g.failed]
+        ]
         for g in (one, other)
     ]
     return bare[0] == bare[1] and (one.ticket, one.size) == (other.ticket, other.size)
@@ -28,6 +31,7 @@ def same(one: Group, other: Group) -> bool:
 @given(st.lists(st.floats(allow_nan=False), max_size=4))
 def test_a_group_comes_back_as_it_was(numbers):
     first, second = group(0, [{"role": "user", "content": [{"type": "text", "text": "?"}]}], tuple(numbers)), group(1)
+    first.rollouts[0].target, first.rollouts[0].seconds = "42", 1.5
     held = DispatcherState(
         [first, second], [second], [(first, 2)], [first], {"dropped": {"stale": 1}, "failed_rollouts": 3}
     )

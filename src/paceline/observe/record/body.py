@@ -120,6 +120,7 @@ class ShortTurn(msgspec.Struct, array_like=True, gc=False):
     tools: list[Any] | None
     text: str
     said: Any
+    seconds: float = 0.0
 
 
 class ShortSample(msgspec.Struct, array_like=True, gc=False):
@@ -142,6 +143,8 @@ class ShortRolloutRecord(_RolloutFields, array_like=True, tag=2, gc=False):
     turn: ShortTurn
     sample: ShortSample | None
     verdicts: list[dict[str, Any]] = []
+    target: str = ""
+    seconds: float = 0.0
 
     @property
     def turns(self) -> list[ShortTurn]:
@@ -176,6 +179,7 @@ class _Turn(msgspec.Struct, array_like=True):
     """True: those of that turn."""
     text: str
     said: Any
+    seconds: float = 0.0
 
 
 class _Sample(msgspec.Struct, array_like=True):
@@ -197,6 +201,8 @@ class RolloutRecord(_RolloutFields, array_like=True, tag=1):
     turns: list[_Turn]
     samples: list[_Sample]
     verdicts: list[dict[str, Any]] = []
+    target: str = ""
+    seconds: float = 0.0
 
     def sanitize(self) -> None:
         """Make everything that came from others something msgpack takes."""
@@ -208,6 +214,8 @@ class RolloutRecord(_RolloutFields, array_like=True, tag=1):
 
 
 _rollout_fields = attrgetter(*_RolloutFields.__struct_fields__)
+_last_fields = attrgetter("verdicts", "target", "seconds")
+"""What came to both forms later, with defaults, so that older records are read."""
 _turn_fields = attrgetter(*ShortTurn.__struct_fields__)
 
 
@@ -238,8 +246,8 @@ def _encode_short(rollout: Rollout) -> bytes | None:
             streams = {"token_ids": sample.token_ids.tobytes()} | streams
         kept = ShortSample(streams, sample.ended, sample.rollout, sample.spans, sample.ticket is not None)
     try:
-        short = ShortRolloutRecord(*_rollout_fields(rollout), ShortTurn(*_turn_fields(turn)), kept, rollout.verdicts)
-        return encoder.encode(short)
+        said = ShortTurn(*_turn_fields(turn))
+        return encoder.encode(ShortRolloutRecord(*_rollout_fields(rollout), said, kept, *_last_fields(rollout)))
     except REFUSED:
         return None
 
@@ -265,7 +273,7 @@ class LongEncoder:
             *_rollout_fields(rollout),
             [self._turn(place, turn, turns) for place, turn in enumerate(turns)],
             [self._sample(sample) for sample in rollout.samples],
-            rollout.verdicts,
+            *_last_fields(rollout),
         )
 
     def _turn(self, place: int, turn: Turn, turns: Sequence[Turn]) -> _Turn:
@@ -286,7 +294,7 @@ class LongEncoder:
         self._tokens.append(TurnTokens(logprobs, versions, turn.temperature))
         numbers = sampled, logprobs, versions, None if turn.log_z is None else pack_floats(turn.log_z)
         facts = turn.finish, turn.temperature, turn.recomputed, dict(turn.weights)
-        conversation = repeated, messages, tools, turn.text, turn.said
+        conversation = repeated, messages, tools, turn.text, turn.said, turn.seconds
         return _Turn(like, shared, prompt[4 * shared :], *numbers, *facts, *conversation)
 
     def _goes_on(self, prompt: bytes, place: int) -> tuple[int, int]:

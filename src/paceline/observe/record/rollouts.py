@@ -82,7 +82,8 @@ class RecordView:
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             raise RolloutNotFound(f"rollout {index} cannot be read: {error}") from error
         messages = [*(turns[-1].messages or ()), turns[-1].message] if turns else []
-        facts = {name: getattr(body, name) for name in ("parent", "reward", "metrics", "error", "verdicts")}
+        names = "parent", "reward", "metrics", "error", "verdicts", "target", "seconds"
+        facts = {name: getattr(body, name) for name in names}
         return StoredRollout(
             row=row, ticket=Ticket(*body.ticket), messages=messages, turns=turns, samples=samples, **facts
         )
@@ -163,6 +164,7 @@ class TextRecordView:
             error=None if error is None else str(error),
             messages=_list(record, "messages"),
             verdicts=_list(record, "verdicts"),
+            target=str(record.get("target") or ""),
         )
 
     def metrics_of(self, index: int) -> dict[str, Any]:

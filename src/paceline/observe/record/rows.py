@@ -108,6 +108,8 @@ class StoredTurn:
     tools: list[Any] | None = None
     text: str = ""
     said: Any = None
+    seconds: float = 0.0
+    """From the call to its last token; 0 where it was not measured, as in records of earlier versions."""
 
     @property
     def message(self) -> Any:
@@ -136,6 +138,10 @@ class StoredRollout:
     samples: list[Sample] = field(default_factory=list)
     verdicts: list[Any] = field(default_factory=list)
     """The parts of its reward, where judges grade: the fields of a `JudgeVerdict` each."""
+    target: str = ""
+    """The answer that its row expects; empty where it has none, or the record is of an earlier version."""
+    seconds: float = 0.0
+    """From the start of its episode until its reward was known; 0 where it was not measured."""
 
 
 class RolloutNotFound(LookupError):

@@ -197,6 +197,7 @@ def turn_facts(at: int, turn: StoredTurn) -> dict[str, Any]:
         "prompt": len(turn.prompt_ids),
         "finish": turn.finish,
         "temperature": turn.temperature,
+        "seconds": turn.seconds,
         "versions": sorted(set(turn.versions.tolist())),
     }
 

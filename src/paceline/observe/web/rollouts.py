@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import zip_longest
+from statistics import fmean
 from typing import Annotated, Any
 
 import numpy as np
@@ -150,12 +151,26 @@ def column_counts(run: RunFolder) -> dict[str, dict[str, int]]:
 
 
 def table_line(run: RunFolder, row: Row, text: str) -> dict[str, Any]:
-    """A row of the table, with a few words of it: around what was searched for, else of the last reply."""
+    """A row of the table: its question, what the row expects, the metrics, and a few words around what was searched
+    for, or else of the last reply."""
     rollout = run.rollouts.get_or_none(row.index) if row.whole else None
     if rollout is None:
         return asdict(row)
     texts = [flat_text(message) for message in rollout.messages] or [turn.text for turn in rollout.turns]
-    return asdict(row) | {"excerpt": _excerpt([*texts, rollout.error or ""], text)}
+    return asdict(row) | {
+        "question": one_line(_question(rollout)[: 4 * EXCERPT])[:EXCERPT],
+        "target": one_line(rollout.target)[:EXCERPT],
+        "metrics": rollout.metrics,
+        "excerpt": _excerpt([*texts, rollout.error or ""], text),
+    }
+
+
+def _question(rollout: StoredRollout) -> str:
+    """The last message of the user in the first prompt: examples of a prompt come before it. Where turns were not kept,
+    the first of the conversation."""
+    first = rollout.turns[0].messages or () if rollout.turns else rollout.messages
+    asked = [message for message in first if isinstance(message, dict) and message.get("role") == "user"]
+    return flat_text(asked[-1 if rollout.turns else 0]) if asked else ""
 
 
 def _excerpt(texts: list[str], text: str) -> str:
@@ -261,6 +276,8 @@ def rollouts(run: OneRun, query: OneQuery) -> Response:
 def one_rollout(run: OneRun, index: Index, query: OneQuery) -> Response:
     rollout = run.rollouts.get(index)
     beside = run.rollouts.neighbours(index, replace(query, offset=0, limit=None))
+    tries = comparable_tries(run.rollouts, index)
+    rewards = [row.reward for row in tries if row.reward is not None and not row.error]
     return FiniteJsonResponse(
         {
             "row": rollout.row,
@@ -272,7 +289,11 @@ def one_rollout(run: OneRun, index: Index, query: OneQuery) -> Response:
             "error": rollout.error,
             "talks": conversations(rollout),
             "beside": beside,
-            "tries": len(comparable_tries(run.rollouts, index)),
+            "tries": len(tries),
+            "mean_reward": fmean(rewards) if rewards else None,
+            "target": rollout.target,
+            "seconds": rollout.seconds,
+            "turn_seconds": sum(turn.seconds for turn in rollout.turns),
             "seats": len(run.rollouts.episode(index)),
             "kept": run.rollouts.keeps_all,
         }

@@ -1,4 +1,4 @@
-// Tables one can walk through: arrow keys between rows, Enter opens, Space ticks. One row is in the tab order.
+// Tables one can walk through: arrow keys between rows, Enter or a click opens, Space ticks. One row is in the tab order.
 
 /**
  * Give a table body its keys. `open(row)` and `tick(row)` are called with the row's element; the body may be filled anew at
@@ -26,6 +26,11 @@ export function walkable(body, { open, tick }) {
       event.preventDefault();
       tick?.(row);
     }
+  });
+  body.addEventListener("click", (event) => {
+    const row = event.target.closest("tr");
+    if (row?.dataset.key === undefined || event.target.closest("a, button, input, label, select") || String(getSelection())) return;
+    open?.(row);
   });
   body.addEventListener("focusin", (event) => {
     const row = event.target.closest("tr");

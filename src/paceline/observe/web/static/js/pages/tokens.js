@@ -13,27 +13,34 @@ export async function render(root, run, params) {
   const asked = Object.fromEntries(["id", "sample", "turn"].map((name) => [name, params.get(name) || null]));
   const told = await ask("tokens", { run: run.name, ...asked });
   if (told.nothing) {
-    fill(root, h("div", { class: "stack" }, told.rollout ? head(run, told) : h("h1", {}, "Tokens"),
+    fill(root, h("div", { class: "stack" }, told.rollout ? head(run, told, params.get("stream")) : h("h1", {}, "Tokens"),
       h("div", { class: "empty" }, h("h2", {}, "No tokens here"), h("p", {}, told.nothing))));
     return undefined;
   }
   const again = await replayed(run, told);
   const all = streams(told, again);
   const usable = all.filter((stream) => stream.values);
-  const wanted = params.get("stream") ?? memory.get("token stream", "");
-  let stream = usable.find(({ key }) => key === wanted) ?? usable[0];
+  // What was asked for stays asked for on the way to other rollouts, also where this one does not have it.
+  let wanted = params.get("stream") ?? memory.get("token stream", usable[0].key);
+  let stream = usable[0];
   const card = new Card(run, told, again, usable);
   const strip = new Strip(told, again, (at, really) => (really ? go(at, "") : card.show(at ?? strip.chosen)));
   const legend = h("div", { class: "token-legend" });
-  const choice = h("select", { "aria-label": "Colour tokens by", on: { change: () => show(usable.find(({ key }) => key === choice.value)) } },
+  const above = h("div");
+  const chooser = h("div");
+  const choice = h("select", { "aria-label": "Colour tokens by", on: { change: () => show(choice.value) } },
     all.map(({ key, label, missing }) => h("option", { value: key, disabled: Boolean(missing) }, missing ? `${label} (not recorded)` : label)));
 
-  function show(next) {
-    stream = next;
+  function show(key) {
+    wanted = key;
+    stream = usable.find((one) => one.key === key) ?? usable[0];
     choice.value = stream.key;
-    memory.set("token stream", stream.key);
+    if (stream.key === key) memory.set("token stream", key);
     strip.paint(stream);
-    fill(legend, scale(stream), h("span", { class: "soft" }, stream.meaning));
+    fill(legend, scale(stream), h("span", { class: "soft" }, stream.meaning),
+      stream.key === key ? null : h("span", { class: "absent" }, `Not known here: ${all.find((one) => one.key === key)?.label ?? key}`));
+    fill(above, head(run, told, key));
+    fill(chooser, sequences(run, told, key));
     remember();
   }
   function go(at, scroll = "nearest") {
@@ -45,15 +52,15 @@ export async function render(root, run, params) {
   function remember() {
     const kind = told.samples || told.turns > 1 ? { [told.kind]: told.number } : {};
     const at = strip.chosen === null ? {} : { at: strip.chosen };
-    history.replaceState(null, "", toRun(run.name, "tokens", { id: told.rollout.index, ...kind, stream: stream.key, ...at }));
+    history.replaceState(null, "", toRun(run.name, "tokens", { id: told.rollout.index, ...kind, stream: wanted, ...at }));
   }
 
   fill(root, h("div", { class: "stack" },
-    head(run, told), notices(told),
-    h("div", { class: "controls" }, h("label", {}, "Colour by", choice), legend, h("span", { class: "grow" }), sequences(run, told)),
+    above, notices(told),
+    h("div", { class: "controls" }, h("label", {}, "Colour by", choice), legend, h("span", { class: "grow" }), chooser),
     h("div", { class: "token-inspector" }, h("div", { class: "token-main" }, lines(told, again), strip.element, help(run, told, all)), card.element)));
   walk(strip, () => stream, go);
-  show(stream);
+  show(wanted);
   card.show(null);
   const at = place(told, params);
   if (at !== null) {
@@ -77,20 +84,22 @@ function place(told, params) {
   return at !== null && at < told.ids.length ? at : null;
 }
 
-function head(run, told) {
+/** What is shown, and the ways from here, on which the stream stays chosen. */
+function head(run, told, key) {
   const { rollout, mates } = told;
+  const stream = key ? { stream: key } : {};
   const to = (page, params, words) => h("a", { href: toRun(run.name, page, params) }, words);
   const facts = [`step ${rollout.step}`, rollout.env, rollout.actor !== "policy" ? rollout.actor : "", `member ${rollout.member}`,
     `reward ${number(rollout.reward)}`, `${count(rollout.tokens)} sampled tokens`, versions(rollout), rollout.finish && `finish: ${rollout.finish}`];
   return h("div", {},
     h("div", { class: "head" }, h("h1", {}, `Tokens of rollout ${rollout.index}`), h("span", { class: "tag" }, rollout.state),
-      h("span", { class: "soft" }, facts.filter(Boolean).join(" · ")), h("span", { class: "grow" }), finder(run)),
+      h("span", { class: "soft" }, facts.filter(Boolean).join(" · ")), h("span", { class: "grow" }), finder(run, stream)),
     h("nav", { class: "row token-links", "aria-label": "This rollout elsewhere" },
-      to("rollouts", { id: rollout.index }, "Conversation"),
+      to("rollouts", { id: rollout.index, ...stream }, "Conversation"),
       rollout.domain === "training" && to("tickets", { ticket: rollout.ticket }, `Ticket ${rollout.ticket}`),
       told.trains && to("replay", { step: rollout.step }, `Replay step ${rollout.step}`),
       mates.length > 1 && h("span", { class: "token-mates" }, h("span", { class: "soft" }, "Group, by reward:"), mates.map((mate) =>
-        h("a", { href: toRun(run.name, "tokens", { id: mate.index }), "aria-current": mate.index === rollout.index ? "true" : null,
+        h("a", { href: toRun(run.name, "tokens", { id: mate.index, ...stream }), "aria-current": mate.index === rollout.index ? "true" : null,
           title: `rollout ${mate.index}, member ${mate.member}${mate.error ? `, failed: ${mate.error}` : ""}` }, mate.error ? "failed" : number(mate.reward))))));
 }
 
@@ -108,22 +117,22 @@ function notices(told) {
 }
 
 /** Which of several samples or turns is shown. */
-function sequences(run, told) {
+function sequences(run, told, stream) {
   const kinds = [["sample", told.samples], ["turn", told.turns]];
   if (told.samples < 2 && told.turns < 2) return null;
   const choice = h("select", { "aria-label": "Sequence", on: { change: () => {
     const [kind, which] = choice.value.split(" ");
-    location.hash = toRun(run.name, "tokens", { id: told.rollout.index, [kind]: which });
+    location.hash = toRun(run.name, "tokens", { id: told.rollout.index, [kind]: which, stream });
   } } }, kinds.flatMap(([kind, many]) => Array.from({ length: many }, (_, which) =>
     h("option", { value: `${kind} ${which}`, selected: kind === told.kind && which === told.number }, `${kind} ${which + 1} of ${many}`))));
   return h("label", {}, "Sequence", choice);
 }
 
-function finder(run) {
+function finder(run, stream) {
   const field = h("input", { type: "text", inputmode: "numeric", size: 8, placeholder: "Rollout  /", "aria-label": "Go to rollout", "aria-keyshortcuts": "/", data: { search: "" } });
   return h("form", { on: { submit: (event) => {
     event.preventDefault();
-    if (/^\d+$/.test(field.value.trim())) location.hash = toRun(run.name, "tokens", { id: field.value.trim() });
+    if (/^\d+$/.test(field.value.trim())) location.hash = toRun(run.name, "tokens", { id: field.value.trim(), ...stream });
   } } }, field);
 }
 

@@ -1,4 +1,4 @@
-// A self-play episode: every seat in its colour, and what was said in one line of time.
+// A self-play episode: every seat in its colour, and all turns in order.
 import { ask } from "../api.js";
 import { h } from "../dom.js";
 import { amount, number, whole } from "../format.js";
@@ -15,11 +15,11 @@ export async function content(run, row, query) {
     total > seats.length ? h("p", { class: "notice warn" }, `${whole(total)} seats; the first ${seats.length} are shown.`) : null,
     h("div", { class: "seats" }, seats.map((seat, at) => card(run, seat, names[at], colour(at), seat.row.index === row.index, query))),
     missing(absent, seats),
-    line.length ? h("section", { class: "section", "aria-label": "In the order they spoke" },
-      h("h2", {}, "In the order they spoke", h("span", { class: "faint" }, seats.length > 1
-        ? "each seat's turns are as recorded; how seats took turns is told by what they heard of one another" : null)),
+    line.length ? h("section", { class: "section", "aria-label": "Turns in order" },
+      h("h2", {}, "Turns in order", h("span", { class: "faint" }, seats.length > 1
+        ? "each seat's turns are as recorded; the order between seats follows from what they quote of one another" : null)),
       h("ol", { class: "line" }, line.map((turn) => h("li", { vars: { "--who": `var(--series-${colour(turn.seat)})` } },
-        turn.heard.length ? h("details", { open: textLength(turn.heard) < 300 }, h("summary", {}, `${names[turn.seat]} heard ${amount(textLength(turn.heard), "character")}`),
+        turn.heard.length ? h("details", { open: textLength(turn.heard) < 300 }, h("summary", {}, `New to ${names[turn.seat]}: ${amount(textLength(turn.heard), "character")}`),
           turn.heard.map((one) => message(one))) : null,
         message(turn.said, { who: names[turn.seat], colour: colour(turn.seat) }))))) : h("div", { class: "empty" }, h("h2", {}, "No messages were kept")));
 }
@@ -39,8 +39,8 @@ function card(run, { row, parent, error }, name, colour, here, query) {
 }
 
 function missing(absent, seats) {
-  const note = "The record keeps seats that the policy trains in: a past version, a judge or a fixed opponent leaves no words of its own.";
-  if (absent.length) return h("p", { class: "notice" }, `${absent.join(", ")} sat here too, but not as the policy. ${note}`);
+  const note = "The record keeps seats that the policy trains in: a past version, a judge or a fixed opponent has no conversation of its own.";
+  if (absent.length) return h("p", { class: "notice" }, `${absent.join(", ")} played here too, but not as the policy. ${note}`);
   return seats.length === 1 ? h("p", { class: "notice" }, note) : null;
 }
 

@@ -1,7 +1,7 @@
 // The form above the list: each field is a part of the query.
 import { fill, h } from "../dom.js";
 import { whole } from "../format.js";
-import { FINISH, stateWords } from "./words.js";
+import { FINISH, isFiltered, stateWords, unfiltered } from "./words.js";
 
 const TYPING = 300; // milliseconds after the last key
 
@@ -11,11 +11,11 @@ export class Filters {
     this.query = { ...query };
     this.changed = changed;
     this.selects = {
-      env: this.#select("env", "Environment"), state: this.#select("state", "Became"), domain: this.#select("domain", "Played for"),
-      actor: this.#select("actor", "Actor"), error: this.#select("error", "Error"), finish: this.#select("finish", "Ended"),
+      env: this.#select("env", "Environment"), state: this.#select("state", "State"), domain: this.#select("domain", "Purpose"),
+      actor: this.#select("actor", "Actor"), error: this.#select("error", "Error"), finish: this.#select("finish", "Finish"),
     };
     const search = this.#input("text", {
-      type: "search", placeholder: "Search messages…  /", "aria-label": "Search what was said", "aria-keyshortcuts": "/", data: { search: "" }, size: 26,
+      type: "search", placeholder: "Search messages…  /", "aria-label": "Search messages", "aria-keyshortcuts": "/", data: { search: "" }, size: 26,
     });
     this.inputs = [search];
     const ranges = [["step", "Step", 1], ["reward", "Reward", "any"], ["length", "Tokens", 1]].map(([name, label, step]) => this.#range(name, label, step));
@@ -90,8 +90,7 @@ export class Filters {
   }
 
   #reset() {
-    const { sort } = this.query;
-    this.query = sort ? { sort } : {};
+    this.query = unfiltered(this.query);
     for (const field of this.inputs) field.value = "";
     for (const { select } of Object.values(this.selects)) select.value = "";
     this.#show();
@@ -99,6 +98,6 @@ export class Filters {
   }
 
   #show() {
-    this.clear.hidden = !Object.keys(this.query).some((name) => name !== "sort");
+    this.clear.hidden = !isFiltered(this.query);
   }
 }

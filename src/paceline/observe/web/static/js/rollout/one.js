@@ -1,11 +1,11 @@
-// One rollout: what was said, what it earned, and its neighbours in the list it was found in.
+// One rollout: its conversation, its reward and why, and its neighbours in the list it was found in.
 import { ask } from "../api.js";
 import { announce, fill, h } from "../dom.js";
-import { amount, moment, number, whole } from "../format.js";
+import { amount, moment, number, seconds, whole } from "../format.js";
 import { toRun } from "../router.js";
 import * as episode from "./episode.js";
 import * as group from "./group.js";
-import { FINISH, PAGE, queryOf, stateMark, stateMeaning, toList, toOne, versionWords } from "./words.js";
+import { FINISH, measured, PAGE, queryOf, stateMark, stateMeaning, toList, toOne, versionWords } from "./words.js";
 import { conversations } from "./talk.js";
 
 export async function render(root, run, params) {
@@ -26,9 +26,9 @@ export async function render(root, run, params) {
   else if (view === "episode") fill(place, await episode.content(run, row, query));
   else {
     fill(place, h("div", { class: "rollout" },
-      h("div", { class: "talks" }, row.whole ? conversations(told.talks) : h("div", { class: "empty" }, h("h2", {}, "Its words were not kept"),
-        h("p", {}, "The record fell behind the run at this point and kept the figures alone."))),
-      h("aside", { "aria-label": "What is known of it" }, facts(run, told, query))));
+      h("div", { class: "talks" }, row.whole ? conversations(told.talks) : h("div", { class: "empty" }, h("h2", {}, "No conversation recorded"),
+        h("p", {}, "The record fell behind the run at this point and kept this rollout's figures alone."))),
+      h("aside", { "aria-label": "Details" }, details(run, told, query))));
   }
   announce(`Rollout ${whole(row.index)}, reward ${number(told.reward)}`, true);
   return keys(run, beside, query, view);
@@ -41,7 +41,7 @@ function neighbours(run, beside, query, view) {
     : h("a", { href: toOne(run, id, query, view), "aria-keyshortcuts": key }, label, " ", h("kbd", {}, key)));
   return h("nav", { class: "row", "aria-label": "Neighbours in the list" },
     beside && step(beside.before, "Previous", "k"),
-    h("a", { href: toList(run, query, list) }, beside ? `${whole(beside.place + 1)} of ${whole(beside.total)} in the list` : "The list, where it is not"),
+    h("a", { href: toList(run, query, list) }, beside ? `${whole(beside.place + 1)} of ${whole(beside.total)} in the list` : "Not in this list: show the list"),
     beside && step(beside.after, "Next", "j"));
 }
 
@@ -51,35 +51,57 @@ function views(run, { row, tries, seats, kept }, query, view) {
     link(null, "Conversation"),
     tries > 1 && link("group", `Group of ${tries}`),
     (seats > 1 || row.actor !== "policy") && link("episode", `Episode, ${amount(seats, "seat")}`),
-    kept && row.turns > 0 && h("a", { href: toRun(run.name, "tokens", { id: row.index }) }, "Tokens"),
+    kept && row.turns > 0 && h("a", { href: toRun(run.name, "tokens", { id: row.index, ...(query.stream ? { stream: query.stream } : {}) }) }, "Tokens"),
     h("a", { href: toRun(run.name, "tickets", { ticket: row.ticket }) }, `Ticket ${whole(row.ticket)}`));
 }
 
-function facts(run, told, query) {
-  const { row, metrics, verdicts, error, parent } = told;
-  const known = [
-    ["Reward", number(told.reward)], ["Advantage", number(row.advantage), "mean over the tokens that train"],
-    ["Became", stateMeaning(row.state) || row.state], ["Environment", row.env], ["Actor", row.actor], ["Kind of episode", row.kind], ["Started by", parent],
-    ["Played for", row.domain], ["Step", whole(row.step)], ["Version", versionWords(row), "of the policy that said it"], ["Tokens", `${whole(row.tokens)} sampled, ${whole(row.prompt)} in the first prompt`],
-    ["Turns", whole(row.turns)], ["Ended", FINISH[row.finish] ?? row.finish], ["Row of the data", whole(row.row)], ["Try", whole(row.member)], ["Time", row.time ? moment(row.time) : ""],
+function details(run, told, query) {
+  const { row, metrics, verdicts, error, parent, tries } = told;
+  const outcome = [
+    ["Expected answer", told.target], ["Reward", number(told.reward)], ["Mean of its group", tries > 1 ? `${number(told.mean_reward)}, ${amount(tries, "rollout")}` : ""],
+    ["Advantage", number(row.advantage), "mean over the tokens that train"], ["State", stateMeaning(row.state) || row.state],
+    ["Finish", FINISH[row.finish] ?? row.finish],
   ];
-  const measured = Object.entries(metrics);
+  const rest = told.seconds - told.turn_seconds;
+  const took = [
+    ["Episode", told.seconds ? seconds(told.seconds) : "", "from its start until its reward was known"],
+    ["Sampling", told.turn_seconds ? `${seconds(told.turn_seconds)} in ${amount(row.turns, "turn")}` : "", "the calls of the engine, queueing included"],
+    ["Environment", told.turn_seconds && rest > 0 ? seconds(rest) : "", "the rest: tools, scoring, judges, waiting"],
+  ];
+  const known = [
+    ["Environment", row.env], ["Actor", row.actor], ["Kind of episode", row.kind], ["Started by", parent],
+    ["Purpose", row.domain], ["Step", whole(row.step)], ["Version", versionWords(row), "of the policy that sampled it"], ["Tokens", `${whole(row.tokens)} sampled, ${whole(row.prompt)} in the first prompt`],
+    ["Turns", whole(row.turns)], ["Row of the data", whole(row.row)], ["Try", whole(row.member)], ["Time", row.time ? moment(row.time) : ""],
+  ];
+  const found = measured(metrics);
   return [
     error !== null && h("div", { class: "notice bad" }, h("h2", {}, "Error"), h("pre", {}, error)),
-    h("dl", { class: "facts" }, known.filter(([, value]) => value !== "" && value !== undefined).map(([name, value, more]) =>
-      h("div", {}, h("dt", { title: more ?? null }, name), h("dd", {}, value)))),
-    verdicts.length ? [h("h2", {}, "Rubric"), verdicts.map(verdict)] : null,
-    measured.length ? [h("h2", {}, "Metrics"), h("dl", { class: "facts" }, measured.map(([name, value]) =>
-      h("div", {}, h("dt", { class: "mono" }, name), h("dd", {}, typeof value === "number" ? number(value) : String(value)))))] : null,
+    facts("Outcome", outcome),
+    verdicts.length ? h("section", { "aria-label": "Parts of the reward" }, h("h2", {}, "Parts of the reward"), verdicts.map(verdict),
+      verdicts.some(({ judge }) => judge === "task") ? h("p", { class: "soft" }, `${verdicts.map(product).join(" + ")} = ${number(told.reward)}`) : null) : null,
+    facts(verdicts.length ? "Metrics" : "Why this reward", found, "mono"),
+    facts("Durations", took),
+    facts("Details", known),
     h("p", {}, h("a", { href: toList(run, { ...query, ticket: row.ticket, env: row.env }) }, "All rollouts of this ticket")),
   ];
 }
 
+/** What there is of these facts, under a heading. */
+function facts(title, pairs, style = null) {
+  const there = pairs.filter(([, value]) => value !== "" && value !== undefined);
+  return there.length ? h("section", { "aria-label": title }, h("h2", {}, title), h("dl", { class: "facts" }, there.map(([name, value, more]) =>
+    h("div", {}, h("dt", { class: style, title: more ?? null }, name), h("dd", {}, value))))) : null;
+}
+
+function product({ weight, score }) {
+  return `${number(weight)} × ${number(score)}`;
+}
+
 /** A part of the reward: the environment's own, or a judge's grade with its reasons. */
-function verdict({ judge, score, weight, value, text, model, seconds, attempts, cached }) {
-  const how = [`graded ${number(value)}`, model, cached ? "remembered" : `${number(seconds)} s`, attempts > 1 ? `${whole(attempts)} answers` : ""];
+function verdict({ judge, score, weight, value, text, model, seconds: took, attempts, cached }) {
+  const how = [`graded ${number(value)}`, model, cached ? "remembered" : seconds(took), attempts > 1 ? `${whole(attempts)} answers` : ""];
   return h("details", { class: "verdict" },
-    h("summary", {}, h("span", { class: "mono" }, judge), ` ${number(weight)} × ${number(score)}`),
+    h("summary", {}, h("span", { class: "mono" }, judge), ` ${product({ weight, score })}`),
     h("p", { class: "soft" }, model ? how.filter(Boolean).join(" · ") : "the environment's own reward"),
     text ? h("pre", {}, text) : null);
 }

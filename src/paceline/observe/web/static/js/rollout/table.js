@@ -5,13 +5,14 @@ import { amount, moment, number, whole } from "../format.js";
 import { toRun } from "../router.js";
 import { walkable } from "../rows.js";
 import { Filters } from "./filters.js";
-import { FINISH, isFiltered, PAGE, pageOf, queryOf, stateMark, toList, toOne, versionWords } from "./words.js";
+import { FINISH, isFiltered, measured, PAGE, pageOf, queryOf, stateMark, toList, toOne, versionWords } from "./words.js";
 
+const METRICS = 2; // of a rollout, that a line has room for
 const COUNTING = 1500; // milliseconds between two counts of what is new
 const COLUMNS = [
-  [null, "Rollout", "right"], ["step", "Step", "right"], [null, "Who", "spare"], [null, "Became"], ["reward", "Reward", "right"],
-  ["advantage", "Advantage", "right spare"], ["tokens", "Tokens", "right"], ["turns", "Turns", "right spare"],
-  ["ticket", "Ticket, try", "right spare"], [null, "Version", "right spare"], [null, "Said"],
+  [null, "Rollout", "right"], ["step", "Step", "right"], [null, "Environment", "spare"], [null, "State"], ["reward", "Reward", "right"],
+  [null, "Metrics", "spare"], [null, "Prompt", "spare"], [null, "Expected", "spare"], [null, "Reply"], ["advantage", "Advantage", "right spare"],
+  ["tokens", "Tokens", "right"], ["turns", "Turns", "right wide"], ["ticket", "Ticket, try", "right wide"], [null, "Version", "right wide"],
 ];
 
 export async function render(root, run, params) {
@@ -145,12 +146,23 @@ function line(run, row, query) {
     h("td", { class: "spare" }, who),
     h("td", {}, stateMark(row.state), row.error && h("span", { class: "soft" }, ` ${row.error}`)),
     h("td", { class: "right" }, number(row.reward)),
+    h("td", { class: "spare metrics" }, metrics(row)),
+    h("td", { class: "said asked spare", title: row.question || null }, h("div", {}, row.question || "–")),
+    h("td", { class: "said target spare", title: row.target || null }, h("div", {}, row.target || "–")),
+    h("td", { class: "said" }, h("div", {}, row.whole ? highlight(row.excerpt ?? "", query.text) : h("span", { class: "faint" }, "no conversation recorded"))),
     h("td", { class: `right spare ${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : ""}` }, number(row.advantage)),
     h("td", { class: "right", title: FINISH[row.finish] ?? null }, whole(row.tokens), row.finish === "length" && h("span", { class: "cut" }, " cut")),
-    h("td", { class: "right spare" }, whole(row.turns)),
-    h("td", { class: "right spare" }, `${whole(row.ticket)}, ${row.member}`),
-    h("td", { class: "right spare" }, versionWords(row)),
-    h("td", { class: "said" }, h("div", {}, row.whole ? highlight(row.excerpt ?? "", query.text) : h("span", { class: "faint" }, "words were not kept"))));
+    h("td", { class: "right wide" }, whole(row.turns)),
+    h("td", { class: "right wide" }, `${whole(row.ticket)}, ${row.member}`),
+    h("td", { class: "right wide" }, versionWords(row)));
+}
+
+/** A few of what was measured; the rest shows when the pointer rests there, and on the rollout's page. */
+function metrics(row) {
+  const all = measured(row.metrics);
+  return all.length ? h("span", { title: all.map((pair) => pair.join(" ")).join("\n") },
+    all.slice(0, METRICS).map(([name, value]) => h("span", {}, h("span", { class: "faint" }, name), ` ${value}`)),
+    all.length > METRICS ? h("span", { class: "faint" }, `and ${all.length - METRICS} more`) : null) : "–";
 }
 
 /** The words, with what was searched for marked. */

@@ -1,6 +1,6 @@
 // The messages of a rollout. They are untrusted: every word goes in as text, and images only as drawn pixels.
 import { fill, h } from "../dom.js";
-import { amount, whole } from "../format.js";
+import { amount, seconds, whole } from "../format.js";
 import { FINISH } from "./words.js";
 
 const LONG = 2400; // characters of a message that are shown at once
@@ -32,9 +32,9 @@ export function message(one, { who = null, colour = null } = {}) {
   return h("article", { class: `message ${role}`, vars: colour ? { "--who": `var(--series-${colour})` } : {}, "aria-label": label }, header, shown);
 }
 
-function turnWords({ number, tokens, finish, versions, temperature }) {
+function turnWords({ number, tokens, finish, versions, temperature, seconds: took }) {
   const by = versions.length > 1 ? `versions ${versions[0]} to ${versions.at(-1)}` : versions.length ? `version ${versions[0]}` : "";
-  return [`turn ${number}`, amount(tokens, "token"), by, `temperature ${temperature}`, FINISH[finish] ?? finish].filter(Boolean).join(" · ");
+  return [`turn ${number}`, amount(tokens, "token"), took ? seconds(took) : "", by, `temperature ${temperature}`, FINISH[finish] ?? finish].filter(Boolean).join(" · ");
 }
 
 function length({ parts }) {

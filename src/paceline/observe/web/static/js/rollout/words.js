@@ -1,5 +1,6 @@
 // Rollouts in words and in addresses: the fate of one, and the query of the page, kept in the address so that it can be shared.
 import { h } from "../dom.js";
+import { number } from "../format.js";
 import { toRun } from "../router.js";
 
 const MEANING = {
@@ -8,7 +9,7 @@ const MEANING = {
   skipped: "Its step was bad and was left out.",
   evaluated: "Played on a held-out row to see how good the policy is; it never trains.",
   matched: "A game for the ratings of the league; it never trains.",
-  failed: "It broke; its error says why.",
+  failed: "The episode failed; see its error.",
   "dropped:environment": "The environment gave it up on purpose.",
   "dropped:no_sample": "Nothing of it was left to train on.",
   "dropped:zero_advantage": "All tries of its group earned the same, so there was nothing to learn from them.",
@@ -32,7 +33,14 @@ export function stateMark(state) {
   return h("span", { class: `fate ${colour}`, title: stateMeaning(state) || null }, stateWords(state) || "unknown");
 }
 
-/** Versions of the policy that said it: 4, or 4 to 6. */
+/** What the environment and judges measured, as names and numbers; grades, which are parts of the reward, come first. */
+export function measured(metrics) {
+  const isGrade = (name) => name === "task_reward" || name.startsWith("judge/");
+  return Object.entries(metrics ?? {}).sort(([one], [other]) => isGrade(other) - isGrade(one))
+    .map(([name, value]) => [name, typeof value === "number" ? number(value) : String(value)]);
+}
+
+/** Versions of the policy that sampled it: 4, or 4 to 6. */
 export function versionWords({ version_min: low, version_max: high }) {
   if (low < 0) return "–";
   return low === high ? String(low) : `${low} to ${high}`;
@@ -41,8 +49,10 @@ export function versionWords({ version_min: low, version_max: high }) {
 export const FINISH = { stop: "ended by itself", length: "cut at the longest length" };
 
 /** Names as the server knows them; the page of the list comes besides. */
-const FIELDS = ["env", "actor", "state", "finish", "error", "domain", "step_from", "step_to", "reward_from", "reward_to",
-  "length_from", "length_to", "ticket", "row", "text", "sort"];
+const FILTERS = ["env", "actor", "state", "finish", "error", "domain", "step_from", "step_to", "reward_from", "reward_to",
+  "length_from", "length_to", "ticket", "row", "text"];
+/** Besides filters: the order of the list, and by which stream tokens are coloured, kept for the way back to them. */
+const FIELDS = [...FILTERS, "sort", "stream"];
 export const PAGE = 50;
 
 /** The query of an address: only what is set. */
@@ -65,7 +75,11 @@ export function toOne(run, id, query, view = null) {
   return toRun(run.name, "rollouts", { id, ...(view ? { view } : {}), ...query });
 }
 
-/** Whether anything is filtered, and not only sorted. */
 export function isFiltered(query) {
-  return Object.keys(query).some((name) => name !== "sort");
+  return Object.keys(query).some((name) => FILTERS.includes(name));
+}
+
+/** The same query without its filters. */
+export function unfiltered(query) {
+  return Object.fromEntries(Object.entries(query).filter(([name]) => !FILTERS.includes(name)));
 }

@@ -4,8 +4,12 @@ import { count } from "../format.js";
 
 const PARTS = ["rl", "ce", "teacher_kl"];
 const PART_COLOURS = { rl: "--series-1", ce: "--series-2", teacher_kl: "--series-4", several: "--series-6" };
-/** Share of values within the scale; what lies beyond has the strongest colour. */
-const WITHIN = 0.99;
+/** Nats at which a log probability has the strongest colour: the same in all rollouts, so that they can be compared. */
+const STRONG_NATS = 5;
+/** Ratios of 1.25 and 0.8, and beyond, may have the strongest colour; smaller differences never do. */
+const LEAST_RATIO = Math.log(1.25);
+/** The same for advantages and rewards: what is equal up to rounding stays pale. */
+const LEAST_CREDIT = 1e-3;
 
 /** All streams of a sequence, those first that a reader wants first. Those without values say in `missing` why. */
 export function streams(told, again = null) {
@@ -16,19 +20,19 @@ export function streams(told, again = null) {
   const less = (one, other) => kept[one] && kept[other] && told.ids.map((_, at) => (sampled[at] ? kept[one][at] - kept[other][at] : null));
   const versions = on("versions")?.map((version) => (version >= 0 ? version : null));
   const found = [
-    ramp("logprobs", "log probability", "as sampled, at the sampling temperature; strong is surprising, 0 is certain", on("logprobs"), "--series-2"),
-    diverging("advantages", "advantage", "how much better than its peers; what rl pushes up (+) or down (−)", on("advantages")),
+    ramp("logprobs", "log probability", "as sampled, at the sampling temperature; strong is surprising, 0 is certain", on("logprobs"), "--series-2", { strong: STRONG_NATS }),
+    diverging("advantages", "advantage", "how much better than its peers; what rl pushes up (+) or down (−)", on("advantages"), { least: LEAST_CREDIT }),
     ...PARTS.map((part) => ramp(`${part}_weights`, `${part} weight`, `how much a token counts in the ${part} component`, weight(part), PART_COLOURS[part])),
     parts(told),
     category("versions", "version", "the weights that sampled the token", versions, (version) => `version ${version}`),
     ramp("age", "age when trained", `versions between the one that sampled and the one that step ${rollout.step} began with`,
       rollout.domain === "training" && versions?.map((version) => (version === null ? null : rollout.step - 1 - version)), "--series-5"),
     category("loss_mask", "sampled", "whether the policy sampled it (the loss mask)", sampled.map(Number), (value) => (value ? "sampled by the policy" : "given to it")),
-    diverging("pull", "teacher − sampler", "where a teacher finds the token likelier (+) or less likely (−)", less("teacher_logprobs", "logprobs")),
-    ramp("teacher_logprobs", "teacher's log probability", "as the teacher scores it", on("teacher_logprobs"), "--series-4"),
-    diverging("from_base", "sampler − reference", "how far the sampler has gone from the KL reference", less("logprobs", "kl_ref_logprobs")),
-    ramp("kl_ref_logprobs", "reference's log probability", "as the KL reference scores it", on("kl_ref_logprobs"), "--series-6"),
-    diverging("rewards", "reward on the token", "what the critic makes advantages of", on("rewards")),
+    diverging("pull", "teacher − sampler", "where a teacher finds the token likelier (+) or less likely (−)", less("teacher_logprobs", "logprobs"), { least: LEAST_RATIO }),
+    ramp("teacher_logprobs", "teacher's log probability", "as the teacher scores it", on("teacher_logprobs"), "--series-4", { strong: STRONG_NATS }),
+    diverging("from_base", "sampler − reference", "how far the sampler has gone from the KL reference", less("logprobs", "kl_ref_logprobs"), { least: LEAST_RATIO }),
+    ramp("kl_ref_logprobs", "reference's log probability", "as the KL reference scores it", on("kl_ref_logprobs"), "--series-6", { strong: STRONG_NATS }),
+    diverging("rewards", "reward on the token", "what the critic makes advantages of", on("rewards"), { least: LEAST_CREDIT }),
     ramp("log_z", "log Z", "what truncated sampling left of the distribution", on("log_z"), "--series-8"),
     ramp("temperatures", "temperature", "the sampling temperature", unlessConstant(on("temperatures")), "--series-7"),
   ].filter(Boolean);
@@ -41,11 +45,11 @@ export function streams(told, again = null) {
 function computed(again) {
   const held = again.ratio.map((value, at) => (value === null ? null : Number(again.rules.has(at))));
   return [
-    diverging("ratio", "ratio, replayed", "how much likelier (above 1) or less likely the trainer found the token than the sampler did", again.ratio, 1),
+    diverging("ratio", "ratio, replayed", "how much likelier (above 1) or less likely the trainer found the token than the sampler did", again.ratio, { least: LEAST_RATIO, ratio: true }),
     category("held", "held back, replayed", "whether a bound of the loss left the token out or held it", held, (value) => (value ? "held back" : "free")),
     diverging("share", "share of the loss, replayed", "what the token adds to the step's loss, all components together", again.share),
-    ramp("entropy", "entropy, replayed", "how undecided the trainer's policy was before the token", again.entropy, "--series-8"),
-    ramp("logprob", "trainer's log probability, replayed", "log π, as the step began", again.logprob, "--series-6"),
+    ramp("entropy", "entropy, replayed", "how undecided the trainer's policy was before the token", again.entropy, "--series-8", { least: 1 }),
+    ramp("logprob", "trainer's log probability, replayed", "log π, as the step began", again.logprob, "--series-6", { strong: STRONG_NATS }),
   ];
 }
 
@@ -79,24 +83,31 @@ export function partColour(names) {
   return `var(${PART_COLOURS[names.length > 1 ? "several" : names[0]]})`;
 }
 
-function ramp(key, label, meaning, values, tint) {
+/** From nothing to the `strong` end, the same in all rollouts, or to the largest value that there is, `least` at least. */
+function ramp(key, label, meaning, values, tint, { strong = null, least = 0 } = {}) {
   const known = finite(values);
   if (!known.length) return null;
-  const high = spread(known);
+  const end = strong ?? largest(known, least);
   const sign = known.some((value) => value < 0) ? -1 : 1;
   return {
-    key, label, meaning, values, kind: "ramp", ends: [0, sign * high],
-    paint: (value) => ({ tint: `var(${tint})`, t: Math.min(1, Math.abs(value) / (high || 1)) }),
+    key, label, meaning, values, kind: "ramp", ends: [0, sign * end], range: extremes(known),
+    at: (share) => sign * end * share,
+    paint: (value) => ({ tint: `var(${tint})`, t: Math.min(1, Math.abs(value) / end) }),
   };
 }
 
-function diverging(key, label, meaning, values, centre = 0) {
-  const known = finite(values).map((value) => value - centre);
+/** Both ways from 0, equally far, to the value that is the farthest or `least` at least; a ratio from 1, by its logarithm. */
+function diverging(key, label, meaning, values, { least = 0, ratio = false } = {}) {
+  const known = finite(values);
   if (!known.length) return null;
-  const high = spread(known);
+  const distance = (value) => (ratio ? Math.log(value) : value);
+  const value = (far) => (ratio ? Math.exp(far) : far);
+  const centre = value(0);
+  const end = largest(finite(known.map(distance)), least);
   return {
-    key, label, meaning, values, centre, kind: "swing", ends: [centre - high, centre + high],
-    paint: (value) => ({ tint: value < centre ? "var(--series-7)" : "var(--series-3)", t: Math.min(1, Math.abs(value - centre) / (high || 1)) }),
+    key, label, meaning, values, centre, kind: "diverging", ends: [value(-end), value(end)], range: extremes(known),
+    at: (share) => value(end * (2 * share - 1)),
+    paint: (one) => ({ tint: one < centre ? "var(--series-2)" : "var(--series-1)", t: Math.min(1, Math.abs(distance(one)) / end) }),
   };
 }
 
@@ -130,9 +141,13 @@ function unlessConstant(values) {
   return new Set(finite(values)).size > 1 ? values : null;
 }
 
-function spread(values) {
-  const sizes = values.map(Math.abs).sort((one, other) => one - other);
-  return sizes[Math.floor((sizes.length - 1) * WITHIN)] || sizes.at(-1);
+/** The largest size, `least` at least; like `extremes` not by spreading: a sequence may be longer than a call's arguments. */
+function largest(values, least) {
+  return values.reduce((most, value) => Math.max(most, Math.abs(value)), least) || 1;
+}
+
+function extremes(values) {
+  return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 }
 
 const SIGNS = { "\n": "↵", "\t": "⇥", "\r": "␍" };
@@ -165,9 +180,9 @@ function code(letter) {
   return letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
 }
 
-const CELLS = 9;
+const CELLS = 11;
 
-/** The scale of a stream. */
+/** The scale of a stream, and the smallest and the largest value that this sequence has. */
 export function scale(stream) {
   if (stream.kind === "category") {
     return h("span", { class: "token-scale" }, stream.cases.slice(0, 24).map((value) => {
@@ -175,10 +190,13 @@ export function scale(stream) {
       return h("span", { class: "token-case" }, h("i", { class: "token-cell", vars: { "--tint": tint, "--t": t } }), stream.name(value));
     }), stream.cases.length > 24 ? `and ${stream.cases.length - 24} more` : null);
   }
-  const [low, high] = stream.ends;
-  const cells = Array.from({ length: CELLS }, (_, place) => stream.paint(low + ((high - low) * place) / (CELLS - 1)));
-  return h("span", { class: "token-scale", role: "img", "aria-label": `Scale from ${figure(low)} to ${figure(high)}` },
-    figure(low), h("span", { class: "token-cells" }, cells.map(({ tint, t }) => h("i", { class: "token-cell", vars: { "--tint": tint, "--t": t } }))), figure(high));
+  const [low, high] = stream.ends.map(figure);
+  const [least, most] = stream.range.map(figure);
+  const cells = Array.from({ length: CELLS }, (_, place) => stream.paint(stream.at(place / (CELLS - 1))));
+  return [
+    h("span", { class: "token-scale", role: "img", "aria-label": `Scale from ${low} to ${high}` },
+      low, h("span", { class: "token-cells" }, cells.map(({ tint, t }) => h("i", { class: "token-cell", vars: { "--tint": tint, "--t": t } }))), high),
+    h("span", { class: "token-range" }, least === most ? `here ${least}` : `here from ${least} to ${most}`)];
 }
 
 /** How many tokens each loss trains, and how others are drawn. */
