@@ -44,7 +44,7 @@ export function render(root, run) {
     clearTimeout(again);
     again = setTimeout(() => !lanes.zoom && lanes.load(), 400);
     const { step, total_steps: total } = run.status;
-    announce(`Step ${whole(run.columns.step.at(-1) ?? step)}${total ? ` of ${whole(total)}` : ""}, reward ${number(vitals.reward)}`);
+    announce(`Step ${whole(run.columns.step.at(-1) ?? step)}${total ? ` of ${whole(total)}` : ""}, reward ${number(run.ends.reward?.last)}`);
   };
   const ends = [run.on("metrics", later), run.on("reset", later), run.on("standing", stand)];
   group.addEventListener("axis", draw);
