@@ -336,10 +336,11 @@ def test_seeds_are_their_mean_between_the_lowest_and_the_highest(page, address):
     found = page.evaluate("""async () => {
       const { families, joinCurves } = await import('/static/js/seeds.js');
       const runs = [{ name: 'a-seed0', family: 'x' }, { name: 'b', family: '' }, { name: 'a-seed1', family: 'x' }];
-      const curves = [{ xs: [1, 2, 3], ys: [0, 2, 4] }, { xs: [1, 2], ys: [2, 6] }];
+      const curves = [{ xs: [1, 2, 3], ys: [0, 2, 4], heldOut: true }, { xs: [1, 2], ys: [2, 6], heldOut: true }];
       return [families(runs).map(({ label, runs }) => [label, runs.length]), joinCurves(curves, 'step')];
     }""")
     assert found[0] == [["a", 2], ["b", 1]]
+    assert found[1].pop("heldOut"), "a mean of held-out values is not smoothed either"
     assert found[1] == {"xs": [1, 2, 3], "ys": [1, 4, 4], "low": [0, 2, 4], "high": [2, 6, 4]}
 
 

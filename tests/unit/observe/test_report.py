@@ -269,6 +269,15 @@ def test_any_values_make_a_chart_within_its_frame(values):
     assert all(0 <= number <= 190 for number in numbers)
 
 
+def test_no_two_curves_of_a_chart_look_the_same():
+    drawn = build_chart("many", "", {f"curve {n}": [(1.0, float(n)), (2.0, 0.0)] for n in range(20)})
+    looks = [curve["colour"] for curve in drawn["curves"]]
+    assert len(set(looks)) == len(looks) == 16
+    assert looks[7:9] == ["s8", "s1 dashed"]
+    assert drawn["more"] == 4
+    assert ".curve.dashed" in STYLE
+
+
 def test_nothing_makes_no_chart():
     assert build_chart("none", "", {"a": [], "b": [(1, float("nan"))]}) is None
 

@@ -79,9 +79,9 @@ def test_every_run_is_in_the_table_with_its_state_step_reward_and_evaluation(cli
     }
     run = found["twin-0"]
     assert (run["step"], run["total_steps"]) == (12, 40)
-    assert run["reward"]["points"] == 12
+    assert run["reward"]["last_steps"] == "mean of steps 8 to 12"
     assert 0 < run["reward"]["last"] <= 1
-    assert run["eval"]["points"] == 2
+    assert run["eval"]["last_steps"] == "step 10"
     assert run["tags"] == ["reverse-text", "grpo", "quickstart"]
     assert "lower trainer.optimizer.lr" in found["failed"]["message"]
 

@@ -23,6 +23,9 @@ FAMILY_IGNORED_KEYS = ("seed", "name", "runs", "resume", "schema_version")
 """Keys in which two tries of one experiment may differ."""
 RECENT_STEPS = 10
 """Steps that `now` means: one alone is mostly noise."""
+TREND_STEPS = 5
+"""Steps at either end of a run whose mean stands for the training reward. Fixed, so that the baseline does not move
+while the run goes on; an evaluation is a mean already and stands for itself."""
 WAIT_SHARE = 0.3
 """Share of its time from which the trainer is said to wait."""
 BUSY_SHARE = 0.65
@@ -40,16 +43,31 @@ STATE_MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class MetricTrend:
-    """The values of a metric, and their ends: means of a few steps, since one step is mostly noise."""
+    """The values of a metric, and the means of its first and of its last few steps."""
 
     values: list[float]
     first: float
     last: float
+    first_steps: str
+    """The steps that `first` is of: `step 0`, or `mean of steps 1 to 5`."""
+    last_steps: str
 
     @classmethod
-    def of(cls, values: list[float]) -> "MetricTrend":
-        few = max(1, min(5, len(values) // 4))
-        return cls(values, statistics.fmean(values[:few]), statistics.fmean(values[-few:]))
+    def of(cls, points: Sequence[tuple[float, float]], window: int) -> "MetricTrend":
+        """The trend of (step, value) pairs; `window` steps at each end, all of them where there are fewer."""
+        (first, first_steps), (last, last_steps) = _mean_of(points[:window]), _mean_of(points[-window:])
+        return cls([value for _, value in points], first, last, first_steps, last_steps)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the two ends are of different steps, so that their difference means something."""
+        return self.first_steps != self.last_steps
+
+
+def _mean_of(points: Sequence[tuple[float, float]]) -> tuple[float, str]:
+    (start, _), (end, _) = points[0], points[-1]
+    named = f"step {start:.0f}" if len(points) == 1 else f"mean of steps {start:.0f} to {end:.0f}"
+    return statistics.fmean(value for _, value in points), named
 
 
 Trends = dict[str, MetricTrend]
@@ -58,15 +76,15 @@ Trends = dict[str, MetricTrend]
 
 def reward_trends(columns: Columns) -> tuple[Trends, Trends, str]:
     """Training reward, held-out results, and what those measure: `exact`, or `reward` where that is missing."""
-    exact = _trends(columns, "eval/", "/exact")
-    held_out = exact or _trends(columns, "eval/", "/reward")
-    return _trends(columns, "reward/", "/mean"), held_out, "exact" if exact else "reward"
+    exact = _trends(columns, "eval/", "/exact", 1)
+    held_out = exact or _trends(columns, "eval/", "/reward", 1)
+    return _trends(columns, "reward/", "/mean", TREND_STEPS), held_out, "exact" if exact else "reward"
 
 
-def _trends(columns: Columns, start: str, end: str) -> Trends:
+def _trends(columns: Columns, start: str, end: str, window: int) -> Trends:
     """The metrics `start<environment>end`. Those of its actors (`eval/<environment>/<actor>/reward`) count where the
     environment has none of its own, as in the evaluation of an arena."""
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
     by_step: dict[float, list[float]] = {}
     envs = [name.removeprefix(start).removesuffix(end) for name in columns]
     envs = [env for env in envs if env and f"{start}{env}{end}" in columns]
@@ -74,11 +92,23 @@ def _trends(columns: Columns, start: str, end: str) -> Trends:
         if env.rpartition("/")[0] not in envs:
             pairs = zip(columns["step"], columns[f"{start}{env}{end}"], strict=True)
             pairs = [(step, value) for step, value in pairs if step is not None and value is not None]
-            found[env] = [value for _, value in pairs]
+            found[env] = pairs
             for step, value in pairs:
                 by_step.setdefault(step, []).append(value)
-    mean = [statistics.fmean(values) for _, values in sorted(by_step.items())]
-    return {env: MetricTrend.of(values) for env, values in {"": mean, **found}.items() if values}
+    mean = [(step, statistics.fmean(values)) for step, values in sorted(by_step.items())]
+    return {env: MetricTrend.of(points, window) for env, points in {"": mean, **found}.items() if points}
+
+
+def headline(rewards: Trends, held_out: Trends, kind: str) -> dict[str, Any]:
+    """What `reward_trends` found over all environments, as every page shows it."""
+    return {"reward": _trend_ends(rewards.get("")), "eval": _trend_ends(held_out.get("")), "eval_kind": kind}
+
+
+def _trend_ends(trend: MetricTrend | None) -> dict[str, Any] | None:
+    if trend is None:
+        return None
+    ends = {name: getattr(trend, name) for name in ("first", "last", "first_steps", "last_steps")}
+    return ends | {"moved": trend.has_moved}
 
 
 def last_written(columns: Columns, status: RunStatus) -> float | None:
@@ -95,19 +125,13 @@ def table_row(name: str, run: RunFolder, problems: list[str]) -> dict[str, Any]:
         "name": name,
         **{key: getattr(status, key) for key in shown},
         "seen": last_written(columns, status),
-        "reward": _trend_ends(rewards.get("")),
-        "eval": _trend_ends(held_out.get("")),
-        "eval_kind": kind,
+        **headline(rewards, held_out, kind),
         "spark": _spark(rewards[""].values) if rewards else [],
         "tags": tags(config),
         "seed": config.get("seed"),
         "family": family(config),
         "problems": problems,
     }
-
-
-def _trend_ends(trend: MetricTrend | None) -> dict[str, float] | None:
-    return None if trend is None else {"first": trend.first, "last": trend.last, "points": len(trend.values)}
 
 
 def _spark(values: list[float]) -> list[float]:

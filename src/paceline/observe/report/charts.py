@@ -21,7 +21,8 @@ CURVE_BINS = 220
 COLOURS = 8
 DOTS_BELOW = 16
 """Curves with fewer points get a dot at each."""
-MOST_CURVES = 10
+MOST_CURVES = 2 * COLOURS
+"""Beyond the colours curves are dashed."""
 DRAWN_LIMIT = 1e30
 """Larger absolute values and NaN are not drawn."""
 
@@ -129,7 +130,7 @@ def build_chart(
         "curves": [
             {
                 "name": name,
-                "colour": f"s{place % COLOURS + 1}",
+                "colour": f"s{place % COLOURS + 1}" + (" dashed" if place >= COLOURS else ""),
                 "line": " ".join(f"{x(step)},{y(value)}" for step, value in downsample(points, CURVE_BINS)),
                 "dots": [(x(step), y(value)) for step, value in points] if len(points) < DOTS_BELOW else [],
                 "last": format_number(points[-1][1]),

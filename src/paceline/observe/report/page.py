@@ -150,11 +150,12 @@ def _by_env(trends: Trends) -> Trends:
 
 def _trend_text(trend: MetricTrend) -> str:
     first, last = format_score(trend.first), format_score(trend.last)
-    if len(trend.values) < 2:
-        return f"was measured once, {last}"
+    if not trend.has_moved:
+        return f"is {last} ({trend.last_steps})"
+    start, end = f"{first} ({trend.first_steps})", f"{last} ({trend.last_steps})"
     if first == last:
-        return f"stayed at {last}"
-    return f"{'rose' if trend.last > trend.first else 'fell'} from {first} to {last}"
+        return f"stayed at {start}, now {end}"
+    return f"{'rose' if trend.last > trend.first else 'fell'} from {start} to {end}"
 
 
 def _fall_text(trend: MetricTrend) -> str:
@@ -199,8 +200,8 @@ def _tiles(run: Vitals) -> list[tuple[str, str, str]]:
 def _trend_tile(trend: MetricTrend | None) -> tuple[str, str]:
     if trend is None:
         return "–", "not measured"
-    since = f"{format_score(trend.first)} at the start, {format_change(trend.first, trend.last)}"
-    return format_score(trend.last), since
+    moved = f"{format_change(trend.first, trend.last)} from {format_score(trend.first)} ({trend.first_steps})"
+    return format_score(trend.last), f"{trend.last_steps}, {moved}" if trend.has_moved else trend.last_steps
 
 
 def _format_setting(value: Any) -> str | None:

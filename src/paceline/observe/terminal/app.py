@@ -24,7 +24,8 @@ PgUp PgDn  scroll
 t          light or dark
 ?          this help; any key closes it
 
-Figures are means over the last 10 steps; `from` is the start of the run.
+Figures are means over the last 10 steps. Reward and held-out name their
+steps; `from` is the start of the run.
 
 held-out   what the policy does on rows that never train
 mismatch   how far trainer and sampler are apart; should stay near 0

@@ -74,10 +74,12 @@ def _learning(run: Vitals) -> Pairs:
         yield "reward", Text("no step is finished yet", "dim")
     for label, trends in (("reward", run.rewards), (f"held-out {run.eval_kind}", run.held_out)):
         envs = [env for env in trends if env] if len(trends) > 2 else []
-        if "" in trends:
-            yield label, _trend(trends[""])
-        for env in envs[:MOST_ENVS]:
-            yield f" {safe_line(env, _LABEL_WIDTH - 2)}", _trend(trends[env])
+        window = ""
+        for env in [env for env in ("", *envs[:MOST_ENVS]) if env in trends]:
+            trend = trends[env]
+            yield f" {safe_line(env, _LABEL_WIDTH - 2)}" if env else label, _trend(trend)
+            if window != (window := _window(trend)):
+                yield "", Text(window, "dim")
         if len(envs) > MOST_ENVS:
             yield "", Text(f"and {len(envs) - MOST_ENVS} more environments", "dim")
 
@@ -85,11 +87,16 @@ def _learning(run: Vitals) -> Pairs:
 def _trend(trend: MetricTrend) -> RenderableType:
     columns = Column(no_wrap=True, width=7, justify="right"), Column(ratio=1, no_wrap=True)
     row = Table.grid(*columns, Column(no_wrap=True, justify="right"), padding=(0, 2), expand=True)
-    moved = format_change(trend.first, trend.last) if len(trend.values) > 1 else ""
+    moved = format_change(trend.first, trend.last) if trend.has_moved else ""
     style = {"+": "green", "-": "red"}.get(moved[:1], "dim")
-    since = Text.assemble((f"from {format_score(trend.first)} " if moved else "first value", "dim"), (moved, style))
+    since = Text.assemble((f"from {format_score(trend.first)} " if moved else "", "dim"), (moved, style))
     row.add_row(Text(format_score(trend.last), "bold"), Sparkline(trend.values), since)
     return row
+
+
+def _window(trend: MetricTrend) -> str:
+    """The steps that the figures of a trend are of."""
+    return f"{trend.last_steps}, from {trend.first_steps}" if trend.has_moved else trend.last_steps
 
 
 def _update(run: Vitals) -> Pairs:

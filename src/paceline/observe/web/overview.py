@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from paceline.config.fields import KeyPath, SchemaNode, node_at
 from paceline.config.filters import AdviceConfig
 from paceline.observe.analysis import timeline
-from paceline.observe.analysis.vitals import tags
+from paceline.observe.analysis.vitals import headline, reward_trends, tags
 from paceline.observe.record import RunFolder
 from paceline.observe.record.advice import RULES, AdviceWindow, Advisory, advice_window, advise
 from paceline.observe.record.advice.rules import silence_reason
@@ -48,7 +48,7 @@ LiveEvent = tuple[str, Any, str]
 
 
 def read_metrics(run: RunFolder, mark: str = "") -> tuple[dict[str, Any], str]:
-    """The columns since a mark, whether they replace what was read before, and the new mark."""
+    """The columns since a mark, whether they replace what was read before, the headline figures, and the new mark."""
     file, _, lines = mark.partition(":")
     here = str(signature(run.path / "metrics.jsonl")[0])
     columns = run.metrics()
@@ -57,6 +57,7 @@ def read_metrics(run: RunFolder, mark: str = "") -> tuple[dict[str, Any], str]:
     return {
         "columns": {name: values[start:] for name, values in columns.items()},
         "fresh": start == 0,
+        "ends": headline(*reward_trends(columns)),
     }, f"{here}:{count}"
 
 

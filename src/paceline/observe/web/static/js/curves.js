@@ -8,37 +8,60 @@ const words = (name) => name.replaceAll("_", " ");
  * metric has it. `env` in a pattern is an environment, which keeps its colour in all charts.
  */
 export const CHARTS = [
-  entry("reward", "Learning", "Reward", "mean of what was sampled, before filters", /^reward\/(?<env>.+)\/mean$/, { lead: true }),
-  entry("eval", "Learning", "Held-out evaluation", "on rows that never train", /^eval\/(?<env>.+)\/(?<what>reward|exact|pass@\d+)$/, { lead: true }),
+  entry("reward", "Learning", "Reward", "mean of what was sampled, before filters", /^reward\/(?<env>.+)\/mean$/, { lead: true, unit: "reward" }),
+  entry("eval", "Learning", "Held-out evaluation", "on rows that never train; exact and pass are shares", /^eval\/(?<env>.+)\/(?<what>reward|exact|pass@\d+)$/, { lead: true, unit: "reward or share" }),
   entry("loss", "Update", "Loss by component", "each with its own normaliser", /^loss(?:\/(?<what>.+))?$/, { whole: "sum", broad: true }),
   entry("grad", "Update", "Gradient norm", "before clipping", /^(?<what>grad_norm.*)$/, { min: 0 }),
-  entry("entropy", "Update", "Entropy", "nats a token; a fall towards 0 is a collapse", /^(?<what>entropy.*)$/, { min: 0 }),
-  entry("kl", "Update", "KL and mismatch", "how far trainer and sampler are apart", /^(?<what>ppo_kl|sampler_kl|teacher_kl|ref_kl|mismatch_kl|mismatch\/.+|kl.*)$/),
-  entry("clip", "Update", "Clipped tokens", "share of trained tokens", /^(?<what>clip_fraction.*)$/, { format: percent, min: 0, unit: 0.05 }),
-  entry("ratio", "Update", "Importance ratio", "1 where nothing has changed since sampling", /^(?<what>ratio.*)$/),
+  entry("entropy", "Update", "Entropy", "a fall towards 0 is a collapse", /^(?<what>entropy.*)$/, { min: 0, unit: "nats a token" }),
+  entry("kl", "Update", "KL and mismatch", "how far trainer and sampler are apart", /^(?<what>ppo_kl|sampler_kl|teacher_kl|ref_kl|mismatch_kl|mismatch\/(?!mask$|template$).+|kl.*)$/, { unit: "nats a token" }),
+  entry("clip", "Update", "Clipped tokens", "held back by a bound of the loss", /^(?<what>(?:teacher_kl\/)?clip_fraction.*)$/, { format: percent, min: 0, span: 0.05, unit: "share of trained tokens" }),
+  entry("ratio", "Update", "Importance ratio", "1 where nothing has changed since sampling", /^(?<what>ratio.*)$/, { unit: "ratio of probabilities" }),
+  entry("cut", "Update", "Mismatch known before training", "tokens the mask cut, turns the template changed", /^mismatch\/(?<what>mask|template)$/, { format: percent, min: 0, span: 0.05, unit: "share" }),
   entry("lr", "Update", "Learning rate", "of the optimizer", /^(?<what>lr.*)$/, { min: 0 }),
-  entry("metric", "Rollouts", "Environment metrics", "mean of what each environment measures", /^metric\/(?<env>[^/]+)\/(?<what>.+)$/),
-  entry("length", "Rollouts", "Length", "tokens sampled, and with the prompt", /^(?<what>length|trajectory_length|stale_length)$/, { min: 0 }),
-  entry("eval_length", "Rollouts", "Held-out length", "tokens sampled in evaluation", /^eval\/(?<env>.+)\/length$/, { min: 0 }),
-  entry("truncated", "Rollouts", "Truncated", "share that ran into max_tokens", /^(?:(?<what>truncated_ratio)|eval\/(?<env>.+)\/truncated_ratio)$/, { format: percent, min: 0, unit: 0.05, whole: "held-out", names: { truncated_ratio: "training" } }),
-  entry("turns", "Rollouts", "Turns", "engine calls a rollout", /^(?<what>turns)$/, { min: 0 }),
-  entry("dropped", "Rollouts", "Dropped, by reason", "groups and samples a step", /^dropped\/(?<what>.+)$/, { stacked: true, format: count, busy: true, broad: true }),
-  entry("drop_ratio", "Rollouts", "Dropped groups", "share of all groups", /^(?<what>drop_ratio)$/, { format: percent, min: 0, unit: 0.05 }),
-  entry("staleness", "Pace", "Staleness", "versions between sampling and training", /^staleness\/(?<what>.+)$/, { min: 0 }),
-  entry("throughput", "Pace", "Throughput", "tokens a second, sampled and trained", /^(?<what>tokens\/s|train_tokens\/s)$/, { format: count, min: 0 }),
-  entry("busy", "Pace", "Busy and waiting", "shares of the step", /^(?:busy\/(?<what>.+)|wait_time_ratio|overlap_ratio)$/, {
-    format: percent, min: 0, max: 1, names: { wait_time_ratio: "trainer waits", overlap_ratio: "both at once" },
+  entry("metric", "Rollouts", "Environment metrics", "mean of what each environment measures, in its own units", /^metric\/(?<env>[^/]+)\/(?<what>.+)$/),
+  entry("length", "Rollouts", "Length", "sampled, and with the prompt", /^(?<what>length|trajectory_length|stale_length)$/, { min: 0, unit: "tokens" }),
+  entry("spread", "Rollouts", "Spread of rewards", "standard deviation in a batch", /^reward\/(?<env>[^/]+)\/std$/, { min: 0, unit: "reward" }),
+  entry("eval_length", "Rollouts", "Held-out length", "sampled in evaluation", /^eval\/(?<env>.+)\/length$/, { min: 0, unit: "tokens" }),
+  entry("truncated", "Rollouts", "Truncated", "ran into max_tokens", /^(?:(?<what>truncated_ratio)|eval\/(?<env>.+)\/truncated_ratio)$/, { format: percent, min: 0, span: 0.05, unit: "share of rollouts", whole: "held-out", names: { truncated_ratio: "training" } }),
+  entry("turns", "Rollouts", "Turns", "", /^(?<what>turns)$/, { min: 0, unit: "engine calls a rollout" }),
+  entry("dropped", "Rollouts", "Dropped, by reason", "", /^dropped\/(?<what>.+)$/, { unit: "groups and samples a step", stacked: true, format: count, busy: true, broad: true }),
+  entry("drop_ratio", "Rollouts", "Dropped groups", "", /^(?<what>drop_ratio)$/, { format: percent, min: 0, span: 0.05, unit: "share of all groups" }),
+  entry("staleness", "Pace", "Staleness", "between sampling and training", /^staleness\/(?<what>.+)$/, { min: 0, unit: "versions" }),
+  entry("throughput", "Pace", "Throughput", "sampled and trained", /^(?<what>tokens\/s|train_tokens\/s)$/, { format: count, min: 0, unit: "tokens/s" }),
+  entry("busy", "Pace", "Busy and waiting", "", /^(?:busy\/(?<what>.+)|wait_time_ratio|overlap_ratio)$/, {
+    unit: "share of the step", format: percent, min: 0, max: 1, names: { wait_time_ratio: "trainer waits", overlap_ratio: "both at once" },
   }),
-  entry("time", "Pace", "Time of a step, by part", "seconds", /^time\/(?<what>(?!step$).+)$/, {
-    stacked: true, format: seconds, busy: true, colours: { sample: 2, score: 5, train: 0, publish: 1, eval: 3 },
+  entry("time", "Pace", "Time of a step, by part", "", /^time\/(?<what>(?!step$).+)$/, {
+    unit: "seconds", stacked: true, format: seconds, busy: true, colours: { sample: 2, score: 5, train: 0, publish: 1, eval: 3 },
   }),
 ];
+/** What is shown under "Other metrics", by the first part of the name; a family that is not here has its own name as title. */
+const OTHER = {
+  batch: { title: "Size of a batch", hint: "rollouts, samples and tokens" },
+  critic: { title: "Critic" },
+  curriculum: { title: "Curriculum" },
+  data: { title: "Rows of the data", unit: "rows", format: count },
+  eval: { title: "Other held-out measures" },
+  failed: { title: "Failed episodes, by kind", unit: "episodes", format: count },
+  league: { title: "League" },
+  memory: { title: "Peak memory", unit: "bytes", format: count },
+  mixture: { title: "Mixture of the data", hint: "share of the draws, and their mean reward" },
+  nll: { title: "Negative log likelihood", unit: "nats a token" },
+  optimizer_steps: { title: "Optimizer steps", unit: "steps", format: count },
+  promotion: { title: "Promotion" },
+  replay: { title: "Replayed groups" },
+  retried: { title: "Retried episodes, by kind", unit: "episodes", format: count },
+  reward: { title: "Other rewards", unit: "reward" },
+  sampling: { title: "Sampling" },
+  time: { title: "Time of a step", unit: "seconds", format: seconds },
+  skipped_samples: { title: "Skipped samples", unit: "samples", format: count },
+};
 export const SECTIONS = ["Learning", "Update", "Rollouts", "Pace"];
 
 const NOT_CURVES = new Set(["step", "time"]);
 
 function entry(id, section, title, hint, pattern, options = {}) {
-  return { id, section, title, hint, pattern, format: number, ...options };
+  return { id, section, title, hint, pattern, unit: "", format: number, ...options };
 }
 
 /** Which curves each chart has, for these metric names: [{chart, curves: [{name, label, env}]}]; the rest comes last. */
@@ -95,12 +118,12 @@ function other(charts, name) {
   const family = name.split("/")[0];
   const id = `other/${family}`;
   if (!charts.has(id)) {
-    charts.set(id, { chart: entry(id, "Other", words(family), "", /^/), curves: [] });
+    charts.set(id, { chart: entry(id, "Other", family, "", /^/, OTHER[family]), curves: [] });
   }
   charts.get(id).curves.push({ name, what: words(name.slice(family.length + 1)) || words(name) });
 }
 
-/** The points of a metric on an axis ("step" or "time"), without gaps. */
+/** The points of a metric on an axis ("step" or "time"), without gaps: {xs, ys, heldOut}. */
 export function points(columns, name, axis) {
   const along = columns[axis] ?? [];
   const values = columns[name] ?? [];
@@ -114,5 +137,5 @@ export function points(columns, name, axis) {
     xs.push(x - start);
     ys.push(y);
   }
-  return { xs, ys };
+  return { xs, ys, heldOut: name.startsWith("eval/") };
 }

@@ -10,6 +10,8 @@ export class Run extends EventTarget {
     run.standing = standing;
     /** Every metric as a list, all of one length, beside `step` and `time`. */
     run.columns = metrics.columns;
+    /** The first and the last reward and held-out value, and the steps they are of: {reward, eval, eval_kind}. */
+    run.ends = metrics.ends;
     run.mark = metrics.mark;
     /** Sizes of the files that grow; a page that shows one of them asks again when `files` comes. */
     run.files = {};
@@ -52,7 +54,8 @@ export class Run extends EventTarget {
     this.stop?.();
   }
 
-  #add({ columns, fresh }) {
+  #add({ columns, fresh, ends }) {
+    this.ends = ends;
     if (fresh) this.columns = columns;
     else append(this.columns, columns);
     this.#tell(fresh ? "reset" : "metrics", columns);

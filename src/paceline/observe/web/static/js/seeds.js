@@ -22,7 +22,8 @@ function shared(names) {
 /** Mean, lowest and highest of several curves, at each place where all that reach so far have a point. */
 export function joinCurves(curves, axis) {
   if (curves.length === 1) return curves[0];
-  if (axis === "time") return joinByTime(curves);
+  const { heldOut } = curves[0];
+  if (axis === "time") return { ...joinByTime(curves), heldOut };
   const at = new Map();
   for (const { xs, ys } of curves) {
     xs.forEach((x, index) => {
@@ -31,7 +32,7 @@ export function joinCurves(curves, axis) {
     });
   }
   const xs = [...at.keys()].sort((a, b) => a - b);
-  return meanAndRange(xs, xs.map((x) => at.get(x)));
+  return { ...meanAndRange(xs, xs.map((x) => at.get(x))), heldOut };
 }
 
 /** Clocks never agree, so the curve with the most points says where, and the others answer with their nearest. */

@@ -19,22 +19,15 @@ export class Vitals {
     this.before = text;
     fill(this.element, tiles.map(({ name, value, more, kind, moved, done }) => h("div", {},
       h("dt", {}, name),
-      h("dd", { class: kind }, value, moved && h("span", { class: `delta ${moved.startsWith("+") ? "up" : moved.startsWith("−") ? "down" : ""}` }, moved)),
+      h("dd", { class: kind }, value, delta(moved)),
       done !== undefined && h("div", { class: "progress", "aria-hidden": "true", vars: { "--done": `${done}%` } }, h("i")),
       h("div", { class: "more" }, more))));
-  }
-
-  /** The reward now: the mean over environments of the last few steps. */
-  get reward() {
-    return this.#ends(/^reward\/[^/]+\/mean$/)?.last;
   }
 
   #tiles() {
     const { status, standing } = this.run;
     const total = status.total_steps;
-    const reward = this.#ends(/^reward\/[^/]+\/mean$/);
-    const exact = this.#ends(/^eval\/[^/]+\/exact$/, 1);
-    const held = exact ?? this.#ends(/^eval\/[^/]+\/reward$/, 1);
+    const { reward, eval: held, eval_kind: kind } = this.run.ends;
     const stale = this.#recent("staleness/mean");
     const allowed = standing.staleness;
     return [
@@ -43,11 +36,8 @@ export class Vitals {
         name: "Step", value: total ? `${whole(status.step)} of ${whole(total)}` : whole(status.step),
         done: total ? Math.min(100, (100 * status.step) / total) : undefined, more: this.#left(),
       },
-      { name: "Reward", value: number(reward?.last), moved: changeText(reward), more: reward ? `${number(reward.first)} at the start` : "no batch trained yet" },
-      {
-        name: exact ? "Held-out exact" : "Held-out reward", value: number(held?.last), moved: changeText(held),
-        more: held ? `${number(held.first)} at the start, last at step ${whole(held.step)}` : "no evaluation yet",
-      },
+      { name: "Reward", value: number(reward?.last), moved: changeText(reward), more: reward ? since(reward) : "no batch trained yet" },
+      { name: `Held-out ${kind}`, value: number(held?.last), moved: changeText(held), more: held ? since(held) : "no evaluation yet" },
       {
         name: "Staleness", value: number(stale),
         more: stale === undefined ? "" : `versions old, at most ${number(this.#most("staleness/max"))}${allowed === undefined || allowed === null ? "" : ` of ${allowed} allowed`}`,
@@ -103,24 +93,20 @@ export class Vitals {
     const values = this.#values(name).slice(-FEW);
     return values.length ? Math.max(...values) : undefined;
   }
-
-  /** First and last value of all curves that match, as means of a few steps: one step is mostly noise. */
-  #ends(pattern, most = 5) {
-    const names = Object.keys(this.run.columns).filter((name) => pattern.test(name) && this.#values(name).length);
-    if (!names.length) return null;
-    const few = Math.max(1, Math.min(most, Math.floor(this.#values(names[0]).length / 4)));
-    const steps = this.run.columns.step.filter((_, row) => this.run.columns[names[0]][row] !== null);
-    return {
-      first: mean(names.map((name) => mean(this.#values(name).slice(0, few)))),
-      last: mean(names.map((name) => mean(this.#values(name).slice(-few)))),
-      step: steps.at(-1),
-      points: steps.length,
-    };
-  }
 }
 
-function changeText(ends) {
-  return ends && ends.points > 1 ? change(ends.first, ends.last) : "";
+/** How far a figure has moved since the start; nothing while the start is all there is. */
+export function changeText(ends) {
+  return ends?.moved ? change(ends.first, ends.last) : "";
+}
+
+export function delta(text) {
+  return text && h("span", { class: `delta ${text.startsWith("+") ? "up" : text.startsWith("−") ? "down" : ""}` }, text);
+}
+
+/** The steps a figure is of, and what it was at the start. */
+export function since({ first, first_steps: from, last_steps: to, moved }) {
+  return moved ? `${to}, from ${number(first)} (${from})` : to;
 }
 
 function mean(values) {

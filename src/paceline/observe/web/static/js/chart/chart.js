@@ -1,16 +1,16 @@
 // One chart: a card with title and tools, a plot that answers to pointer and keys, a legend, and a table on demand.
 import { fill, h, icon, perFrame, say } from "../dom.js";
 import { number, seconds, whole } from "../format.js";
-import { drawAxes, drawBars, drawCursor, drawLines, layout, seriesColour, scaleCanvas } from "./draw.js";
+import { axisRoom, distinct, drawAxes, drawBars, drawCursor, drawLines, layout, scaleCanvas, swatch } from "./draw.js";
 import { figures, Tip } from "./parts.js";
-import { firstAt, nearest, smoothed } from "./scale.js";
+import { firstAt, nearest, shownValues } from "./scale.js";
 
 const DRAG_PIXELS = 6;
 
 export class Chart {
   /**
-   * `group` is what the charts of the page share. Options: title, hint, stacked, format (a value as text), min and max (that
-   * the axis shows at least). Data comes by `update`.
+   * `group` is what the charts of the page share. Options: title, unit, hint, stacked, format (a value as text), min and max
+   * (that the axis shows at least), span (what a constant 0 has around it). Data comes by `update`.
    */
   constructor(group, options) {
     this.group = group;
@@ -37,11 +37,11 @@ export class Chart {
     this.sight.observe(this.plot);
   }
 
-  /** The curves: [{label, colour, xs, ys, low?, high?}], xs ascending on the group's axis, no gaps. */
+  /** The curves: [{label, colour, dash?, xs, ys, heldOut?, low?, high?}], xs ascending on the group's axis, no gaps. */
   update(series) {
     const labels = series.map((one) => one.label).join("\n");
     const before = this.series.map((one) => one.label).join("\n");
-    this.series = series;
+    this.series = distinct(series);
     if (labels !== before || !this.legendValues) this.#legend();
     else this.#lasts();
     if (this.table) this.#figures();
@@ -66,13 +66,17 @@ export class Chart {
     if (!this.seen || !this.plot.isConnected) return undefined;
     const { context, width, height } = scaleCanvas(this.canvas);
     if (width < 60 || height < 40) return undefined;
-    const { stacked, format, min, max, unit } = this.options;
+    const { stacked, format, min, max, span: least } = this.options;
     const { zoom, span, smoothing } = this.group;
     const shown = this.shown;
     this.nothing.hidden = shown.some((one) => one.xs.length);
-    this.plan = layout(shown, width, height, { zoom: zoom ?? span, smoothing, log: this.log, stacked, min, max, unit });
+    const fitted = { zoom: zoom ?? span, smoothing, log: this.log, stacked, min, max, span: least };
+    const axes = { log: this.log, format };
+    this.plan = layout(shown, width, height, fitted);
     if (!this.nothing.hidden) return this.drawOver();
-    drawAxes(context, this.plan, { log: this.log, format, formatX: axisText(this.group.axis, this.plan) });
+    this.plan = layout(shown, width, height, { ...fitted, left: axisRoom(context, this.plan, axes) });
+    const name = this.group.axis === "step" ? "step" : "";
+    drawAxes(context, this.plan, { ...axes, name, formatX: axisText(this.group.axis, this.plan) });
     if (stacked) drawBars(context, this.plan, shown);
     else drawLines(context, this.plan, shown, { smoothing, log: this.log });
     return this.drawOver();
@@ -87,7 +91,7 @@ export class Chart {
   }
 
   #build() {
-    const { title, hint, stacked, lead, broad } = this.options;
+    const { title, unit, hint, stacked, lead, broad } = this.options;
     const tool = (name, label, act) =>
       h("button", { type: "button", class: "quiet", "aria-pressed": "false", title: label, "aria-label": `${label}: ${title}`, on: { click: act } }, name);
     this.tools = {
@@ -117,9 +121,9 @@ export class Chart {
     this.legend = h("div", { class: "legend", role: "group", "aria-label": `Curves of ${title}` });
     this.element = h("section", { class: `chart ${lead ? "lead" : broad ? "broad" : ""}`, "aria-label": title },
       h("header", {},
-        h("h3", { title }, title),
+        h("h3", {}, title),
         h("span", { class: "tools" }, stacked ? null : this.tools.log, this.tools.table, this.tools.wide),
-        h("p", { class: "hint", title: hint }, hint)),
+        h("p", { class: "hint" }, unit && h("span", { class: "unit" }, unit), unit && hint ? " · " : "", hint)),
       this.plot, this.legend);
   }
 
@@ -128,7 +132,7 @@ export class Chart {
     const entries = this.series.map((one, index) => h("button", {
       type: "button", "aria-pressed": String(!this.hidden.has(one.label)), title: `${one.label}: click hides it, double click shows it alone`,
       on: { click: () => this.#toggle(one.label), dblclick: () => this.#only(one.label) },
-    }, h("span", { class: `swatch ${this.options.stacked ? "block" : one.dash ? "dashed" : ""}`, vars: { "--swatch": seriesColour(one.colour) } }),
+    }, swatch(one, this.options.stacked),
     h("span", { class: "label" }, one.label), this.legendValues[index]));
     const focused = [...this.legend.children].indexOf(document.activeElement);
     fill(this.legend, entries);
@@ -139,7 +143,7 @@ export class Chart {
 
   #lasts() {
     this.series.forEach((one, index) => {
-      const values = smoothed(one.ys, this.options.stacked ? 0 : this.group.smoothing);
+      const values = shownValues(one, this.options.stacked ? 0 : this.group.smoothing);
       say(this.legendValues[index], values.length ? this.options.format(values[values.length - 1]) : "–");
     });
     const xs = this.#axisPoints();
@@ -197,7 +201,7 @@ export class Chart {
     return this.shown.flatMap((one) => {
       const index = nearest(one.xs, at);
       if (index < 0 || one.xs[index] < x0 || one.xs[index] > x1) return [];
-      const ys = this.options.stacked ? one.ys : smoothed(one.ys, this.group.smoothing);
+      const ys = shownValues(one, this.options.stacked ? 0 : this.group.smoothing);
       return [{ one, x: one.xs[index], y: ys[index], index: one.colour, low: one.low?.[index], high: one.high?.[index] }];
     });
   }
@@ -212,10 +216,9 @@ export class Chart {
     }
     const { format } = this.options;
     this.tip.show(this.plan.toX(cursor), this.#where(cursor), points.map(({ one, x, y, low, high }) => ({
-      colour: seriesColour(one.colour),
+      sign: swatch(one, this.options.stacked),
       label: x === cursor ? one.label : `${one.label} (at ${this.formatX(x)})`,
       value: low === undefined || low === high ? format(y) : `${format(y)} (${format(low)} to ${format(high)})`,
-      block: this.options.stacked,
     })));
   }
 

@@ -1,9 +1,12 @@
 // Drawing on a canvas: axes, lines, bands and stacked bars, in the colours of the theme.
+import { h } from "../dom.js";
 import { number } from "../format.js";
-import { firstAt, logTicks, paddedRange, smoothed, thin, ticks } from "./scale.js";
+import { firstAt, logTicks, paddedRange, shownValues, thin, ticks } from "./scale.js";
 
+const PALE = 0.45; // Opacity of the ninth part of a stack and those behind it.
 export const MARGIN = { left: 48, right: 10, top: 8, bottom: 20 };
-const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
+const COLOURS = 8;
+const EDGE = 4; // Pixels beside the plot in which lines and points at its edge are drawn whole.
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
 
 /** The theme's colours by name: colour("series-1"). */
@@ -12,7 +15,34 @@ export function colour(name) {
 }
 
 export function seriesColour(index) {
-  return colour(`series-${(index % 8) + 1}`);
+  return colour(`series-${(index % COLOURS) + 1}`);
+}
+
+/** The series, each with a pair of colour and dash of its own: where a pair is taken, the colour stays and the dash changes. */
+export function distinct(series) {
+  const taken = new Set();
+  return series.map((one) => {
+    const place = one.colour % COLOURS;
+    let dash = (one.dash ?? 0) + Math.floor(one.colour / COLOURS);
+    while (taken.has(`${place} ${dash}`)) dash += 1;
+    taken.add(`${place} ${dash}`);
+    return { ...one, colour: place, dash };
+  });
+}
+
+/** The lengths of lines and gaps of a dash: none, lines, dots, then a line with one dot more each. */
+export function dashLengths(dash) {
+  return [[], [6, 3], [2, 3]][dash] ?? [8, 3, ...new Array(dash - 2).fill([2, 3]).flat()];
+}
+
+/** The sign of a series in a legend, in its colour and dash; `block` for one of a stack. */
+export function swatch({ colour: index, dash = 0 }, block = false) {
+  if (block) return h("span", { class: `swatch block${dash ? " pale" : ""}`, vars: { "--swatch": seriesColour(index) } });
+  const lengths = dashLengths(dash);
+  let at = 0;
+  const stops = lengths.map((length, place) => `${place % 2 ? "transparent" : "var(--swatch)"} ${at}px ${(at += length)}px`);
+  const vars = dash ? { "--dashes": `repeating-linear-gradient(90deg, ${stops.join(", ")})`, "--period": `${Math.max(at, 18)}px` } : {};
+  return h("span", { class: `swatch${dash ? " dashed" : ""}`, vars: { "--swatch": seriesColour(index), ...vars } });
 }
 
 /** Make a canvas as sharp as the screen; returns its context and its size in CSS pixels. */
@@ -33,13 +63,13 @@ export function scaleCanvas(canvas) {
 
 /**
  * Where things are: domains and the functions between values and pixels.
- * `series` are {xs, ys, low?, high?}; `options` are {zoom, log, smoothing, stacked, min, max}.
+ * `series` are {xs, ys, low?, high?}; `options` are {zoom, log, smoothing, stacked, min, max, span, left}.
  */
 export function layout(series, width, height, options) {
   const area = {
-    left: MARGIN.left,
+    left: options.left ?? MARGIN.left,
     top: MARGIN.top,
-    width: Math.max(1, width - MARGIN.left - MARGIN.right),
+    width: Math.max(1, width - (options.left ?? MARGIN.left) - MARGIN.right),
     height: Math.max(1, height - MARGIN.top - MARGIN.bottom),
   };
   let [x0, x1] = options.zoom ?? extent(series);
@@ -71,9 +101,9 @@ function extent(series) {
 function valueRange(series, x0, x1, { log, smoothing }) {
   let [low, high] = [Infinity, -Infinity];
   for (const one of series) {
-    const smooth = smoothed(one.ys, smoothing);
+    const smooth = shownValues(one, smoothing);
     const [from, to] = [firstAt(one.xs, x0), Math.min(one.xs.length, firstAt(one.xs, x1) + 1)];
-    for (const values of [one.low ?? smooth, one.high ?? smooth, smoothing ? smooth : one.ys]) {
+    for (const values of [one.low ?? smooth, one.high ?? smooth, smooth]) {
       for (let index = from; index < to; index += 1) {
         const value = values[index];
         if (log && value <= 0) continue;
@@ -111,30 +141,41 @@ function stack(series, x0, x1, most) {
   return bars;
 }
 
-export function drawAxes(context, plan, { log, format = number, formatX = number }) {
-  const { area, x0, x1, y0, y1, toX, toY } = plan;
+/** The values beside the plot, as text: [{value, text}]. */
+function axisMarks({ area, y0, y1 }, { log, format = number }) {
+  const marks = log ? logTicks(y0, y1) : ticks(y0, y1, Math.max(2, area.height / 32));
+  const digits = decimals(marks);
+  return marks.map((value) => ({ value, text: log || format !== number ? format(value) : tickText(value, digits) }));
+}
+
+/** The room that the values beside the plot take; at least the margin, so that charts stand under one another. */
+export function axisRoom(context, plan, options) {
+  return Math.max(MARGIN.left, ...axisMarks(plan, options).map(({ text }) => Math.ceil(context.measureText(text).width) + 11));
+}
+
+/** `formatX` is the text of a place on the axis; the first one also names the axis. */
+export function drawAxes(context, plan, { log, format = number, formatX = number, name = "" }) {
+  const { area, x0, x1, toX, toY } = plan;
   context.lineWidth = 1;
   context.fillStyle = colour("faint");
   context.textBaseline = "middle";
   context.textAlign = "right";
-  const marks = log ? logTicks(y0, y1) : ticks(y0, y1, Math.max(2, area.height / 32));
-  const digits = decimals(marks);
-  for (const value of marks) {
+  for (const { value, text } of axisMarks(plan, { log, format })) {
     const y = Math.round(toY(value)) + 0.5;
     context.strokeStyle = colour(value === 0 && !log ? "line-strong" : "grid");
     line(context, area.left, y, area.left + area.width, y);
-    context.fillText(log || format !== number ? format(value) : tickText(value, digits), area.left - 7, y);
+    context.fillText(text, area.left - 7, y);
   }
   context.textBaseline = "top";
-  const along = ticks(x0, x1, Math.max(2, area.width / 90));
-  for (const value of along) {
-    const x = toX(value);
-    if (x < area.left - 1 || x > area.left + area.width + 1) continue;
-    const text = formatX(value);
+  const isInside = (value) => toX(value) >= area.left - 1 && toX(value) <= area.left + area.width + 1;
+  const along = ticks(x0, x1, Math.max(2, area.width / 90)).filter((value) => isInside(value) && formatX(value));
+  along.forEach((value, place) => {
+    const text = place || !name ? formatX(value) : `${name} ${formatX(value)}`;
     const half = context.measureText(text).width / 2;
-    context.textAlign = x + half > area.left + area.width + MARGIN.right ? "right" : "center";
-    context.fillText(text, Math.min(x, area.left + area.width), area.top + area.height + 6);
-  }
+    context.textAlign = "center";
+    const last = area.left + area.width + MARGIN.right - half;
+    context.fillText(text, Math.max(half, Math.min(toX(value), last)), area.top + area.height + 6);
+  });
 }
 
 /** Decimals that tell neighbouring ticks apart. */
@@ -152,15 +193,15 @@ export function drawLines(context, plan, series, { smoothing, log }) {
   const { area } = plan;
   context.save();
   context.beginPath();
-  context.rect(area.left, area.top - 2, area.width, area.height + 4);
+  context.rect(area.left - EDGE, area.top - EDGE, area.width + 2 * EDGE, area.height + 2 * EDGE);
   context.clip();
   context.lineJoin = "round";
   for (const one of series) {
     const ink = seriesColour(one.colour);
     if (one.low) band(context, plan, one, ink, log);
-    const smooth = smoothed(one.ys, smoothing);
-    context.setLineDash(DASHES[(one.dash ?? 0) % DASHES.length]);
-    if (smoothing) curve(context, plan, one.xs, one.ys, ink, 1, 0.28, log);
+    const smooth = shownValues(one, smoothing);
+    context.setLineDash(dashLengths(one.dash ?? 0));
+    if (smooth !== one.ys) curve(context, plan, one.xs, one.ys, ink, 1, 0.28, log);
     curve(context, plan, one.xs, smooth, ink, 1.6, 1, log);
   }
   context.restore();
@@ -218,6 +259,7 @@ export function drawBars(context, plan, series) {
       if (!(value > 0)) return;
       const [top, bottom] = [toY(floor + value), toY(floor)];
       context.fillStyle = seriesColour(series[place].colour);
+      context.globalAlpha = series[place].dash ? PALE : 1;
       context.fillRect(toX(middle) - width / 2, top, width, bottom - top);
       floor += value;
     });

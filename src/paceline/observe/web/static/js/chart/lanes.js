@@ -149,12 +149,12 @@ export class Lanes {
     if (!own || this.drag !== undefined) return this.tip.hide();
     const found = this.#under(this.at);
     const entries = found.map(({ lane, kind, share, start, end, step, detail, binned }) => ({
-      colour: ink(kind), block: true,
+      sign: h("span", { class: "swatch block", vars: { "--swatch": ink(kind) } }),
       label: `${lane}: ${NAMES[kind] ?? kind}${step === null ? "" : `, step ${whole(step)}`}${detail ? `, ${detail}` : ""}`,
       value: binned ? percent(share) : seconds(end - start),
     }));
     const began = this.run.status.began ?? this.told.extent[0];
-    return this.tip.show(x, `${clock(this.at)}, after ${seconds(Math.max(0, this.at - began))}`, entries.length ? entries : [{ colour: "transparent", label: "nothing recorded", value: "" }]);
+    return this.tip.show(x, `${clock(this.at)}, after ${seconds(Math.max(0, this.at - began))}`, entries.length ? entries : [{ label: "nothing recorded", value: "" }]);
   }
 
   #under(time) {

@@ -86,14 +86,9 @@ export class Tip {
     parent.append(this.element);
   }
 
-  /** Show a heading and entries [{colour, label, value, block}] beside x, inside the parent. */
+  /** Show a heading and entries [{sign, label, value}] beside x, inside the parent. */
   show(x, heading, entries) {
-    const rows = entries.map(({ colour, label, value, block }) =>
-      h("div", { class: "entry" },
-        h("span", { class: block ? "swatch block" : "swatch", vars: { "--swatch": colour } }),
-        h("span", {}, label),
-        h("b", {}, value)),
-    );
+    const rows = entries.map(({ sign, label, value }) => h("div", { class: "entry" }, sign, h("span", {}, label), h("b", {}, value)));
     fill(this.element, h("div", { class: "head" }, heading), rows);
     this.element.hidden = false;
     const { width } = this.element.getBoundingClientRect();

@@ -29,13 +29,13 @@ export function logTicks(low, high) {
 }
 
 /** A little air around the values; a constant gets a domain of its own size. */
-export function paddedRange(low, high, { min, max, unit = 1 } = {}) {
+export function paddedRange(low, high, { min, max, span = 1 } = {}) {
   if (!Number.isFinite(low)) [low, high] = [min ?? 0, max ?? 1];
   if (min !== undefined) low = Math.min(low, min);
   if (max !== undefined) high = Math.max(high, max);
   // What differs only by rounding is constant.
   if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) {
-    const room = Math.abs(low) * 0.1 || unit;
+    const room = Math.abs(low) * 0.1 || span;
     [low, high] = [low === min ? low : low - room, high === max ? high : high + room];
   }
   const room = (high - low) * 0.06;
@@ -110,4 +110,9 @@ export function smoothed(ys, weight) {
   }
   done.set(ys, { weight, out });
   return out;
+}
+
+/** The values of a curve as they are shown. A held-out value is a measurement of its own and is never smoothed. */
+export function shownValues({ ys, heldOut }, weight) {
+  return heldOut ? ys : smoothed(ys, weight);
 }

@@ -3,7 +3,7 @@
 import { ask, follow } from "../api.js";
 import { Chart } from "../chart/chart.js";
 import { controls, Group } from "../chart/parts.js";
-import { seriesColour } from "../chart/draw.js";
+import { swatch } from "../chart/draw.js";
 import { arrange, points, SECTIONS } from "../curves.js";
 import { fill, h, memory, perFrame } from "../dom.js";
 import { number } from "../format.js";
@@ -57,7 +57,7 @@ export async function render(root, _, params) {
   function draw() {
     const groups = bands ? families(chosen) : chosen.map((run) => ({ label: run.name, runs: [run] }));
     fill(legend, groups.map((one, index) => h("span", { class: "row" },
-      h("span", { class: "swatch block", vars: { "--swatch": seriesColour(index) } }),
+      swatch(signOf(index)),
       one.runs.length > 1 ? h("b", {}, `${one.label}, ${one.runs.length} seeds`) : h("a", { href: toRun(one.runs[0].name) }, one.label),
       one.runs.length === 1 ? statePill(one.runs[0].state) : null)));
     const places = chosen.flatMap((run) => points(told.get(run.name).columns, group.axis, group.axis).xs);
@@ -67,7 +67,7 @@ export async function render(root, _, params) {
       for (const curve of curves) {
         const series = groups.flatMap((one, index) => {
           const each = one.runs.map((run) => points(told.get(run.name).columns, curve.name, group.axis)).filter(({ xs }) => xs.length);
-          return each.length ? [{ label: one.label, colour: index, ...joinCurves(each, group.axis) }] : [];
+          return each.length ? [{ label: one.label, ...signOf(index), ...joinCurves(each, group.axis) }] : [];
         });
         if (series.length) show(chart, curve, curves.length, series);
       }
@@ -112,6 +112,11 @@ export async function render(root, _, params) {
     removeEventListener("theme", redraw);
     for (const { chart } of charts.values()) chart.close();
   };
+}
+
+/** A run's colour and dash, the same in all charts: from the ninth on the dash changes. */
+function signOf(index) {
+  return { colour: index % 8, dash: Math.floor(index / 8) };
 }
 
 /** Two runs as a and b, in the order of their names: `paceline ab` calls them so. */

@@ -44,7 +44,7 @@ export function render(root, run) {
     clearTimeout(again);
     again = setTimeout(() => !lanes.zoom && lanes.load(), 400);
     const { step, total_steps: total } = run.status;
-    announce(`Step ${whole(run.columns.step.at(-1) ?? step)}${total ? ` of ${whole(total)}` : ""}, reward ${number(vitals.reward)}`);
+    announce(`Step ${whole(run.columns.step.at(-1) ?? step)}${total ? ` of ${whole(total)}` : ""}, reward ${number(run.ends.reward?.last)}`);
   };
   const ends = [run.on("metrics", later), run.on("reset", later), run.on("standing", stand)];
   group.addEventListener("axis", draw);
@@ -83,14 +83,15 @@ class Board {
   draw() {
     const columns = this.run.columns;
     const names = Object.keys(columns).filter((name) => columns[name].some((value) => value !== null));
-    const envs = [...new Set(names.map((name) => /^(?:reward|eval)\/(.+)\/(?:mean|reward)$/.exec(name)?.[1]).filter(Boolean))];
+    const arranged = arrange(names);
+    const envs = [...new Set(arranged.flatMap(({ curves }) => curves.map(({ env }) => env)).filter(Boolean))];
     const { xs } = points(columns, this.group.axis, this.group.axis);
     this.group.span = xs.length > 1 ? [xs[0], xs.at(-1)] : null;
-    for (const { chart, curves } of arrange(names)) {
+    for (const { chart, curves } of arranged) {
       const series = curves.map((curve, index) => ({
         label: curve.label, ...points(columns, curve.name, this.group.axis), dash: curve.dash,
         // An environment has one colour everywhere, and so has a part of the step.
-        colour: chart.colours?.[curve.what] ?? (curve.byEnv ? Math.max(0, envs.indexOf(curve.env)) : index),
+        colour: chart.colours?.[curve.what] ?? (curve.byEnv ? envs.indexOf(curve.env) : index),
       }));
       // A reason that never struck needs no place in a stack.
       this.#chart(chart).update(chart.busy ? series.filter((one) => one.ys.some((value) => value !== 0)) : series);
@@ -128,7 +129,7 @@ class Board {
   #chart(spec) {
     if (!this.charts.has(spec.id)) {
       const chart = new Chart(this.group, spec);
-      this.charts.set(spec.id, { chart, words: `${spec.title} ${spec.hint} ${spec.section}`.toLowerCase() });
+      this.charts.set(spec.id, { chart, words: `${spec.title} ${spec.unit} ${spec.hint} ${spec.section}`.toLowerCase() });
       const home = this.sections.get(spec.section)?.grid ?? this.others;
       home.append(chart.element);
     }

@@ -2,10 +2,11 @@
 import { ask, follow } from "../api.js";
 import { spark } from "../chart/draw.js";
 import { announce, fill, h, patchRows } from "../dom.js";
-import { age, amount, change, moment, number, seconds, whole } from "../format.js";
+import { age, amount, moment, number, seconds, whole } from "../format.js";
 import { toPage, toRun } from "../router.js";
 import { walkable } from "../rows.js";
 import { statePill } from "../status.js";
+import { changeText, delta, since } from "../vitals.js";
 
 export const title = "Runs";
 
@@ -160,8 +161,7 @@ function progress({ step, total_steps: total }) {
 
 function trend(ends) {
   if (!ends) return h("span", { class: "faint" }, "–");
-  const moved = ends.points > 1 ? change(ends.first, ends.last) : "";
-  return [h("b", {}, number(ends.last)), moved && h("span", { class: `delta ${ends.last > ends.first ? "up" : "down"}` }, moved)];
+  return h("div", { title: since(ends) }, h("b", {}, number(ends.last)), delta(changeText(ends)), h("div", { class: "window" }, ends.last_steps));
 }
 
 function duration(run) {

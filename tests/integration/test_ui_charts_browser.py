@@ -1,0 +1,248 @@
+"""Figures and charts of the web app in a real browser, compared with the record. Needs Chromium; else skipped."""
+
+import re
+
+import pytest
+from test_ui_browser import _expect, _open, browser, page, pytestmark, tab  # noqa: F401
+
+from headline_run import falling_lines, is_exact, is_reward, recorded_means, written_run
+from paceline.observe.record import open_run
+from paceline.observe.report.page import render_report
+from paceline.observe.terminal import snapshot
+from recorded_runs import Told, served
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    runs = tmp_path_factory.mktemp("runs")
+    written_run(runs, "falling", falling_lines())
+    written_run(runs, "short", falling_lines(3))
+    for number in range(10):
+        Told(runs, f"one-of-ten-{number}", staleness=number).step(12).end()
+    many = Told(runs, "many").step(12)
+    envs = {f"reward/an-environment-with-a-long-name-{number}/mean": number / 20 for number in range(19)}
+    others = {"memory/trainer": 4e9, "eval/reverse-text/failed": 1.0, "my_own_figure": 3.0}
+    for _ in range(3):
+        many.done += 1
+        many.recorder.step(many.done, envs | others | {"reward/reverse-text/mean": 0.5, "tokens/s": 1_234_567.0})
+    many.end()
+    return runs
+
+
+@pytest.fixture(scope="module")
+def address(folder):
+    with served(folder) as here:
+        yield here
+
+
+def _numbers(text: str) -> list[float]:
+    """The decimal numbers of a text, with a real minus or a hyphen."""
+    return [float(number) for number in re.findall(r"[+-]?\d+\.\d+", text.replace("−", "-"))]
+
+
+def test_every_page_shows_the_headline_figures_that_the_record_gives(page, folder, address):  # noqa: F811
+    """Overview, table of runs, terminal and report, read as text, against sums over the lines of `metrics.jsonl`."""
+    path = folder / "falling"
+    rewards, held_out = recorded_means(path, is_reward), recorded_means(path, is_exact)
+    assert [step for step, _ in held_out] == [0, 10, 20, 30]
+    reward = [sum(value for _, value in part) / 5 for part in (rewards[-5:], rewards[:5])]
+    exact = [held_out[-1][1], held_out[0][1]]
+    run = open_run(path)
+    report, terminal = re.sub(r"<[^>]+>", " ", render_report(run, 0)), snapshot(run)
+    _open(page, address, "#/", "table.runs tbody tr")
+    row = page.locator("tr[data-key=falling] td")
+    cells = {"Reward": row.nth(4), "Held-out exact": row.nth(6)}
+    table = {name: (cell.inner_text(), cell.locator("[title]").get_attribute("title")) for name, cell in cells.items()}
+    _open(page, address, "#/run/falling/overview", ".vitals")
+    for name, (now, start), (of_now, of_start) in (
+        ("Reward", reward, ("mean of steps 26 to 30", "mean of steps 1 to 5")),
+        ("Held-out exact", exact, ("step 30", "step 0")),
+    ):
+        moved = now - start
+        tile = page.locator(".vitals > div", has=page.get_by_text(name, exact=True)).inner_text()
+        assert _numbers(tile) == pytest.approx([now, moved, start], abs=6e-4)
+        assert f"{of_now}, from " in tile
+        assert f"({of_start})" in tile
+        shown, title = table[name]
+        assert _numbers(shown) == pytest.approx([now, moved], abs=6e-4)
+        assert of_now in shown
+        assert _numbers(title) == pytest.approx([start], abs=6e-4)
+        assert title.endswith(f"({of_start})")
+        line = next(line for line in terminal.splitlines() if line.startswith(name.lower()))
+        assert _numbers(line) == pytest.approx([now, start, moved], abs=6e-4)
+        assert f"{of_now}, from {of_start}" in terminal
+        told = re.search(rf"{name}\s+([\d.]+)\s+{of_now}, (\S+) from (\S+) \({of_start}\)", report)
+        assert [float(number) for number in told.groups()] == pytest.approx([now, moved, start], abs=6e-4)
+
+
+def test_a_run_shorter_than_the_window_claims_no_change(page, address):  # noqa: F811
+    _open(page, address, "#/run/short/overview", ".vitals")
+    tile = page.locator(".vitals > div", has=page.get_by_text("Reward", exact=True))
+    _expect(tile.locator(".more")).to_have_text("mean of steps 1 to 3")
+    _expect(tile.locator(".delta")).to_have_count(0)
+
+
+def test_the_figures_follow_a_run_that_goes_on_and_one_that_is_rolled_back(page, folder, address):  # noqa: F811
+    told = Told(folder, "going").step(4)
+    _open(page, address, "#/run/going/overview", ".vitals")
+    more = page.locator(".vitals > div", has=page.get_by_text("Reward", exact=True)).locator(".more")
+    _expect(more).to_have_text("mean of steps 1 to 4")
+    told.step(8)
+    _expect(more).to_have_text(re.compile(r"^mean of steps 8 to 12, from 0\.\d+ \(mean of steps 1 to 5\)$"))
+    told.recorder.roll_back(3)
+    _expect(more).to_have_text("mean of steps 1 to 3")
+    told.let_go()
+
+
+SAME_PAIRS = """async () => {
+  const { distinct, swatch } = await import('/static/js/chart/draw.js');
+  const series = [
+    ...Array.from({ length: 40 }, (_, colour) => ({ colour })),
+    { colour: 3, dash: 0 }, { colour: 3, dash: 1 }, { colour: 11, dash: 0 },
+  ];
+  const drawn = distinct(series);
+  const signs = drawn.map((one) => swatch(one).style.cssText);
+  const pairs = drawn.map(({ colour, dash }) => `${colour} ${dash}`);
+  return [pairs, signs, series.map(({ colour }) => colour % 8), drawn.map(({ colour }) => colour)];
+}"""
+
+
+def test_no_two_curves_of_a_chart_share_colour_and_dash(page, address):  # noqa: F811
+    _open(page, address, "#/", "table.runs tbody tr")
+    pairs, signs, wanted, given = page.evaluate(SAME_PAIRS)
+    assert pairs[:9] == [*(f"{colour} 0" for colour in range(8)), "0 1"]
+    assert len(set(pairs)) == len(pairs) == 43
+    assert len(set(signs)) == len(signs), "the legend tells them apart too"
+    assert given == wanted, "the colour stays, so that an environment has one in all charts"
+
+
+def test_from_the_ninth_run_on_a_comparison_dashes_its_curves(page, address):  # noqa: F811
+    runs = "&".join(f"run=one-of-ten-{number}" for number in range(10))
+    _open(page, address, f"#/compare?{runs}", ".chart canvas")
+    _looks(page, ".picked .swatch", 10)
+    chart = page.get_by_role("region", name="Reward", exact=True)
+    assert _looks(page, ".picked .swatch", 10) == chart.locator(".legend .swatch").evaluate_all(LOOKS)
+
+
+LOOKS = "(all) => all.map((one) => one.style.cssText)"
+
+
+def _looks(page, place: str, count: int) -> list[str]:  # noqa: F811
+    found = page.locator(place).evaluate_all(LOOKS)
+    assert len(set(found)) == len(found) == count
+    return found
+
+
+CUT = """() => [...document.querySelectorAll('.chart :is(h3, .hint, .legend, .legend button, .label)')]
+  .filter((one) => one.offsetParent)
+  .filter((one) => one.scrollWidth > one.clientWidth + 1 || one.scrollHeight > one.clientHeight + 1)
+  .filter((one) => getComputedStyle(one).overflow !== 'visible' || getComputedStyle(one).textOverflow === 'ellipsis')
+  .map((one) => one.textContent)"""
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_titles_and_legends_are_shown_whole(page, address, width):  # noqa: F811
+    page.set_viewport_size({"width": width, "height": 900})
+    _open(page, address, "#/run/many/overview", ".chart canvas")
+    chart = page.get_by_role("region", name="Reward", exact=True)
+    _expect(chart.locator(".legend .label")).to_have_count(20)
+    assert page.evaluate(CUT) == []
+    right = "(all) => Math.max(...all.map((one) => one.getBoundingClientRect().right))"
+    box = chart.bounding_box()
+    assert chart.locator(".legend button").evaluate_all(right) <= box["x"] + box["width"]
+    _looks(page, ".chart[aria-label=Reward] .legend .swatch", 20)
+
+
+DRAWN_AT_THE_EDGE = """async () => {
+  const { axisRoom, drawAxes, drawLines, layout, scaleCanvas } = await import('/static/js/chart/draw.js');
+  const { seconds } = await import('/static/js/format.js');
+  const canvas = document.createElement('canvas');
+  canvas.style.cssText = 'position: fixed; width: 300px; height: 150px';
+  document.body.append(canvas);
+  const { context, width, height } = scaleCanvas(canvas);
+  const series = [{ colour: 0, xs: [0, 1, 2], ys: [0, 0, 0.5] }];
+  const options = { zoom: null, smoothing: 0, log: false, min: 0 };
+  const plan = layout(series, width, height, options);
+  drawLines(context, plan, series, options);
+  const ratio = canvas.width / width;
+  const { data } = context.getImageData(0, 0, canvas.width, canvas.height);
+  const alpha = (x, y) => data[4 * (Math.round(y * ratio) * canvas.width + Math.round(x * ratio)) + 3];
+  const at = (place, dx, dy) => alpha(plan.toX(series[0].xs[place]) + dx, plan.toY(series[0].ys[place]) + dy);
+  const inked = [at(0, -1.5, 0), at(2, 1.2, 0), at(1, 0, 1.2)].map((ink) => ink > 60);
+  const long = layout([{ xs: [0, 1], ys: [100, 6000] }], width, height, options);
+  const room = axisRoom(context, long, { format: seconds });
+  canvas.remove();
+  return { inked, room: room >= context.measureText('66 min 40 s').width + 7 };
+}"""
+
+
+def test_points_at_the_edge_and_long_axis_values_are_drawn_whole(page, address):  # noqa: F811
+    _open(page, address, "#/", "table.runs tbody tr")
+    assert page.evaluate(DRAWN_AT_THE_EDGE) == {"inked": [True, True, True], "room": True}
+
+
+def test_smoothing_leaves_held_out_values_as_they_were_measured(page, folder, address):  # noqa: F811
+    exact = recorded_means(folder / "falling", lambda name: name == "eval/letters/exact")
+    _open(page, address, "#/run/falling/overview", ".chart canvas")
+    held_out = page.get_by_role("region", name="Held-out evaluation", exact=True)
+    reward = page.get_by_role("region", name="Reward", exact=True)
+    entry = held_out.locator(".legend button", has_text="letters").locator("b")
+    smoothed, before = reward.locator(".legend b").first, reward.locator(".legend b").first.inner_text()
+    page.get_by_label("Smoothing").fill("0.9")
+    _expect(smoothed).not_to_have_text(before)
+    assert float(entry.inner_text()) == pytest.approx(exact[-1][1], abs=6e-4)
+    box = held_out.get_by_role("slider").bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 12, box["y"] + 40)
+    tip = held_out.locator(".tip .entry", has_text="letters").locator("b")
+    _expect(tip).to_have_text(entry.inner_text())
+    values = """import('/static/js/chart/scale.js').then(({ shownValues }) =>
+      [true, false].map((heldOut) => shownValues({ heldOut, ys: [0, 1] }, 0.5)))"""
+    kept, moved = page.evaluate(values)
+    assert kept == [0, 1]
+    assert moved[1] < 1
+
+
+WITHOUT_A_UNIT = {
+    "Loss by component",  # each component has its own
+    "Gradient norm",
+    "Learning rate",
+    "Environment metrics",
+    "Replayed groups",
+    "Size of a batch",
+    "Mixture of the data",
+    "Other held-out measures",
+    "my_own_figure",
+}
+
+
+def test_every_chart_names_its_unit_and_other_metrics_have_a_title(page, address):  # noqa: F811
+    _open(page, address, "#/run/many/overview", ".chart canvas")
+    page.locator("summary", has_text="Other metrics").click()
+    plain = page.locator(".chart:not(.lanes):not(:has(.unit)) h3").all_inner_texts()
+    assert set(plain) <= WITHOUT_A_UNIT
+    units = dict(
+        page.locator(".chart:has(.unit)").evaluate_all(
+            "(all) => all.map((one) => [one.ariaLabel, one.querySelector('.unit').textContent])"
+        )
+    )
+    assert (
+        units.items()
+        >= {
+            "Throughput": "tokens/s",
+            "Entropy": "nats a token",
+            "Staleness": "versions",
+            "Length": "tokens",
+            "Busy and waiting": "share of the step",
+            "Time of a step, by part": "seconds",
+            "Peak memory": "bytes",
+            "Spread of rewards": "reward",
+        }.items()
+    )
+    others = page.locator("details .charts h3").all_inner_texts()
+    assert set(others) == {
+        "Size of a batch",
+        "Peak memory",
+        "Other held-out measures",
+        "Time of a step",
+        "my_own_figure",
+    }
