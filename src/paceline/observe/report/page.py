@@ -217,7 +217,7 @@ def _commands(run: Vitals) -> list[tuple[str, str]]:
     return [
         (command, what),
         (f"paceline ui {place}", "shows every rollout, token and ticket in a browser"),
-        (f"paceline doctor {place}", "says who waits for whom, and what speaks against it"),
+        (f"paceline doctor {place}", "shows who waits for whom, and what is wrong with it"),
         (f"paceline replay {place} {max(1, run.status.step)}", "computes a recorded step's loss once more"),
     ]
 

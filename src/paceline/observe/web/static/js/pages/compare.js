@@ -44,7 +44,7 @@ export async function render(root, _, params) {
   if (families(chosen).some((one) => one.runs.length > 1)) bar.append(h("label", {}, split, "seeds as one band"));
   fill(root, h("div", { class: "stack" },
     h("div", { class: "head" }, h("h1", {}, `Compare ${chosen.length} runs`),
-      chosen.length === 2 ? h("a", { href: toPage("diff", { a: chosen[0].name, b: chosen[1].name }) }, "Where do they part?") : null,
+      chosen.length === 2 ? h("a", { href: toPage("diff", { a: chosen[0].name, b: chosen[1].name }) }, "Differences") : null,
       chosen.length === 2 ? h("a", { href: toPage("ab", pair(chosen)) }, "Which is better?") : null),
     missing.length ? h("div", { class: "notice warn" }, `Not in this folder any more: ${missing.join(", ")}`) : null,
     legend, differing, h("div", { class: "sticky" }, bar), [...sections.values()].map(({ element }) => element)));
