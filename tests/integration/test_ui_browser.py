@@ -331,7 +331,7 @@ def test_no_spike_is_lost_however_few_the_pixels(page, address):
     assert found == {"high": True, "low": True, "ends": [0, 19_999]}
 
 
-def test_seeds_are_their_mean_between_the_lowest_and_the_highest(page, address):
+def test_two_seeds_are_their_mean_between_the_lower_and_the_higher(page, address):
     _open(page, address, "#/", RUNS)
     found = page.evaluate("""async () => {
       const { families, joinCurves } = await import('/static/js/seeds.js');

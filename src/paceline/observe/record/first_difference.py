@@ -84,8 +84,8 @@ MISSING = "(not set)"
 def compare(
     one: RunFolder, other: RunFolder, tolerance: float = 0.0, seen: Counter[str] | None = None
 ) -> RunComparison:
-    """Find the first difference. Numbers that are `tolerance` apart, of 1 or of their own size, count as the same. `seen`
-    counts the `steps` and `rollouts` that are done, for a caller that shows progress."""
+    """Find the first difference. Numbers that are `tolerance` apart, of 1 or of their own size, count as the same.
+    `seen` counts the `steps` and `rollouts` that are done, for a caller that shows progress."""
     seen = Counter() if seen is None else seen
     first = next(_differences(one, other, tolerance, seen), None)
     remarks = [f"{run.name}: {problem}" for run in (one, other) for problem in run.problems()]
