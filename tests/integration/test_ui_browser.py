@@ -144,7 +144,7 @@ PAGES = {
 FOLDER_PAGES = {
     "runs": {"": RUNS},
     "compare": {"?run=seed-0&run=seed-1&run=seed-2&run=finished": ".chart canvas"},
-    "diff": {"?a=said-finished&b=said-crashed": "main .parting-side, main .notice"},
+    "diff": {"?a=seed-0&b=seed-1": "main table.differs", "?a=seed-0&b=seed-1&exact=1": "main .parting-side"},
     "ab": {"?a=said-finished&b=said-crashed": ".charts canvas"},
 }
 BARE = {
@@ -331,7 +331,7 @@ def test_no_spike_is_lost_however_few_the_pixels(page, address):
     assert found == {"high": True, "low": True, "ends": [0, 19_999]}
 
 
-def test_seeds_are_their_mean_between_the_lowest_and_the_highest(page, address):
+def test_two_seeds_are_their_mean_between_the_lower_and_the_higher(page, address):
     _open(page, address, "#/", RUNS)
     found = page.evaluate("""async () => {
       const { families, joinCurves } = await import('/static/js/seeds.js');

@@ -86,6 +86,15 @@ def test_draws_and_held_out_rows_of_both_are_compared_pair_by_pair(tmp_path):
     assert [curve.name for curve in found.curves[:1]] == [HELD_OUT]
 
 
+def test_pairs_of_which_too_few_differ_are_shown_and_not_judged(tmp_path):
+    paths = [told(tmp_path, name) for name in ("one", "other")]
+    for path, rewards in zip(paths, ([0.0] * 64, [0.0] * 60 + [1.0] * 4), strict=True):
+        record_rewards(path, 40, "evaluated", rewards)
+    answer = compare_curves(*map(open_run, paths)).as_json()
+    shown = next(curve for curve in answer["curves"] if curve["name"] == HELD_OUT)
+    assert (shown["noise"], shown["is_real"], shown["other"]) == (None, False, 4 / 64)
+
+
 @pytest.mark.parametrize(
     ("changes", "reasons"),
     [

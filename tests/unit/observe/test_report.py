@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from paceline.commands import main
-from paceline.observe.analysis.vitals import TREND_STEPS, MetricTrend, vitals
+from paceline.observe.analysis.vitals import vitals
 from paceline.observe.record import open_run
 from paceline.observe.record.advice import Advisory, Knob
 from paceline.observe.report.charts import CURVE_BINS, Scale, axis_bounds, build_chart, downsample
@@ -100,7 +100,7 @@ def test_a_finished_run_is_told_in_words_figures_curves_and_settings(runs):
     ids=["fall", "collapse after a rise", "negative", "two points", "little", "noise", "one"],
 )
 def test_a_fall_is_told_by_its_ends_and_share_and_noise_is_none(values, sentence):
-    assert _fall_text(MetricTrend.of(list(enumerate(values, 1)), TREND_STEPS)) == sentence
+    assert _fall_text(values) == sentence
 
 
 def test_a_collapse_is_the_first_sentence(tmp_path):

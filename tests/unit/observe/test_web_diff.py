@@ -46,8 +46,8 @@ class App:
         return Client(self.app).get("/api/diff", params=params)
 
     def diff(self, **params) -> dict:
-        """The answer, however often one must ask."""
-        answer = self.ask(**params).json()
+        """The answer to a comparison of bits, however often one must ask."""
+        answer = self.ask(**params, exact=True).json()
         while answer["state"] == "working":
             assert answer["total_steps"] == 3
             answer = self.ask(job=answer["job"]).json()
@@ -180,6 +180,16 @@ def test_a_tolerance_looks_past_rounding(runs):
     app = App(runs)
     assert app.diff(a="one", b="other")["first"]["kind"] == "loss"
     assert app.diff(a="one", b="other", tolerance=1e-6)["first"] is None
+
+
+def test_without_a_switch_curves_are_compared_and_rounding_is_none(runs):
+    change(runs / "other", 2, **{"loss": 1e-9})
+    change(runs / "one", 2, **{"loss": 2e-9})
+    answer = App(runs).ask(a="one", b="other").json()
+    assert answer["state"] == "done"
+    assert "first" not in answer
+    assert answer["settings"] == []
+    assert not any(curve["is_real"] for curve in answer["curves"])
 
 
 def test_a_comparison_without_a_page_is_abandoned(runs, monkeypatch):

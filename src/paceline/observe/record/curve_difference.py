@@ -43,7 +43,7 @@ class CurveDifference:
     one: float
     other: float
     noise: float
-    """The difference that chance explains, at 95% for all metrics and steps together."""
+    """The difference that chance explains, at 95% for all metrics and steps together; infinite where it is unknown."""
     steps: tuple[int, int]
     """First and last step of that stretch."""
     pairs: int = 0
@@ -53,6 +53,10 @@ class CurveDifference:
     def is_real(self) -> bool:
         size = max(abs(self.one), abs(self.other))
         return abs(self.other - self.one) > max(self.noise, ROUNDING * size)
+
+    def as_json(self) -> dict[str, Any]:
+        noise = self.noise if math.isfinite(self.noise) else None
+        return asdict(self) | {"noise": noise, "is_real": self.is_real}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class CurveComparison:
         settings = [{"key": key, "one": one, "other": other} for key, one, other in self.settings]
         return asdict(self) | {
             "settings": settings,
-            "curves": [asdict(curve) | {"is_real": curve.is_real} for curve in self.curves],
+            "curves": [curve.as_json() for curve in self.curves],
         }
 
 
@@ -143,15 +147,14 @@ def _scatter(values: NDArray) -> float:
 def _paired(one: RunFolder, other: RunFolder) -> Iterator[CurveDifference]:
     if (known := verdict(one, other)) is None:
         return
-    if len(known.radius) and math.isfinite(known.radius[-1]):
+    if len(known.radius):
         pairs = known.pairs
         sides = {"one": float(pairs.a.mean()), "other": float(pairs.b.mean()), "noise": float(known.radius[-1])}
         steps = int(pairs.step[0]), int(pairs.step[-1])
         yield CurveDifference(name=DRAWS, steps=steps, pairs=len(pairs.ticket), **sides)
     for last in known.held_out[-1:]:
-        if math.isfinite(last.radius):
-            sides = {"one": last.one, "other": last.other, "noise": last.radius}
-            yield CurveDifference(name=HELD_OUT, steps=(last.step, last.step), pairs=last.rows, **sides)
+        sides = {"one": last.one, "other": last.other, "noise": last.radius}
+        yield CurveDifference(name=HELD_OUT, steps=(last.step, last.step), pairs=last.rows, **sides)
 
 
 def _rank(name: str) -> tuple[int, str]:

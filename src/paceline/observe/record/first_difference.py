@@ -84,7 +84,7 @@ MISSING = "(not set)"
 def compare(
     one: RunFolder, other: RunFolder, tolerance: float = 0.0, seen: Counter[str] | None = None
 ) -> RunComparison:
-    """Find where two runs part. Numbers that are `tolerance` apart, of 1 or of their own size, count as the same.
+    """Find the first difference. Numbers that are `tolerance` apart, of 1 or of their own size, count as the same.
     `seen` counts the `steps` and `rollouts` that are done, for a caller that shows progress."""
     seen = Counter() if seen is None else seen
     first = next(_differences(one, other, tolerance, seen), None)
@@ -204,7 +204,7 @@ def _details(
     else:
         seen["bare"] += 1
     yield from _values("reward", "the reward", mine.reward, theirs.reward, tolerance)
-    yield from _values("fate", "what became of it", mine.state, theirs.state)
+    yield from _values("fate", "the state of the rollout", mine.state, theirs.state)
 
 
 def _values(kind: str, what: str, one: Any, other: Any, tolerance: float = 0.0) -> Iterator[dict[str, Any]]:

@@ -122,7 +122,7 @@ def _summary(run: Vitals, advice: list[Advisory]) -> Iterator[str]:
     status = run.status
     curves = [("The reward in training", run.rewards), (_held_out_name(run), run.held_out)]
     trends = [(name + env, trend) for name, by_env in curves for env, trend in _by_env(by_env).items()]
-    falls = {name: fall for name, trend in trends if (fall := _fall_text(trend))}
+    falls = {name: fall for name, trend in trends if (fall := _fall_text(trend.values))}
     yield from (f"{name} {fall}." for name, fall in falls.items())
     total = status.total_steps
     steps = f"{status.step:,} of {total:,} steps" if total else format_amount(status.step, "step")
@@ -158,11 +158,11 @@ def _trend_text(trend: MetricTrend) -> str:
     return f"{'rose' if trend.last > trend.first else 'fell'} from {start} to {end}"
 
 
-def _fall_text(trend: MetricTrend) -> str:
+def _fall_text(values: list[float]) -> str:
     """From where a reward fell to where, and which share of it is gone; empty where it did not fall. Its highest point
     counts and not its first: a collapse mostly comes after a rise. A fall is one by a tenth of that and by more than
     the noise of single steps, as far as there are steps enough to know it."""
-    values, few = trend.values, max(1, min(5, len(trend.values) // 4))
+    few = max(1, min(5, len(values) // 4))
     means = [statistics.fmean(values[at : at + few]) for at in range(len(values) - few + 1)]
     top, last = max(means), means[-1]
     squares = [(b - a) ** 2 for a, b in itertools.pairwise(values)]
@@ -218,7 +218,7 @@ def _commands(run: Vitals) -> list[tuple[str, str]]:
     return [
         (command, what),
         (f"paceline ui {place}", "shows every rollout, token and ticket in a browser"),
-        (f"paceline doctor {place}", "says who waits for whom, and what speaks against it"),
+        (f"paceline doctor {place}", "shows who waits for whom, and what is wrong with it"),
         (f"paceline replay {place} {max(1, run.status.step)}", "computes a recorded step's loss once more"),
     ]
 

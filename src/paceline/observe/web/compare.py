@@ -1,4 +1,4 @@
-"""Routes that compare two runs: their rewards over the same draws, and their first difference.
+"""Routes that compare two runs: their rewards over the same draws, their curves, and their first difference.
 
 Large runs take seconds to compare, so a thread does it and the page polls for progress.
 """
@@ -14,6 +14,7 @@ import numpy as np
 from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 
 from paceline.observe.record import RolloutNotFound, RunFolder, StoredRollout
+from paceline.observe.record.curve_difference import compare_curves
 from paceline.observe.record.first_difference import GROUP_RESULTS, FirstDifference, RunComparison, compare
 from paceline.observe.record.paired import verdict
 from paceline.observe.web.runs import AllRuns, FiniteJsonResponse, Runs
@@ -32,7 +33,7 @@ CAUSAL_CHAIN = (
     ("token", "the sampled tokens, their versions and log probabilities"),
     ("reward", "reward, metrics and error"),
     ("sample", "the streams of the samples: mask, advantages, weights, scores"),
-    ("fate", "what became of the rollout"),
+    ("fate", "the state of the rollout: trained, or dropped and why"),
     ("ticket", "which rollouts the step holds"),
     ("loss", "the loss, component by component"),
     ("gradient", "gradient norm and learning rate"),
@@ -267,12 +268,17 @@ def diff(
     comparisons: Annotated[ComparisonJobs, Depends(_comparisons)],
     a: Name = "",
     b: Name = "",
+    exact: bool = False,
     tolerance: Annotated[float, Query(ge=0, le=1e6, allow_inf_nan=False)] = 0.0,
     job: int | None = None,
 ) -> Response:
-    """Compare two runs, or with the number of an earlier answer see how far that is. Without runs: nothing."""
+    """Compare the curves of two runs, or, if `exact`, their bits: with the number of an earlier answer see how far that
+    is. Without runs: nothing."""
     if job is None:
         if not a or not b:
             return FiniteJsonResponse({"state": "idle"})
-        job = comparisons.start(*_open_pair(runs, a, b), tolerance)
+        pair = _open_pair(runs, a, b)
+        if not exact:
+            return FiniteJsonResponse({"state": "done", **compare_curves(*pair).as_json()})
+        job = comparisons.start(*pair, tolerance)
     return FiniteJsonResponse(comparisons.progress(job, WAIT_SECONDS))

@@ -1,23 +1,26 @@
-// Several runs in one picture. Runs that differ only in their seed are one curve: their mean, and a band from the lowest to
-// the highest.
+// Any number of runs in one picture. Runs of a group, by seed or by a key of their run files, are one curve: their mean with
+// its interval.
 import { ask, follow } from "../api.js";
 import { Chart } from "../chart/chart.js";
 import { controls, Group } from "../chart/parts.js";
 import { swatch } from "../chart/draw.js";
 import { arrange, points, SECTIONS } from "../curves.js";
-import { fill, h, memory, perFrame } from "../dom.js";
+import { fill, h, perFrame } from "../dom.js";
 import { number } from "../format.js";
 import { toPage, toRun } from "../router.js";
 import { append } from "../run.js";
-import { families, joinCurves } from "../seeds.js";
+import { families, groupsByKey, joinCurves } from "../seeds.js";
 import { statePill } from "../status.js";
 
 export const title = "Compare";
+const SEEDS = "all but the seed";
 
 export async function render(root, _, params) {
   const names = [...new Set(params.getAll("run"))];
   if (!names.length) throw Object.assign(new Error("No run was chosen: tick some in the list of runs."), { status: 400 });
   const [listed, ...read] = await Promise.all([ask("runs"), ...names.map((run) => ask("metrics", { run }).catch(() => null))]);
+  const configs = await Promise.all(names.map((run) => ask("config", { run }).catch(() => null)));
+  const tables = new Map(names.map((name, at) => [name, new Map((configs[at]?.rows ?? []).map((row) => [row.key, JSON.stringify(row.value)]))]));
   const all = new Map(listed.runs.map((run) => [run.name, run]));
   const missing = names.filter((name) => !all.has(name));
   const chosen = names.filter((name) => all.has(name)).map((name) => all.get(name));
@@ -31,35 +34,51 @@ export async function render(root, _, params) {
   const flat = { grid: h("div", { class: "charts" }) };
   flat.element = h("details", { class: "section" }, h("summary", {}, "Constant, and the same in all of them"), flat.grid);
   sections.set("", flat);
-  let bands = memory.get("bands", true);
   let filter = "";
-  const split = h("input", { type: "checkbox", on: { change: () => { bands = split.checked; memory.set("bands", bands); draw(); } } });
-  split.checked = bands;
+  const keys = differingKeys(chosen.map(({ name }) => tables.get(name)));
+  const by = h("select", { on: { change: () => { regroup(); draw(); } } },
+    h("option", { value: SEEDS }, "all but the seed"), h("option", { value: "" }, "nothing: each run"),
+    keys.filter((key) => key !== "seed").map((key) => h("option", { value: key }, key)));
+  by.value = [...by.options].some(({ value }) => value === params.get("by")) ? params.get("by") : SEEDS;
   const legend = h("div", { class: "picked" });
-  const differing = h("div");
-  Promise.all(chosen.map((run) => ask("config", { run: run.name })))
-    .then((configs) => fill(differing, differences(chosen, configs)))
-    .catch((error) => fill(differing, h("p", { class: "soft" }, `Their run files cannot be compared: ${error.message}`)));
+  const explained = h("p", { class: "faint" });
   const bar = controls(group, (text) => { filter = text; sift(); });
-  if (families(chosen).some((one) => one.runs.length > 1)) bar.append(h("label", {}, split, "seeds as one band"));
+  if (chosen.length > 1) bar.append(h("label", { title: "Runs with the same value are one curve" }, "Group by", by));
   fill(root, h("div", { class: "stack" },
     h("div", { class: "head" }, h("h1", {}, `Compare ${chosen.length} runs`),
-      chosen.length === 2 ? h("a", { href: toPage("diff", { a: chosen[0].name, b: chosen[1].name }) }, "Where do they part?") : null,
+      chosen.length === 2 ? h("a", { href: toPage("diff", { a: chosen[0].name, b: chosen[1].name }) }, "Differences") : null,
       chosen.length === 2 ? h("a", { href: toPage("ab", pair(chosen)) }, "Which is better?") : null),
     missing.length ? h("div", { class: "notice warn" }, `Not in this folder any more: ${missing.join(", ")}`) : null,
-    legend, differing, h("div", { class: "sticky" }, bar), [...sections.values()].map(({ element }) => element)));
+    legend, explained, differences(chosen, tables, keys), h("div", { class: "sticky" }, bar), [...sections.values()].map(({ element }) => element)));
 
   function sift() {
     for (const { chart, words } of charts.values()) chart.element.hidden = Boolean(filter) && !words.includes(filter);
     for (const { grid, element } of sections.values()) element.hidden = ![...grid.children].some((child) => !child.hidden);
   }
 
+  function grouped() {
+    if (!by.value) return chosen.map((run) => ({ label: run.name, runs: [run] }));
+    return by.value === SEEDS ? families(chosen) : groupsByKey(chosen, tables, by.value);
+  }
+
+  /** The choice stands in the address. */
+  function regroup() {
+    const query = new URLSearchParams(location.hash.split("?")[1] ?? "");
+    if (by.value === SEEDS) query.delete("by");
+    else query.set("by", by.value);
+    history.replaceState(null, "", toPage("compare", query));
+  }
+
   function draw() {
-    const groups = bands ? families(chosen) : chosen.map((run) => ({ label: run.name, runs: [run] }));
+    const groups = grouped();
     fill(legend, groups.map((one, index) => h("span", { class: "row" },
       swatch(signOf(index)),
-      one.runs.length > 1 ? h("b", {}, `${one.label}, ${one.runs.length} seeds`) : h("a", { href: toRun(one.runs[0].name) }, one.label),
+      one.runs.length > 1 ? h("b", { title: one.runs.map(({ name }) => name).join(", ") }, `${one.label}, ${one.runs.length} ${by.value === SEEDS ? "seeds" : "runs"}`)
+        : h("a", { href: toRun(one.runs[0].name), title: one.runs[0].name }, one.label),
       one.runs.length === 1 ? statePill(one.runs[0].state) : null)));
+    const most = Math.max(0, ...groups.map((one) => one.runs.length));
+    fill(explained, most > 2 ? "Curves are means over the runs of a group, bands the 95 % interval of the mean (Student's t); of two runs, from the lower to the higher."
+      : most > 1 ? "Curves are means of two runs, bands go from the lower to the higher." : "");
     const places = chosen.flatMap((run) => points(told.get(run.name).columns, group.axis, group.axis).xs);
     group.span = places.length > 1 ? [places.reduce((a, b) => Math.min(a, b)), places.reduce((a, b) => Math.max(a, b))] : null;
     const metricNames = new Set(chosen.flatMap((run) => Object.keys(told.get(run.name).columns)));
@@ -119,25 +138,27 @@ function signOf(index) {
   return { colour: index % 8, dash: Math.floor(index / 8) };
 }
 
-/** Two runs as a and b, in the order of their names: `paceline ab` calls them so. */
+/** Two runs in the order of their names, as `paceline ab` takes them. */
 function pair(runs) {
   const [a, b] = runs.map(({ name }) => name).sort();
   return { a, b };
 }
 
-/** What the run files of these runs disagree about. */
-function differences(runs, configs) {
-  const tables = configs.map(({ rows }) => new Map(rows.map((row) => [row.key, JSON.stringify(row.value)])));
+function differingKeys(tables) {
   const keys = [...new Set(tables.flatMap((table) => [...table.keys()]))].filter((key) => key !== "name" && key !== "runs");
-  const differing = keys.filter((key) => new Set(tables.map((table) => table.get(key))).size > 1);
+  return keys.filter((key) => new Set(tables.map((table) => table.get(key))).size > 1);
+}
+
+/** What the run files of these runs disagree about. */
+function differences(runs, tables, differing) {
   if (runs.length < 2) return null;
   if (!differing.length) return h("p", { class: "soft" }, "Their run files are the same, but for the name.");
   const shown = (text) => (text === undefined ? "–" : text.replace(/^"|"$/g, ""));
   return h("details", { class: "section", open: differing.length <= 8 },
-    h("summary", {}, "Where their run files differ", h("span", { class: "faint" }, number(differing.length) + (differing.length === 1 ? " key" : " keys"))),
+    h("summary", {}, "Settings that differ", h("span", { class: "faint" }, number(differing.length) + (differing.length === 1 ? " key" : " keys"))),
     h("div", { class: "scroll" }, h("table", { class: "list differs" },
       h("caption", { class: "unseen" }, "Keys in which the runs differ"),
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Key"), runs.map((run) => h("th", { scope: "col" }, run.name)))),
       h("tbody", {}, differing.map((key) => h("tr", {}, h("th", { scope: "row", class: "mono" }, key),
-        tables.map((table) => h("td", { class: "mono" }, shown(table.get(key))))))))));
+        runs.map((run) => h("td", { class: "mono" }, shown(tables.get(run.name).get(key))))))))));
 }

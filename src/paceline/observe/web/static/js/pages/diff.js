@@ -1,13 +1,13 @@
-// The differences between two runs: settings, then the first thing that happened otherwise, with both sides of it.
+// What differs between two runs: their settings and curves, or bit for bit the first thing that happened otherwise.
 import { ask } from "../api.js";
 import { announce, fill, h, prose, say } from "../dom.js";
-import { amount, whole } from "../format.js";
+import { amount, number, whole } from "../format.js";
 import { figure, visible } from "../replay/words.js";
 import { toPage, toRun } from "../router.js";
 
-export const title = "Diff";
+export const title = "Differences";
 
-const STATES = { same: "the same", differs: "differs", later: "not looked at: may be a consequence", unknown: "not recorded" };
+const STATES = { same: "the same", differs: "differs", later: "not compared: may be a consequence", unknown: "not recorded" };
 
 export async function render(root, _, params) {
   const { runs } = await ask("runs");
@@ -19,23 +19,35 @@ export async function render(root, _, params) {
     select.value = names.includes(params.get(side)) ? params.get(side) : names[at] ?? "";
     return select;
   });
+  const exact = h("input", { type: "checkbox", on: { change: () => compare() } });
+  exact.checked = Boolean(params.get("exact"));
   const tolerance = h("input", { type: "text", inputmode: "decimal", size: 8, value: params.get("tolerance") ?? "0", autocomplete: "off" });
+  const tolerated = h("label", { title: "Numbers this far apart, of 1 or of their own size, count as the same" }, "Tolerance", tolerance);
+  const explained = h("p", { class: "soft" });
   const place = h("div", { class: "stack" });
   const missing = ["a", "b"].map((side) => params.get(side)).filter((name) => name && !names.includes(name));
   fill(root, h("div", { class: "stack" },
-    h("div", { class: "head" }, h("h1", {}, "Where two runs part")),
-    h("p", { class: "soft" }, "Both are walked through in the order in which one thing leads to the next. The first thing that is not the same is named; what comes after it may be its consequence."),
+    h("div", { class: "head" }, h("h1", {}, "Differences of two runs")),
+    explained,
     missing.length ? h("div", { class: "notice warn" }, `Not in this folder any more: ${missing.join(", ")}`) : null,
     names.length < 2 ? h("div", { class: "empty" }, h("h2", {}, "There are no two runs here")) : h("form", { class: "controls", on: { submit: (event) => { event.preventDefault(); compare(); } } },
       h("label", {}, "Run", chosen[0]), h("label", {}, "and", chosen[1]),
-      h("label", { title: "Numbers this far apart, of 1 or of their own size, count as the same" }, "Tolerance", tolerance),
+      h("label", { title: "Find the first difference in the records, to the last bit" }, exact, "Bit for bit"), tolerated,
       h("button", { type: "submit", class: "strong" }, "Compare")),
     place));
 
+  function explain() {
+    tolerated.hidden = !exact.checked;
+    say(explained, exact.checked
+      ? "Both are walked through in the order in which one thing leads to the next. The first thing that is not the same is named; what comes after it may be its consequence."
+      : "A metric differs where the two curves are further apart than chance explains, by their scatter from step to step.");
+  }
+
   async function compare() {
     const mine = (turn += 1);
+    explain();
     const [a, b] = chosen.map((select) => select.value);
-    const query = { a, b, tolerance: tolerance.value.trim() || "0" };
+    const query = exact.checked ? { a, b, exact: 1, tolerance: tolerance.value.trim() || "0" } : { a, b };
     history.replaceState(null, "", toPage("diff", query));
     const said = h("span", {});
     const bar = h("progress", { max: 1, "aria-label": "Comparing" });
@@ -48,27 +60,58 @@ export async function render(root, _, params) {
         told = await ask("diff", { job: told.job });
         if (gone || mine !== turn) return;
       }
+      if (gone || mine !== turn) return;
       if (told.state === "failed") throw new Error(told.failure);
       fill(place, answer(told, [a, b], (wide) => { tolerance.value = wide; compare(); }));
-      announce(told.first ? `First difference: ${told.first.what}` : "No difference", true);
+      announce(told.curves ? verdict(told.curves) : told.first ? `First difference: ${told.first.what}` : "No difference", true);
     } catch (error) {
       if (!gone && mine === turn) fill(place, h("div", { class: "notice bad", role: "alert" }, h("h2", {}, "They cannot be compared"), h("p", {}, error.message)));
     }
   }
 
+  explain();
   if (params.get("a") && params.get("b") && !missing.length) await compare();
   return () => (gone = true);
 }
 
-/** `again` compares with another tolerance. */
+/** `again` compares bits with another tolerance. */
 function answer(told, names, again) {
   return [
-    told.remarks.length ? h("div", { class: "notice warn" }, h("h2", {}, "The comparison is not complete"), h("ul", {}, told.remarks.map((remark) => h("li", {}, remark)))) : null,
-    told.settings.length ? h("details", { class: "section", open: told.settings.length <= 8 },
-      h("summary", {}, "Settings that differ", h("span", { class: "faint" }, amount(told.settings.length, "key"))), settings(told.settings, names))
-      : h("p", { class: "soft" }, "Their settings are the same, but for the name."),
-    told.first ? difference(told, names, again) : h("div", { class: "notice" }, h("h2", {}, "No difference"),
-      h("p", {}, `The same in all that was recorded: ${amount(told.steps, "step")} and ${amount(told.rollouts, "rollout")}.`))];
+    told.settings.length ? h("section", { class: "section", "aria-label": "Settings that differ" },
+      h("h2", {}, "Settings that differ", h("span", { class: "faint" }, amount(told.settings.length, "key"))), settings(told.settings, names))
+      : h("p", {}, "Their settings are the same, but for the name."),
+    told.expected.length ? h("div", { class: "notice warn" }, h("b", {}, "Not deterministic, so bit differences are expected: "), prose(told.expected.join("; ")), ".")
+      : h("p", { class: "soft" }, "Both are deterministic: they can be equal bit for bit."),
+    told.curves ? curves(told.curves, names) : told.first ? difference(told, names, again) : h("div", { class: "notice" }, h("h2", {}, "No difference"),
+      h("p", {}, `The same in all that was recorded: ${amount(told.steps, "step")} and ${amount(told.rollouts, "rollout")}.`)),
+    told.remarks.length ? h("div", { class: "notice warn" }, h("h2", {}, "The comparison is not complete"), h("ul", {}, told.remarks.map((remark) => h("li", {}, remark)))) : null];
+}
+
+function verdict(all) {
+  const real = all.filter((one) => one.is_real);
+  if (all.every(({ noise }) => noise === null)) return "No metric has enough common steps to be compared";
+  return real.length ? `${amount(real.length, "metric")} further apart than chance explains` : "No metric is further apart than chance explains";
+}
+
+function curves(all, names) {
+  const [real, rest] = [all.filter((one) => one.is_real), all.filter((one) => !one.is_real)];
+  return h("section", { class: "section", "aria-label": "Curves" },
+    h("h2", {}, verdict(all)),
+    real.length ? curveTable(real, names) : null,
+    rest.length ? h("details", { class: "section", open: !real.length }, h("summary", {}, real.length ? "No further apart than chance explains" : "Compared metrics", h("span", { class: "faint" }, amount(rest.length, "metric"))), curveTable(rest, names)) : null,
+    h("p", { class: "row" }, h("a", { href: toPage("compare", new URLSearchParams(names.map((name) => ["run", name]))) }, "All curves"),
+      h("a", { href: toPage("ab", { a: names[0], b: names[1] }) }, "Which is better?")));
+}
+
+const signed = (value) => (value > 0 ? "+" : "") + number(value);
+
+/** Each metric over the steps in which it differs most. */
+function curveTable(all, names) {
+  return h("div", { class: "scroll" }, h("table", { class: "list differs" },
+    h("caption", { class: "unseen" }, "Means of both runs over the steps in which they differ most, and the difference that chance explains"),
+    h("thead", {}, h("tr", {}, ["Metric", ...names, "Difference", "Chance, 95%", "Steps"].map((name, at) => h("th", { scope: "col", class: at ? "right" : null }, name)))),
+    h("tbody", {}, all.map((one) => h("tr", {}, h("th", { scope: "row", class: "mono" }, one.name),
+      [number(one.one), number(one.other), signed(one.other - one.one), one.noise === null ? "too few pairs" : `±${number(one.noise)}`, [...new Set(one.steps)].map(whole).join(" to ")].map((text) => h("td", { class: "right" }, text)))))));
 }
 
 function settings(rows, names) {
@@ -106,7 +149,7 @@ function oneSide(side, name, first) {
     h("p", { class: "value mono" }, value(side, first)),
     side.tokens ? h("p", { class: "bits", "aria-label": "Tokens around it" }, side.tokens.map(({ id, text }, at) =>
       h(at === side.marked ? "mark" : "span", { class: "bit", title: `id ${id}` }, visible(text, id)))) : null,
-    side.said && first.kind !== "prompt" ? h("details", {}, h("summary", {}, "what was said"), h("pre", { class: "said" }, side.said)) : null,
+    side.said && first.kind !== "prompt" ? h("details", {}, h("summary", {}, "conversation"), h("pre", { class: "said" }, side.said)) : null,
     side.rollout === null ? h("p", { class: "faint" }, first.ticket === null ? "" : "this run has no such rollout") : h("p", { class: "row" },
       h("a", { href: toRun(name, "rollouts", { id: side.rollout }) }, `rollout ${side.rollout}`),
       side.place ? h("a", { href: toRun(name, "tokens", { id: side.rollout, ...side.place }) }, `token ${side.place.at}`) : null));

@@ -16,9 +16,9 @@ const COLUMNS = [
   ["state", "State", (run) => ["running", "starting", "failed", "crashed", "interrupted", "finished"].indexOf(run.state)],
   ["step", "Step", (run) => run.step, "right"],
   ["reward", "Reward", (run) => run.reward?.last ?? -Infinity, "right"],
-  ["spark", "Course", null],
+  ["spark", "Progress", null],
   ["eval", "Held-out", (run) => run.eval?.last ?? -Infinity, "right"],
-  ["seen", "Last sign", (run) => run.seen ?? 0, "right"],
+  ["seen", "Last update", (run) => run.seen ?? 0, "right"],
   ["tags", "Tags", null],
 ];
 
@@ -31,7 +31,7 @@ export async function render(root, _, params) {
     size: 34, value: state.search, on: { input: () => look(search.value) },
   });
   const compare = h("button", { type: "button", class: "strong", on: { click: () => go() } });
-  const part = h("button", { type: "button", title: "The first thing in which the two runs differ", on: { click: () => asked("diff") } }, "Where do they part?");
+  const part = h("button", { type: "button", title: "Settings and curves in which the two runs differ", on: { click: () => asked("diff") } }, "Differences");
   const clear = h("button", { type: "button", class: "quiet", on: { click: () => { ticked.clear(); draw(); } } }, "Untick all");
   const counted = h("span", { class: "soft" });
   const body = h("tbody");
