@@ -269,6 +269,20 @@ def test_a_group_opened_from_its_one_different_try_shows_that_difference(page, f
     expect(page.locator("h1")).to_have_text("Rollout 6")
 
 
+def test_a_board_of_nine_letters_is_drawn_in_rows_and_other_words_are_not(page, folder, address):
+    Told(folder, "boards").step(1).end()
+    told = Talking(folder / "boards")
+    texts = ("axcdofghi", "abcdefghi", "axcdofghj", "ooxxooxxo.", "carefully")
+    told.played(1, "trained", *[rollout(n, 0, [turn(asked(text), "c")]) for n, text in enumerate(texts)]).close()
+    for number, text in enumerate(texts):
+        _open(page, address, f"boards/rollouts?id={number}", ".message.user")
+        expect(page.locator(".message.user .words")).to_have_text(text)
+        assert page.locator(".board").count() == (number < 2)
+        if number == 0:
+            board = page.get_by_role("img", name="Board, row by row: axc, dof, ghi")
+            assert board.bounding_box()["height"] > 3 * board.locator("span").first.bounding_box()["height"]
+
+
 def test_an_episode_shows_every_seat_in_its_colour_in_the_order_of_speaking(page, address):
     _open(page, address, "talk/rollouts?id=83&view=episode", ".line li")
     assert page.locator(".seat header a").all_inner_texts() == ["buyer", "seller"]

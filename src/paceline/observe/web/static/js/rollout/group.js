@@ -46,7 +46,7 @@ function card(run, row, { rows, pieces, reference, error }, known, query) {
   return h("article", { class: here ? "try here" : "try", "aria-label": many ? `${mine.length} identical tries` : mine[0].name },
     h("header", {}, many ? h("span", {}, `${mine.length} identical tries`) : links,
       h("b", {}, [...new Set(mine.map(({ row: one }) => number(one.reward)))].join(", ")),
-      h("span", { class: "faint" }, [reference && many ? "most frequent" : "", here ? "with this rollout" : ""].filter(Boolean).join(", "))),
+      h("span", { class: "faint" }, [reference && many ? "most frequent" : "", here ? (many ? "with this rollout" : "this rollout") : ""].filter(Boolean).join(", "))),
     many && h("p", { class: "row" }, links),
     states.map((state) => h("p", { class: "faint" }, stateWords(state))),
     error && h("pre", { class: "error" }, error),
