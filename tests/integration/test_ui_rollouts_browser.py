@@ -238,13 +238,49 @@ def test_a_conversation_shows_tools_and_folds_what_is_long(page, address):
         assert link.get_attribute("href") == f"#/run/talk/{place}"
 
 
-def test_a_group_marks_where_a_try_parts_from_the_first(page, address):
+def test_a_group_marks_where_a_reply_leaves_the_other(page, address):
     _open(page, address, "talk/rollouts?id=80", ".views")
     page.get_by_role("link", name="Group of 2").click()
     page.wait_for_selector(".columns")
     assert page.locator(".tries tbody tr").count() == 2
     assert page.locator("mark.parts").all_inner_texts() == ["blue"]
     expect(page.locator(".try").nth(1).locator(".piece").last).to_contain_text("red to blue")
+
+
+def test_a_group_opened_from_its_one_different_try_shows_that_difference(page, folder, address):
+    Told(folder, "same").step(1).end()
+    told = Talking(folder / "same")
+    texts = ["the answer is 4"] * 3 + ["the answer is 5"] + ["the answer is 4"] * 4
+    told.played(
+        1, "trained", *[rollout(1, n, [turn(asked("2 + 2"), text)], float(n != 3)) for n, text in enumerate(texts)]
+    )
+    told.close()
+    _open(page, address, "same/rollouts?id=3&view=group", ".columns .try")
+    cards = page.locator(".try")
+    expect(cards).to_have_count(2)
+    expect(cards.first.locator("header")).to_contain_text("7 identical tries")
+    expect(cards.first.locator("header")).to_contain_text("most frequent")
+    expect(cards.first).to_contain_text("the answer is 4")
+    expect(cards.nth(1)).to_contain_text("Try 3")
+    expect(cards.nth(1)).to_have_class("try here")
+    assert page.locator("mark.parts").all_inner_texts() == ["5"]
+    expect(page.locator("mark.parts")).to_be_in_viewport()
+    cards.first.get_by_role("link", name="Try 6").click()
+    expect(page.locator("h1")).to_have_text("Rollout 6")
+
+
+def test_a_board_of_nine_letters_is_drawn_in_rows_and_other_words_are_not(page, folder, address):
+    Told(folder, "boards").step(1).end()
+    told = Talking(folder / "boards")
+    texts = ("axcdofghi", "abcdefghi", "axcdofghj", "ooxxooxxo.", "carefully")
+    told.played(1, "trained", *[rollout(n, 0, [turn(asked(text), "c")]) for n, text in enumerate(texts)]).close()
+    for number, text in enumerate(texts):
+        _open(page, address, f"boards/rollouts?id={number}", ".message.user")
+        expect(page.locator(".message.user .words")).to_have_text(text)
+        assert page.locator(".board").count() == (number < 2)
+        if number == 0:
+            board = page.get_by_role("img", name="Board, row by row: axc, dof, ghi")
+            assert board.bounding_box()["height"] > 3 * board.locator("span").first.bounding_box()["height"]
 
 
 def test_an_episode_shows_every_seat_in_its_colour_in_the_order_of_speaking(page, address):

@@ -15,7 +15,7 @@ from conversations import Talking, asked, png, rollout, turn
 from paceline.observe.analysis.payoff import Payoff
 from paceline.observe.web import build_app
 from paceline.observe.web.messages import EpisodeTurn, flat_text, message_view, order_turns
-from paceline.observe.web.rollouts import common_prefix, split_from_first
+from paceline.observe.web.rollouts import common_prefix, split_from_reference
 from paceline.observe.web.runs import encode_json
 from paceline.runtime.league import leagues
 from recorded_runs import Told
@@ -297,14 +297,14 @@ def test_two_texts_part_where_they_first_differ(start, one, other):
     at = common_prefix(left, right)
     assert left[:at] == right[:at]
     assert at == min(len(left), len(right)) or left[at] != right[at]
-    (piece,) = split_from_first([("assistant", left)], [("assistant", right)])
+    (piece,) = split_from_reference([("assistant", left)], [("assistant", right)])
     assert piece["same"] + piece["rest"] == right
 
 
 def test_nothing_after_a_parting_counts_as_the_same():
     first = [("assistant", "I look"), ("tool", "42"), ("assistant", "it is 42")]
     other = [("assistant", "I guess"), ("tool", "42"), ("assistant", "it is 42")]
-    pieces = split_from_first(first, other)
+    pieces = split_from_reference(first, other)
     assert [(piece["same"], piece["rest"]) for piece in pieces] == [("I ", "guess"), ("", "42"), ("", "it is 42")]
 
 
@@ -316,9 +316,38 @@ def test_a_group_holds_the_tries_of_one_actor_and_says_the_prompt_once(tmp_path)
     group = ask("/group", run="run", id=1)
     assert group["begin"] == [{"role": "user", "text": "count"}]
     assert [one["row"]["reward"] for one in group["tries"]] == [0.0, 0.5, 1.0]
-    assert [one["first"] for one in group["tries"]] == [True, False, False]
-    assert group["tries"][2]["pieces"] == [{"role": "assistant", "same": "one two ", "rest": "2", "left_out": 0}]
+    assert [(reply["rows"], reply["reference"]) for reply in group["replies"]] == [
+        ([1], True),
+        ([0], False),
+        ([2], False),
+    ]
+    assert group["replies"][2]["pieces"] == [{"role": "assistant", "same": "one two ", "rest": "2", "left_out": 0}]
     assert [one["row"]["actor"] for one in ask("/group", run="run", id=3)["tries"]] == ["buyer"]
+
+
+def test_equal_tries_are_one_reply_and_the_different_one_is_split_where_it_leaves_them(tmp_path):
+    told = Talking(tmp_path / "run")
+    texts = ["one two 3"] * 3 + ["one two 4"] + ["one two 3"] * 4 + ["none"]
+    tries = [rollout(5, n, [turn(asked("count"), text)], n / 2) for n, text in enumerate(texts)]
+    broken = rollout(5, 9, [turn(asked("count"), "one two 3")], None, error="too slow")
+    told.played(1, "trained", *tries, broken).close()
+    ask = _asking(tmp_path)
+    for opened, order in ((3, [[3], [8], [9]]), (0, [[3], [8], [9]]), (8, [[8], [3], [9]])):
+        first, *others = ask("/group", run="run", id=opened)["replies"]
+        assert first["rows"] == [0, 1, 2, 4, 5, 6, 7]
+        assert [reply["rows"] for reply in others] == order
+        (piece,) = next(reply["pieces"] for reply in others if reply["rows"] == [3])
+        assert (piece["same"], piece["rest"]) == ("one two ", "4")
+        assert next(reply["error"] for reply in others if reply["rows"] == [9]) == "too slow"
+
+
+def test_of_a_large_group_the_opened_try_is_always_there(tmp_path):
+    told = Talking(tmp_path / "run")
+    tries = [rollout(5, n, [turn(asked("count"), str(n == 70))], 0.0) for n in range(80)]
+    told.played(1, "trained", *tries).close()
+    group = _asking(tmp_path)("/group", run="run", id=70)
+    assert (len(group["tries"]), group["total"]) == (64, 80)
+    assert [reply["rows"][-1] for reply in group["replies"]] == [62, 70]
 
 
 def test_solvers_of_one_question_are_compared_with_one_another_alone(tmp_path):

@@ -26,7 +26,7 @@ STATE_FILE = "state.json"
 MOST_TRIES, MOST_TEXT = 64, 20_000
 """Columns of the page of a group, and characters of one message there; the rollout's own page has all of them."""
 
-RoleTexts = list[tuple[str, str]]
+RoleTexts = Sequence[tuple[str, str]]
 """Role and text of each message."""
 
 router = APIRouter(prefix="/rollouts")
@@ -36,24 +36,33 @@ Index = Annotated[int, QueryParam(alias="id", ge=0, lt=2**62)]
 
 @router.get("/group")
 def group(run: OneRun, index: Index) -> Response:
-    """All tries of its ticket, side by side: the messages that all begin with, and those of each from there on."""
+    """All tries of its ticket: the messages that all begin with, and the replies from there on. Tries that are equal
+    share one; each is split where it leaves the most frequent one, or of equally frequent ones that of this try."""
     rows = comparable_tries(run.rollouts, index)
-    bodies = [run.rollouts.get_or_none(row.index) for row in rows[:MOST_TRIES]]
+    shown = rows[:MOST_TRIES]
+    if index not in {row.index for row in shown}:
+        shown[-1] = run.rollouts.row(index)
+    bodies = [run.rollouts.get_or_none(row.index) for row in shown]
     texts = [_role_texts(one) if one is not None else [] for one in bodies]
-    nonempty = [one for one in texts if one]
-    shared, first = _shared_messages(nonempty), next(iter(nonempty), [])
-    tries = [
+    shared = _shared_messages([one for one in texts if one])
+    equal: dict[tuple[RoleTexts, str | None], list[int]] = {}
+    for row, one, words in zip(shown, bodies, texts, strict=True):
+        equal.setdefault((tuple(words), one.error if one else None), []).append(row.index)
+    by_frequency = sorted(equal.items(), key=lambda item: (-len(item[1]), index not in item[1]))
+    (reference, _), most_frequent = next((item for item in by_frequency if item[0][0]), by_frequency[0])
+    in_order = sorted(by_frequency, key=lambda item: (item[1] is not most_frequent, index not in item[1]))
+    replies = [
         {
-            "row": row,
-            "metrics": one.metrics if one else {},
-            "error": one.error if one else None,
-            "first": words is first,
-            "pieces": split_from_first(first[shared:], words[shared:]),
+            "rows": members,
+            "error": error,
+            "reference": members is most_frequent,
+            "pieces": split_from_reference(reference[shared:], words[shared:]),
         }
-        for row, one, words in zip(rows, bodies, texts, strict=False)
+        for (words, error), members in in_order
     ]
-    begin = [{"role": role, "text": text[:MOST_TEXT]} for role, text in first[:shared]]
-    return FiniteJsonResponse({"begin": begin, "tries": tries, "total": len(rows)})
+    tries = [{"row": row, "metrics": one.metrics if one else {}} for row, one in zip(shown, bodies, strict=True)]
+    begin = [{"role": role, "text": text[:MOST_TEXT]} for role, text in reference[:shared]]
+    return FiniteJsonResponse({"begin": begin, "tries": tries, "replies": replies, "total": len(rows)})
 
 
 def comparable_tries(rollouts: Rollouts, index: int) -> list[Row]:
@@ -66,11 +75,11 @@ def comparable_tries(rollouts: Rollouts, index: int) -> list[Row]:
     return here if len(here) > 1 else sorted(alike, key=lambda row: row.member)
 
 
-def split_from_first(first: RoleTexts, other: RoleTexts) -> list[dict[str, Any]]:
-    """Each message split into the text it shares with the first rollout and the rest."""
+def split_from_reference(reference: RoleTexts, other: RoleTexts) -> list[dict[str, Any]]:
+    """Each message split into the text it shares with the reference and, from the first difference on, the rest."""
     is_same = True
     pieces = []
-    for (role, text), beside in zip_longest(other, first[: len(other)]):
+    for (role, text), beside in zip_longest(other, reference[: len(other)]):
         same = common_prefix(beside[1], text) if is_same and beside and beside[0] == role else 0
         is_same = is_same and beside == (role, text)
         begin = text[:same] if same <= MOST_TEXT else f"…{text[same - MOST_TEXT : same]}"

@@ -1,29 +1,30 @@
-// The tries of one ticket side by side, and where each parts from the first.
+// The tries of one ticket side by side: equal ones on one card, and where each leaves the most frequent reply.
 import { ask } from "../api.js";
 import { h } from "../dom.js";
 import { amount, number, whole } from "../format.js";
 import { stateMark, stateWords, toOne, versionWords } from "./words.js";
 import { foldedText } from "./talk.js";
 
-const TAIL = 200; // characters of what is the same that are shown before a parting
+const TAIL = 200; // characters of what is the same that are shown before the first difference
 
 export async function content(run, row, query) {
-  const { begin, tries, total } = await ask("rollouts/group", { run: run.name, id: row.index });
+  const { begin, tries, replies, total } = await ask("rollouts/group", { run: run.name, id: row.index });
   const apart = new Set(tries.map(({ row: one }) => one.member)).size === tries.length;
   tries.forEach((one, at) => (one.name = `Try ${apart ? one.row.member : at}`)); // seats of one episode share its number
+  const known = new Map(tries.map((one) => [one.row.index, one]));
   return h("div", { class: "stack" },
-    total > tries.length ? h("p", { class: "notice warn" }, `${whole(total)} tries; the first ${tries.length} are shown.`) : null,
+    total > tries.length ? h("p", { class: "notice warn" }, `${whole(total)} tries; ${tries.length} are shown.`) : null,
     table(run, row, tries, query),
-    begin.length ? h("details", { class: "section" }, h("summary", {}, "What all of them begin with", h("span", { class: "faint" }, amount(begin.length, "message"))),
+    begin.length ? h("details", { class: "section" }, h("summary", {}, "Shared prompt", h("span", { class: "faint" }, amount(begin.length, "message"))),
       begin.map(({ role, text }) => h("div", { class: "message other" }, h("header", {}, h("b", {}, role)), foldedText(text)))) : null,
-    h("section", { class: "section", "aria-label": "What each said" },
-      h("h2", {}, "What each said", h("span", { class: "faint" }, "faint: as the first try said it; marked: from where they part on")),
-      h("div", { class: "columns", tabindex: 0, role: "region", "aria-label": "Tries side by side" }, tries.map((one) => column(run, row, one, query)))));
+    h("section", { class: "section", "aria-label": "Replies" },
+      h("h2", {}, "Replies", h("span", { class: "faint" }, replies.length > 1 ? "marked: from the first difference on; faint: as in the first card" : "all the same")),
+      h("div", { class: "columns", tabindex: 0, role: "region", "aria-label": "Replies side by side" }, replies.map((one) => card(run, row, one, known, query)))));
 }
 
 function table(run, row, tries, query) {
   const names = [...new Set(tries.flatMap(({ metrics }) => Object.keys(metrics)))].slice(0, 6);
-  const heads = ["Try", "Reward", "Advantage", "Tokens", "Turns", "Version", ...names, "Became"];
+  const heads = ["Try", "Reward", "Advantage", "Tokens", "Turns", "Version", ...names, "State"];
   return h("div", { class: "scroll" }, h("table", { class: "list tries" },
     h("caption", { class: "unseen" }, "Tries of this ticket"),
     h("thead", {}, h("tr", {}, heads.map((name, at) => h("th", { scope: "col", class: at && at < heads.length - 1 ? "right" : null }, name)))),
@@ -35,28 +36,35 @@ function table(run, row, tries, query) {
       h("td", {}, stateMark(one.state)))))));
 }
 
-function column(run, row, { row: one, pieces, first, error, name }, query) {
-  const same = !first && pieces.length && pieces.every(({ rest }) => !rest);
-  return h("article", { class: one.index === row.index ? "try here" : "try", "aria-label": name },
-    h("header", {}, h("a", { href: toOne(run, one.index, query) }, name), h("b", {}, number(one.reward)),
-      h("span", { class: "faint" }, first ? "the first" : same ? "says the same" : "")),
-    !["trained", "evaluated", "matched"].includes(one.state) && h("p", { class: "faint" }, stateWords(one.state)),
+/** One reply, and all tries that gave it. */
+function card(run, row, { rows, pieces, reference, error }, known, query) {
+  const mine = rows.map((index) => known.get(index));
+  const many = mine.length > 1;
+  const here = rows.includes(row.index);
+  const states = [...new Set(mine.map(({ row: one }) => one.state))].filter((state) => !["trained", "evaluated", "matched"].includes(state));
+  const links = mine.map(({ row: one, name }) => h("a", { href: toOne(run, one.index, query), "aria-current": one.index === row.index ? "true" : null }, name));
+  return h("article", { class: here ? "try here" : "try", "aria-label": many ? `${mine.length} identical tries` : mine[0].name },
+    h("header", {}, many ? h("span", {}, `${mine.length} identical tries`) : links,
+      h("b", {}, [...new Set(mine.map(({ row: one }) => number(one.reward)))].join(", ")),
+      h("span", { class: "faint" }, [reference && many ? "most frequent" : "", here ? (many ? "with this rollout" : "this rollout") : ""].filter(Boolean).join(", "))),
+    many && h("p", { class: "row" }, links),
+    states.map((state) => h("p", { class: "faint" }, stateWords(state))),
     error && h("pre", { class: "error" }, error),
-    pieces.map((piece) => h("div", { class: "piece" }, pieces.length > 1 && h("div", { class: "faint" }, piece.role), pieceText(piece, first))),
-    !pieces.length && h("p", { class: "faint" }, "nothing was kept"));
+    pieces.map((piece) => h("div", { class: "piece" }, pieces.length > 1 && h("div", { class: "faint" }, piece.role), pieceText(piece, reference))),
+    !pieces.length && h("p", { class: "faint" }, "no messages recorded"));
 }
 
-function pieceText({ same, rest, left_out: left }, first) {
-  if (first) return same ? foldedText(same) : h("div", { class: "faint" }, "nothing");
+function pieceText({ same, rest, left_out: left }, reference) {
+  if (reference) return same ? foldedText(same) : h("div", { class: "faint" }, "empty");
   return h("div", { class: "words" }, same && sharedText(same), rest && h("mark", { class: "parts" }, rest),
-    !same && !rest && h("span", { class: "faint" }, "nothing"), left ? h("span", { class: "faint" }, ` … ${whole(left)} more characters`) : null);
+    !same && !rest && h("span", { class: "faint" }, "empty"), left ? h("span", { class: "faint" }, ` … ${whole(left)} more characters`) : null);
 }
 
-/** What the first try said too: of much of it the end, just before they part. */
+/** What the reference has too: of much of it the end, just before the first difference. */
 function sharedText(text) {
   if (text.length <= 2 * TAIL) return h("span", { class: "same" }, text);
   const place = h("span", { class: "same" }, `…${text.slice(-TAIL)}`);
   const more = h("button", { type: "button", class: "quiet", on: { click: () => { place.textContent = text; more.remove(); } } },
-    `${whole(text.length - TAIL)} characters as in the first`);
+    `${whole(text.length - TAIL)} characters as in the first card`);
   return [more, place];
 }

@@ -44,10 +44,23 @@ function length({ parts }) {
 function part({ kind, text, what, source, left_out: left }) {
   if (kind === "image") return h("figure", {}, h("img", { src: source, alt: text, loading: "lazy", decoding: "async" }), h("figcaption", { class: "faint" }, text));
   if (kind === "unshown") return h("p", { class: "unshown" }, text);
-  const shown = [foldedText(text, kind === "other" ? "words mono" : "words"), left ? h("p", { class: "faint" }, `${whole(left)} more characters are in the record.`) : null];
+  const shown = [foldedText(text, kind === "other" ? "words mono" : "words"), isBoard(text) ? board(text) : null, left ? h("p", { class: "faint" }, `${whole(left)} more characters are in the record.`) : null];
   if (kind === "thought") return h("details", { class: "thought" }, h("summary", {}, `Thought, ${amount(text.length, "character")}`), shown);
   if (kind === "other") return h("div", {}, h("p", { class: "faint" }, what), shown);
   return shown;
+}
+
+const SQUARES = "abcdefghi";
+
+/** Whether a text is a board of tic-tac-toe: nine letters, a free square by its own letter. */
+function isBoard(text) {
+  return text.length === SQUARES.length && [...text].every((letter, at) => "xo".includes(letter) || letter === SQUARES[at]);
+}
+
+/** The same board in rows, below the text that the policy got. */
+function board(text) {
+  return h("div", { class: "board mono", role: "img", "aria-label": `Board, row by row: ${text.match(/.../g).join(", ")}` },
+    [...text].map((letter) => h("span", { class: "xo".includes(letter) ? null : "faint" }, letter)));
 }
 
 function call({ name, arguments: given, id }) {
