@@ -5,6 +5,7 @@ import re
 import pytest
 from test_ui_browser import _expect, _open, browser, page, pytestmark, tab  # noqa: F401
 
+from conversations import Talking, asked, rollout, turn
 from headline_run import falling_lines, is_exact, is_reward, recorded_means, written_run
 from paceline.observe.record import open_run
 from paceline.observe.report.page import render_report
@@ -19,6 +20,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     written_run(runs, "short", falling_lines(3))
     for number in range(10):
         Told(runs, f"one-of-ten-{number}", staleness=number).step(12).end()
+    Told(runs, "talk").step(5).end()
+    talk = Talking(runs / "talk")
+    for step in range(1, 11):
+        plain = [rollout(step, n, [turn(asked(f"word {n}"), f"reply {step} {n}", step)], n / 8) for n in range(8)]
+        talk.played(step, "trained", *plain)
+    talk.close()
     many = Told(runs, "many").step(12)
     envs = {f"reward/an-environment-with-a-long-name-{number}/mean": number / 20 for number in range(19)}
     others = {"memory/trainer": 4e9, "eval/reverse-text/failed": 1.0, "my_own_figure": 3.0}
@@ -33,6 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 def address(folder):
     with served(folder) as here:
         yield here
+
+
+@pytest.fixture(autouse=True)
+def forgetful(page):  # noqa: F811
+    """The browser remembers axis and smoothing from page to page, but not from test to test."""
+    yield
+    page.evaluate("localStorage.clear()")
 
 
 def _numbers(text: str) -> list[float]:
@@ -246,3 +260,101 @@ def test_every_chart_names_its_unit_and_other_metrics_have_a_title(page, address
         "Time of a step",
         "my_own_figure",
     }
+
+
+def _place(page) -> str:  # noqa: F811
+    return page.evaluate("location.hash")
+
+
+def _view(page) -> tuple[str, str, bool]:  # noqa: F811
+    """Axis, smoothing and whether the charts are zoomed, as the controls say."""
+    axis = page.locator(".choice button[aria-pressed=true]").inner_text()
+    zoomed = page.get_by_role("button", name="Show all steps").is_visible()
+    return axis, page.get_by_label("Smoothing").input_value(), zoomed
+
+
+@pytest.mark.parametrize(
+    ("place", "wanted"),
+    [("#/run/falling/overview", ".chart canvas"), ("#/compare?run=one-of-ten-1&run=one-of-ten-2", ".chart canvas")],
+)
+def test_zoom_axis_and_smoothing_are_in_the_address_and_come_back(page, browser, address, place, wanted):  # noqa: F811
+    _open(page, address, place, wanted)
+    assert _view(page) == ("step", "0", False)
+    assert _place(page) == place, "the default view needs no words in the address"
+    page.locator(".choice button", has_text="time").click()
+    page.get_by_label("Smoothing").fill("0.6")
+    page.get_by_role("slider", name="Reward: cursor", exact=True).focus()
+    page.keyboard.press("+")
+    page.get_by_role("button", name="Show all steps").wait_for()
+    changed = _place(page)
+    assert changed.startswith(place)
+    assert "axis=time&smoothing=0.6&from=" in changed
+    page.evaluate("location.hash = '#/'")
+    page.wait_for_selector("table.runs tbody tr")
+    page.go_back()
+    page.wait_for_selector(wanted)
+    assert (_place(page), _view(page)) == (changed, ("time", "0.6", True))
+    table = page.get_by_role("button", name="Show as a table: Reward", exact=True)
+    table.click()
+    rows = page.get_by_role("region", name="Reward as a table").locator("tbody tr")
+    zoomed = rows.all_inner_texts()
+    page.evaluate("localStorage.clear()")
+    shared = browser.new_page()
+    _open(shared, address, changed, wanted)
+    assert _view(shared) == ("time", "0.6", True)
+    shared.get_by_role("button", name="Show as a table: Reward", exact=True).click()
+    assert shared.get_by_role("region", name="Reward as a table").locator("tbody tr").all_inner_texts() == zoomed
+    shared.close()
+    page.get_by_role("button", name="Show all steps").click()
+    page.locator(".choice button", has_text="step").click()
+    page.get_by_label("Smoothing").fill("0")
+    assert _place(page) == place
+    assert len(zoomed) < rows.count()
+
+
+@pytest.mark.parametrize("view", ["axis=never", "smoothing=x", "smoothing=7", "from=9&to=3", "from=&to=x"])
+def test_a_view_of_nonsense_in_the_address_shows_the_charts(page, address, view):  # noqa: F811
+    _open(page, address, f"#/run/falling/overview?{view}", ".chart canvas")
+    axis, smoothing, zoomed = _view(page)
+    assert (axis, zoomed) == ("step", False)
+    assert 0 <= float(smoothing) <= 0.98
+
+
+def _comes_back_to(page, row: str, opened: str) -> None:  # noqa: F811
+    """Open the link of a row far below, go back and forward: the list stands where it was left."""
+    link = page.locator(f"{row} a").first
+    link.scroll_into_view_if_needed()
+    left = page.evaluate("scrollY")
+    assert left > 0
+    link.click()
+    page.wait_for_selector(opened)
+    page.wait_for_function("scrollY === 0")
+    page.go_back()
+    page.wait_for_selector(row)
+    page.wait_for_function(f"scrollY === {left}")
+    page.go_forward()
+    page.wait_for_selector(opened)
+    page.wait_for_function("scrollY === 0")
+    page.go_back()
+    page.wait_for_selector(row)
+    page.wait_for_function(f"scrollY === {left}")
+
+
+def test_back_finds_the_list_of_rollouts_as_it_was_left(page, address):  # noqa: F811
+    page.set_viewport_size({"width": 1440, "height": 500})
+    _open(page, address, "#/run/talk/rollouts", "table.rollouts tbody tr")
+    page.locator("table.rollouts thead button", has_text="Reward").click()
+    _expect(page.locator("table.rollouts th[aria-sort]")).to_contain_text("Reward")
+    page.wait_for_selector("table.rollouts tbody tr:nth-child(30)")
+    _comes_back_to(page, "table.rollouts tbody tr:nth-child(30)", ".message")
+    _expect(page.locator("table.rollouts th[aria-sort]")).to_contain_text("Reward")
+
+
+def test_back_finds_the_table_of_runs_as_it_was_left(page, address):  # noqa: F811
+    page.set_viewport_size({"width": 1440, "height": 400})
+    _open(page, address, "#/", "table.runs tbody tr")
+    page.get_by_role("button", name="Run", exact=True).click()
+    names = page.locator("table.runs td.name a").all_inner_texts()
+    assert names == sorted(names)
+    _comes_back_to(page, "tr[data-key=one-of-ten-7]", ".vitals")
+    assert page.locator("table.runs td.name a").all_inner_texts() == names

@@ -13,9 +13,18 @@ let run = null;
 let leave = null;
 let forget = null;
 let turn = 0;
+const places = new Map(); // How far down each entry of the history was left.
+let entry = entryKey();
 
-/** Show what the address says. A page that was asked for later wins, however long an earlier one takes. */
-async function show() {
+/** Name the present entry of the history; one that is come back to has its name already. */
+function entryKey() {
+  const key = history.state?.key ?? String(Math.random());
+  history.replaceState({ key }, "");
+  return key;
+}
+
+/** Show what the address says, scrolled to `top`. A page that was asked for later wins, however long an earlier one takes. */
+async function show(top = 0) {
   const mine = (turn += 1);
   const target = parse(location.hash);
   leave?.();
@@ -38,8 +47,10 @@ async function show() {
     head(target, page);
     fill(main, root);
     const left = await page.module.render(root, run, target.params);
-    if (mine === turn) leave = left ?? null;
-    else left?.();
+    if (mine === turn) {
+      leave = left ?? null;
+      scrollTo(0, top);
+    } else left?.();
   } catch (error) {
     if (mine !== turn) return;
     head(target, null);
@@ -125,9 +136,12 @@ function theme() {
 
 document.getElementById("skip").addEventListener("click", () => main.focus());
 addEventListener("keydown", keys);
+history.scrollRestoration = "manual"; // the browser would restore it before the page is drawn
 addEventListener("hashchange", () => {
+  places.set(entry, scrollY);
+  entry = entryKey();
   scrollTo(0, 0);
-  show();
+  show(places.get(entry));
 });
 theme();
 show();

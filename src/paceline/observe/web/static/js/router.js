@@ -19,6 +19,11 @@ export function toPage(page, params = {}) {
   return `#/${page}${queryString(params)}`;
 }
 
+/** Put this address in place of the present one: the page stays as it is, and Back does not lead to the old one. */
+export function replaceAddress(address) {
+  history.replaceState(history.state, "", address);
+}
+
 function queryString(params) {
   const query = params instanceof URLSearchParams ? params : new URLSearchParams(params);
   const text = query.toString();

@@ -1,25 +1,53 @@
 // What charts share: the group of charts on a page, the bar above them, the box beside the pointer, and the table of figures.
 import { fill, h, memory } from "../dom.js";
 import { number } from "../format.js";
+import { replaceAddress } from "../router.js";
+
+const MOST_SMOOTHING = 0.98;
+const VIEW = ["axis", "smoothing", "from", "to"];
 
 export class Group extends EventTarget {
-  constructor() {
+  /**
+   * With `params`, those of the page's address, the view is read from there and kept there: `axis=time`, `smoothing=0.6`,
+   * `from=` and `to=` on the axis. An address without any of them shows the whole as the reader saw the last page.
+   */
+  constructor(params = null) {
     super();
+    this.inAddress = params !== null;
+    const given = VIEW.some((key) => params?.has(key));
+    const wanted = (key) => (given ? params.get(key) : params && memory.get(key, null));
     /** "step", or "time": seconds since the first line. */
-    this.axis = memory.get("axis", "step");
-    this.smoothing = memory.get("smoothing", 0);
+    this.axis = wanted("axis") === "time" ? "time" : "step";
+    this.smoothing = Math.max(0, Math.min(MOST_SMOOTHING, Number(wanted("smoothing")) || 0));
     /** [from, to] on the axis, or null for everything. */
-    this.zoom = null;
+    this.zoom = zoomOf(params);
     /** What "everything" is: the first and the last place of all charts, so that they stand under one another. */
     this.span = null;
     /** Where the reader points, on the axis, or null. */
     this.cursor = null;
+    if (!given) this.keep();
+  }
+
+  /** Write the view into the address, so that Back and whoever gets the link see the same. */
+  keep() {
+    if (!this.inAddress) return;
+    const [path, query] = location.hash.split("?", 2);
+    const params = new URLSearchParams(query ?? "");
+    const [from, to] = (this.zoom ?? []).map((place) => Number(place.toFixed(2)));
+    const view = { axis: this.axis === "step" ? null : this.axis, smoothing: this.smoothing || null, from, to };
+    for (const key of VIEW) {
+      if (view[key] === null || view[key] === undefined) params.delete(key);
+      else params.set(key, view[key]);
+    }
+    const text = params.toString();
+    replaceAddress(text ? `${path}?${text}` : path);
   }
 
   setAxis(axis) {
     this.axis = axis;
     this.zoom = this.cursor = null;
     memory.set("axis", axis);
+    this.keep();
     this.#tell("axis");
   }
 
@@ -31,6 +59,7 @@ export class Group extends EventTarget {
 
   setZoom(zoom) {
     this.zoom = zoom;
+    this.keep();
     this.#tell("look");
   }
 
@@ -45,6 +74,11 @@ export class Group extends EventTarget {
   }
 }
 
+function zoomOf(params) {
+  const [from, to] = ["from", "to"].map((key) => Number(params?.get(key) ?? NaN));
+  return from < to ? [from, to] : null;
+}
+
 /** `filter` is called with what is typed; "/" goes there. */
 export function controls(group, filter) {
   const axes = ["step", "time"].map((axis) => h("button", {
@@ -56,15 +90,16 @@ export function controls(group, filter) {
   });
   const value = h("output", {}, group.smoothing ? group.smoothing.toFixed(2) : "off");
   const range = h("input", {
-    type: "range", min: 0, max: 0.98, step: 0.02, value: group.smoothing, "aria-label": "Smoothing",
+    type: "range", min: 0, max: MOST_SMOOTHING, step: 0.02, value: group.smoothing, "aria-label": "Smoothing",
     on: {
       input: () => {
         group.setSmoothing(Number(range.value));
         value.textContent = group.smoothing ? group.smoothing.toFixed(2) : "off";
       },
+      change: () => group.keep(), // not at each move: browsers limit how often an address may change
     },
   });
-  const reset = h("button", { type: "button", hidden: true, on: { click: () => group.setZoom(null) } }, "Show all steps");
+  const reset = h("button", { type: "button", hidden: !group.zoom, on: { click: () => group.setZoom(null) } }, "Show all steps");
   const show = () => (reset.hidden = !group.zoom);
   group.addEventListener("look", show);
   const search = h("input", {

@@ -25,7 +25,7 @@ export async function render(root, _, params) {
   const missing = names.filter((name) => !all.has(name));
   const chosen = names.filter((name) => all.has(name)).map((name) => all.get(name));
   const told = new Map(chosen.map((run) => [run.name, read[names.indexOf(run.name)] ?? { columns: {}, mark: "" }]));
-  const group = new Group();
+  const group = new Group(params);
   const charts = new Map();
   const sections = new Map([...SECTIONS, "Other"].map((name) => {
     const grid = h("div", { class: "charts" });

@@ -10,8 +10,8 @@ import { Vitals } from "../vitals.js";
 
 export const title = "Overview";
 
-export function render(root, run) {
-  const group = new Group();
+export function render(root, run, params) {
+  const group = new Group(params);
   const board = new Board(group, run);
   const vitals = new Vitals(run);
   const lanes = new Lanes(run);

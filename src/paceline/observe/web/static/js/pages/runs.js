@@ -3,7 +3,7 @@ import { ask, follow } from "../api.js";
 import { spark } from "../chart/draw.js";
 import { announce, fill, h, patchRows } from "../dom.js";
 import { age, amount, moment, number, seconds, whole } from "../format.js";
-import { toPage, toRun } from "../router.js";
+import { replaceAddress, toPage, toRun } from "../router.js";
 import { walkable } from "../rows.js";
 import { statePill } from "../status.js";
 import { changeText, delta, since } from "../vitals.js";
@@ -25,7 +25,9 @@ const COLUMNS = [
 export async function render(root, _, params) {
   const told = await ask("runs");
   const runs = new Map(told.runs.map((run) => [run.name, run]));
-  const state = { search: params.get("search") ?? "", sort: "seen", down: true };
+  const sort = params.get("sort") ?? "-seen";
+  const isColumn = COLUMNS.some(([key, , value]) => value && key === sort.replace("-", ""));
+  const state = { search: params.get("search") ?? "", sort: isColumn ? sort.replace("-", "") : "seen", down: !isColumn || sort.startsWith("-") };
   const search = h("input", {
     type: "search", placeholder: "Search names, tags, states  /", "aria-label": "Search runs", "aria-keyshortcuts": "/", data: { search: "" },
     size: 34, value: state.search, on: { input: () => look(search.value) },
@@ -52,8 +54,7 @@ export async function render(root, _, params) {
   function look(text) {
     state.search = text;
     search.value = text;
-    const kept = text ? toPage("runs", { search: text }) : "#/";
-    history.replaceState(null, "", kept);
+    keep();
     draw();
     announce(`${amount(found().length, "run")} found`, true);
   }
@@ -61,7 +62,16 @@ export async function render(root, _, params) {
   function sortBy(key) {
     state.down = state.sort === key ? !state.down : !["name", "state"].includes(key);
     state.sort = key;
+    keep();
     draw();
+  }
+
+  /** Search and order stand in the address, so that Back finds the table as it was. */
+  function keep() {
+    const query = new URLSearchParams(state.search ? { search: state.search } : {});
+    const order = `${state.down ? "-" : ""}${state.sort}`;
+    if (order !== "-seen") query.set("sort", order);
+    replaceAddress(query.size ? toPage("runs", query) : "#/");
   }
 
   function tick(name) {

@@ -2,7 +2,7 @@
 import { ask } from "../api.js";
 import { announce, fill, h } from "../dom.js";
 import { amount, moment, number, whole } from "../format.js";
-import { toRun } from "../router.js";
+import { replaceAddress, toRun } from "../router.js";
 import { walkable } from "../rows.js";
 import { Filters } from "./filters.js";
 import { FINISH, isFiltered, measured, PAGE, pageOf, queryOf, stateMark, toList, toOne, versionWords } from "./words.js";
@@ -38,7 +38,7 @@ export async function render(root, run, params) {
   async function go(query, page) {
     state.query = { ...query };
     state.page = page;
-    history.replaceState(null, "", toList(run, state.query, page));
+    replaceAddress(toList(run, state.query, page));
     await read().catch(fail);
   }
 
