@@ -1,14 +1,14 @@
 """Runs with a planted defect, told step by step: to the memory of a run that lives, or to a run directory."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paceline.config import RunConfig, dump
-from paceline.config.env import ReverseTextConfig
+from paceline.config.env import RewardEnvConfig
 from paceline.config.filters import AdviceConfig
 from paceline.data import Sample, Ticket
 from paceline.observe.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
@@ -36,6 +36,10 @@ class Try:
     tokens: int = 20
     finish: str = "stop"
     metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    prompt: str = ""
+    """Which stands in the prompt beside the number of the row."""
+    said: str = "so"
 
 
 def healthy(rng: Rng, step: int, luck: float) -> Try:
@@ -55,8 +59,15 @@ def calm(rng: Rng, step: int) -> dict[str, float]:
         "mismatch_kl": abs(1e-3 * rng.standard_normal()),
         "busy/trainer": 0.6 + 0.1 * rng.standard_normal(),
         "busy/sampler": 0.8 + 0.05 * rng.standard_normal(),
-        **{f"time/{part}": 0.2 for part in ("sample", "score", "train", "publish", "step")},
+        **{"time/sample": 0.5, "time/score": 0.02, "time/train": 0.4, "time/publish": 0.02, "time/step": 1.0},
         "drop_ratio": 0.1,
+        "wait_time_ratio": 0.2,
+        "staleness/mean": 1.0,
+        "sampler_kl": 2e-3 + 2e-4 * rng.random(),
+        "mismatch/staleness": 2e-3 + 2e-4 * rng.random(),
+        "mismatch/template": 0.0,
+        "clip_fraction": 0.01 * rng.random(),
+        "grad_norm": 0.4 + 0.1 * rng.random(),
         **({"eval/words/reward": right - 0.05 + 0.03 * rng.standard_normal()} if step % 2 == 0 else {}),
     }
 
@@ -71,6 +82,8 @@ class Plot:
     """Share of groups whose members all do the same."""
     steps: int = STEPS
     seed: int = 0
+    distinct: int = 50
+    """Prompts among the 50 rows."""
 
     @property
     def config(self) -> RunConfig:
@@ -78,7 +91,7 @@ class Plot:
             name="told",
             batch_size=GROUP * GROUPS,
             group_size=GROUP,
-            env=[ReverseTextConfig(name=name) for name in self.plays],
+            env=[RewardEnvConfig(name=name, import_path="m:f", dataset="rows.jsonl") for name in self.plays],
             advice=AdviceConfig(steps=STEPS),
         )
 
@@ -94,7 +107,11 @@ class Plot:
                     tries = [play(rng, step, luck) for _ in range(GROUP)]
                     if rng.random() < self.flat:
                         tries = [tries[0]] * GROUP
-                    played += [_rollout(ticket, name, step, member, one) for member, one in enumerate(tries)]
+                    row = ticket % 50
+                    prompt = f"row {row % self.distinct}"
+                    played += [
+                        _rollout(ticket, name, step, (member, row), prompt, one) for member, one in enumerate(tries)
+                    ]
             metrics = {
                 "batch/rollouts": float(len(played)),
                 "length": float(np.mean([rollout.completion_length for rollout in played])),
@@ -102,7 +119,7 @@ class Plot:
                 **calm(rng, step),
             }
             for name in self.plays:
-                rewards = [rollout.reward for rollout in played if rollout.env == name]
+                rewards = [rollout.reward for rollout in played if rollout.env == name and rollout.reward is not None]
                 metrics |= {
                     f"reward/{name}/mean": np.mean(rewards).item(),
                     f"reward/{name}/std": np.std(rewards).item(),
@@ -132,11 +149,16 @@ class Plot:
         return path
 
 
-def _rollout(ticket: int, env: str, step: int, member: int, one: Try) -> Rollout:
+def _rollout(ticket: int, env: str, step: int, place: tuple[int, int], prompt: str, one: Try) -> Rollout:
+    (member, row), ended = place, one.error is None
     turn: dict[str, Any] = {"prompt_ids": [1], "logprobs": [-0.5] * one.tokens, "versions": [step] * one.tokens}
-    said = Turn(completion_ids=[1] * one.tokens, finish=one.finish, temperature=1.0, text="so", **turn)
-    place = Ticket(ticket, env, 0, ticket, ticket % 50)
-    return Rollout(ticket=place, member=member, turns=[said], reward=one.reward, metrics=one.metrics, samples=[SAMPLE])
+    messages = [{"role": "user", "content": f"{prompt} {one.prompt}"}]
+    said = Turn(
+        completion_ids=[1] * one.tokens, finish=one.finish, temperature=1.0, text=one.said, messages=messages, **turn
+    )
+    made: dict[str, Any] = {"reward": one.reward, "samples": [SAMPLE]} if ended else {"error": one.error}
+    drawn = Ticket(ticket, env, 0, ticket, row)
+    return Rollout(ticket=drawn, member=member, turns=[said], metrics=one.metrics, **made)
 
 
 # -- defects ----------------------------------------------------------------------------------------------------------
@@ -154,19 +176,65 @@ def _but(**changes: Callable[[Rng, int, Try], Any]) -> Callable[[Rng, int, float
     return play
 
 
+def _falls(rng: Rng, step: int, luck: float) -> Try:
+    """Right for two steps, and hardly ever after."""
+    one = healthy(rng, 0, luck + 0.2)
+    return one if step <= 2 or rng.random() < 0.1 else replace(one, reward=0.0)
+
+
 DEFECTS: dict[str, Plot] = {
-    "flat_groups": Plot({"words": _but(reward=lambda rng, step, one: float(rng.random() < 0.01))}),
-    "length": Plot({"words": _but(tokens=lambda rng, step, one: int(rng.poisson(20 + 3 * step)))}),
-    "truncation": Plot({"words": _but(finish=lambda rng, step, one: "length" if rng.random() < 0.3 else "stop")}),
+    "failures": Plot(
+        {"words": _but(error=lambda rng, step, one: "the grader is gone" if rng.random() < 0.4 else None)}
+    ),
+    "constant_reward": Plot({"words": _but(reward=lambda rng, step, one: 0.25)}),
+    "learning_rate_high": Plot(
+        {"words": _falls}, lambda rng, step: {"sampler_kl": 4.0 / step, "clip_fraction": 0.6 / step} if step > 2 else {}
+    ),
+    "stop_token": Plot({"words": _but(finish=lambda rng, step, one: "length")}),
+    "chat_template": Plot(more=lambda rng, step: {"mismatch/template": 0.5 + 0.01 * rng.random()}),
+    "leaked_answer": Plot(
+        {"words": _but(prompt=lambda rng, step, one: "answer: 42.", said=lambda rng, step, one: "42")},
+    ),
+    "duplicate_rows": Plot(distinct=6),
+    "stale_weights": Plot(
+        more=lambda rng, step: {
+            "staleness/mean": 6.0,
+            "sampler_kl": 0.2,
+            "mismatch/staleness": 0.2 + 0.01 * rng.random(),
+        }
+    ),
+    "mismatch": Plot(more=lambda rng, step: {"mismatch_kl": 0.002 * step + 1e-3 * rng.random()}),
     "format": Plot({"words": _but(reward=lambda rng, step, one: one.metrics["format"])}),
-    "parting": Plot(more=lambda rng, step: {} if step % 2 else {"eval/words/reward": 0.4 - 0.01 * step}),
     "judges": Plot(
         {"words": _but(metrics=lambda rng, step, one: one.metrics | {"judge/a": rng.random(), "judge/b": rng.random()})}
     ),
+    "reward_hacking": Plot(more=lambda rng, step: {"metric/words/correct": 0.4 * 0.8**step}),
+    "parting": Plot(
+        more=lambda rng, step: (
+            {"reward/words/mean": 0.3 + 0.02 * step + 0.01 * rng.random()}
+            | ({} if step % 2 else {"eval/words/reward": 0.5 - 0.01 * step})
+        )
+    ),
     "entropy": Plot({"words": _but()}, more=lambda rng, step: {"entropy": 0.5 * np.exp(-0.4 * step)}),
-    "mismatch": Plot(more=lambda rng, step: {"mismatch_kl": 0.002 * step + 1e-3 * rng.random()}),
+    "truncation": Plot(
+        {
+            "words": _but(
+                finish=lambda rng, step, one: "length" if rng.random() < 0.3 else "stop",
+                reward=lambda rng, step, one: one.reward if one.finish == "stop" else 0.0,
+            )
+        }
+    ),
+    "length": Plot({"words": _but(tokens=lambda rng, step, one: int(rng.poisson(20 + 3 * step)))}),
+    "flat_groups": Plot({"words": _but(reward=lambda rng, step, one: float(rng.random() < 0.01))}),
+    "dropped_groups": Plot(more=lambda rng, step: {"drop_ratio": 0.9, "wait_time_ratio": 0.74 + 0.01 * rng.random()}),
+    "learning_rate_low": Plot({"words": _but()}, more=lambda rng, step: {"sampler_kl": 1e-9 * rng.random()}),
     "starving": Plot({"words": healthy, "essays": _but(tokens=lambda rng, step, one: int(rng.poisson(400)))}),
+    "slow_environment": Plot(more=lambda rng, step: {"busy/trainer": 0.1, "busy/sampler": 0.2 + 0.02 * rng.random()}),
     "idle": Plot(more=lambda rng, step: {"busy/trainer": 0.1 + 0.02 * rng.random()}),
 }
-SPEAKS_OF = {"entropy": "", "mismatch": "", "idle": "", "starving": "essays"}
+WHOLE_RUN = (
+    "chat_template", "stale_weights", "mismatch", "entropy", "dropped_groups", "learning_rate_low", "slow_environment",
+    "idle",
+)  # fmt: skip
+SPEAKS_OF = dict.fromkeys(WHOLE_RUN, "") | {"starving": "essays"}
 """The environment that an advisory names where it is not `words`."""

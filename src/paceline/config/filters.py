@@ -158,8 +158,30 @@ DEFAULT_HANDLING = FailureHandling()
 
 
 AdvisoryName = Literal[
-    "flat_groups", "length", "truncation", "format", "parting", "judges", "entropy", "mismatch", "starving", "idle"
+    "failures",
+    "constant_reward",
+    "learning_rate_high",
+    "stop_token",
+    "chat_template",
+    "leaked_answer",
+    "duplicate_rows",
+    "stale_weights",
+    "mismatch",
+    "format",
+    "judges",
+    "reward_hacking",
+    "parting",
+    "entropy",
+    "truncation",
+    "length",
+    "flat_groups",
+    "dropped_groups",
+    "learning_rate_low",
+    "starving",
+    "slow_environment",
+    "idle",
 ]
+"""In the order of causes: one that stands earlier may be the cause of those after it."""
 
 
 class AdviceConfig(Section):
@@ -195,3 +217,28 @@ class AdviceConfig(Section):
     """Share that an environment has in the gradient, relative to what its weight asks for."""
     idle: float = Field(default=0.75, gt=0, lt=1)
     """Share of the time in which trainer or sampler has nothing to do, where they need not take turns."""
+    failures: float = Field(default=0.1, gt=0, lt=1)
+    """Share of rollouts that ended in an error."""
+    constant_reward: float = Field(default=1e-6, gt=0)
+    """Standard deviation of all rewards below which they count as one number."""
+    learning_rate_high: float = Field(default=0.3, gt=0, lt=1)
+    """Share of the best reward that is lost again, after steps that moved the policy far."""
+    learning_rate_low: float = Field(default=1e-5, gt=0)
+    """Distance of the policy from the one that sampled, in nats a token for one version (`sampler_kl` over the square
+    of the staleness), while the reward does not rise."""
+    stop_token: float = Field(default=0.02, gt=0, lt=1)
+    """Share of replies that end by themselves, from the run's beginning on."""
+    chat_template: float = Field(default=0.1, gt=0, lt=1)
+    """Share of turns whose prompt is not what was said before and more (`mismatch/template`)."""
+    leaked_answer: float = Field(default=0.2, gt=0, lt=1)
+    """Share of the best replies that stand in their prompt after a word such as `answer:`."""
+    duplicate_rows: float = Field(default=0.2, gt=0, lt=1)
+    """Share of tries whose prompt another row of the dataset has too."""
+    stale_weights: float = Field(default=0.05, gt=0)
+    """Mismatch that the age of weights explains (`mismatch/staleness`), in nats a token."""
+    reward_hacking: float = Field(default=0.25, gt=0)
+    """Rise of the reward, in its standard deviations, while a metric of right answers falls."""
+    dropped_groups: float = Field(default=0.8, gt=0, lt=1)
+    """Share of sampled groups that never train, while the trainer waits most of its time."""
+    slow_environment: float = Field(default=0.5, gt=0, lt=1)
+    """Share of the time in which neither trainer nor sampler works, since episodes are waited for."""

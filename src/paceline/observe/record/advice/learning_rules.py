@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from paceline.observe.record.advice.measures import (
     SURE,
     Advisory,
+    Finding,
     Knob,
     Mean,
     jackknife,
+    lacks,
     series_mean,
     trend,
     wilson_share,
@@ -26,18 +28,18 @@ GROWN = 5.0
 """Times the value of the run's first quarter."""
 
 
-def check_mismatch(window: AdviceWindow, env: str) -> Advisory | None:
+def check_mismatch(window: AdviceWindow, env: str) -> Finding:
     """Its mean over the window lies above the limit; or above a fifth of it, and it grows."""
     steps, values = window.series(METRIC)
     line = trend(steps, values)
     if len(values) < LEAST_MISMATCH or line is None:
-        return None
+        return lacks(f"fewer than {LEAST_MISMATCH} steps that measured it")
     now, whole = series_mean(values), window.full_series(METRIC)
     before = float(whole[: max(LEAST_MISMATCH // 2, len(whole) // 4)].mean())
     limit = window.advice.mismatch
     grows = line.t > SURE and line.last > GROWN * max(0.0, before) and line.last > limit / GROWN
     if not grows and now.low <= limit:
-        return None
+        return Finding(now.value)
     mean = f"mean {now.value:.2g} ± {now.error:.1g}"
     figure = f"slope {line.slope:+.2g} ± {line.error:.1g} a step" if grows else mean
     rows = window.rows  # the longest replies of the last step: where rounding has had most time to add up
@@ -48,7 +50,7 @@ def check_mismatch(window: AdviceWindow, env: str) -> Advisory | None:
     if window.get("engine.on_swap", "keep") == "keep" and window.get("staleness", 1):
         knobs.append(window.knob("engine.on_swap", "recompute", "no reply goes on from what older weights computed"))
     knobs = knobs or [window.knob("model.dtype", "float32", "the same sums in another order differ less")]
-    return Advisory(
+    advisory = Advisory(
         title="Engine and trainer disagree" + (" more and more" if grows else ""),
         seen=f"`{METRIC}` is {now.value:.2g} nats a token, {line.first:.2g} at the beginning of these steps and "
         f"{line.last:.2g} at their end; early in the run it was {before:.2g}.",
@@ -58,6 +60,7 @@ def check_mismatch(window: AdviceWindow, env: str) -> Advisory | None:
         rollouts=window.numbers(last, by=-rows["tokens"][last]),
         metrics=[METRIC, "mismatch/numerics", "mismatch/staleness", "mismatch/mask"],
     )
+    return Finding(now.value, advisory)
 
 
 EVALUATIONS = 12
@@ -65,26 +68,26 @@ EVALUATIONS = 12
 LEAST_PARTING = 6
 
 
-def check_parting(window: AdviceWindow, env: str) -> Advisory | None:
+def check_parting(window: AdviceWindow, env: str) -> Finding:
     """A line through the gap (training less held-out) at each evaluation. It must open, training must rise and be
     ahead, and held-out must not rise: one at its ceiling, which training catches up with, is no parting."""
     steps, held_out = window.series(f"eval/{env}/reward", since=1)
     at, rewards = window.series(f"reward/{env}/mean", since=1)
     steps, held_out = steps[-EVALUATIONS:], held_out[-EVALUATIONS:]
     if len(steps) < LEAST_PARTING or not len(at):
-        return None
+        return lacks(f"fewer than {LEAST_PARTING} evaluations")
     bounds = np.searchsorted(at, np.r_[steps[0] - (steps[1] - steps[0]), steps], side="right")
     if (np.diff(bounds) == 0).any():
-        return None
+        return lacks("no training between two evaluations")
     training = np.array([rewards[low:high].mean() for low, high in pairwise(bounds)])
     gap, up, other = (trend(steps, ys) for ys in (training - held_out, training, held_out))
     _, spreads = window.series(f"reward/{env}/std", since=int(steps[0]))
     scale = float(spreads.mean()) if len(spreads) else 0.0
     if gap is None or up is None or other is None or scale <= 0:
-        return None
+        return lacks("no spread of the reward")
     opened = min(gap.last, gap.last - gap.first) / scale
     if not gap.rises or not up.rises or other.may_rise or opened <= window.advice.parting:
-        return None
+        return Finding(opened)
     lr = float(window.get("trainer.optimizer.lr", 1e-5))
     best = int(steps[int(np.argmax(held_out))])
     rows, places = window.rows, window.finished_rows(env, EVALUATION)
@@ -92,7 +95,7 @@ def check_parting(window: AdviceWindow, env: str) -> Advisory | None:
     knobs = [window.knob("trainer.optimizer.lr", lr / 2, f"and go back: held-out reward was best at step {best}")]
     if not window.env(env).get("contamination"):
         knobs.append(window.env_knob(env, "contamination", True, "rows too close to held-out ones are left out"))
-    return Advisory(
+    advisory = Advisory(
         title=f"Training reward of `{env}` leaves held-out reward behind",
         seen=f"Since step {int(steps[0])} training went from {up.first:.3f} to {up.last:.3f}, held-out from "
         f"{other.first:.3f} to {other.last:.3f}. Held-out was best at step {best} ({held_out.max():.3f}).",
@@ -104,6 +107,7 @@ def check_parting(window: AdviceWindow, env: str) -> Advisory | None:
         rollouts=window.numbers(places, by=rows["reward"][places]),
         metrics=[f"reward/{env}/mean", f"eval/{env}/reward"],
     )
+    return Finding(opened, advisory)
 
 
 JUDGE = re.compile(r"judge|grader|rater|verdict", re.I)
@@ -112,28 +116,28 @@ LEAST_JUDGES = 40
 """Rollouts below which nothing is said."""
 
 
-def check_judges(window: AdviceWindow, env: str) -> Advisory | None:
+def check_judges(window: AdviceWindow, env: str) -> Finding:
     """Krippendorff's alpha over interval data, of judges by their names; of a single one and a check of the truth."""
     table = window.table(env)
     names = [name for name in table.columns if JUDGE.search(name)]
     if len(names) == 1:
         names += [name for name in table.columns if TRUTH.search(name) and name not in names][:1]
     if len(names) < 2 or window.trained < 5:
-        return None
+        return lacks("no two judges")
     scores = np.column_stack([table.columns[name] for name in names])
     there = np.isfinite(scores).all(axis=1)
     scores, groups = scores[there], table.groups[there]
     if len(scores) < LEAST_JUDGES or np.ptp(scores) == 0:
-        return None
+        return lacks(f"fewer than {LEAST_JUDGES} rollouts that all judges graded")
     within = ((scores - scores.mean(axis=1, keepdims=True)) ** 2).sum(axis=1)
     sums = np.column_stack([within, scores.sum(axis=1), (scores**2).sum(axis=1), np.ones(len(scores))])
     parts = np.zeros((int(groups.max()) + 1, 4))
     np.add.at(parts, groups, sums)
     agreed = jackknife(parts[parts[:, 3] > 0], lambda sums: alpha(sums, len(names)))
     if agreed.high >= window.advice.judges:
-        return None
+        return Finding(agreed.value)
     apart = np.ptp(scores, axis=1)
-    return Advisory(
+    advisory = Advisory(
         title=f"Judges of `{env}` disagree",
         seen=f"{', '.join(f'`{name}`' for name in names)} differ by {apart.mean():.2f} on average over {len(scores)} "
         f"rollouts, on scores from {scores.min():g} to {scores.max():g}.",
@@ -145,6 +149,7 @@ def check_judges(window: AdviceWindow, env: str) -> Advisory | None:
         rollouts=window.numbers(table.places[there], by=-apart),
         metrics=[f"metric/{env}/{name}" for name in names],
     )
+    return Finding(agreed.value, advisory)
 
 
 def alpha(sums: NDArray, judges: int) -> float:
@@ -162,46 +167,44 @@ LEAST_FLAT_GROUPS = 24
 SAME = 1e-9
 
 
-def check_flat_groups(window: AdviceWindow, env: str) -> Advisory | None:
+def check_flat_groups(window: AdviceWindow, env: str) -> Finding:
     """The share of flat groups among those that have something left to learn (Wilson's interval)."""
     groups, algo = window.groups(env), window.env(env).get("algo") or window.get("algo", {})
     relative = algo.get("type", "grpo") in ("grpo", "echo", "max_rl", "hierarchical")
     if not relative or algo.get("baseline", "group") != "group":
-        return None  # groups are not compared with themselves, so that a flat one has a gradient too
+        return lacks("its algorithm compares no group")  # so that a flat one has a gradient too
     if len(groups.first) < LEAST_FLAT_GROUPS or window.trained < 5:
-        return None
+        return lacks(f"fewer than {LEAST_FLAT_GROUPS} groups or 5 steps")
     flat = groups.high - groups.low <= SAME
     lowest, highest = float(groups.low.min()), float(groups.high.max())
-    # One reward was all that this run ever saw.
-    constant = highest - lowest <= SAME and (window.full_series(f"reward/{env}/std") <= SAME).all()
+    if highest - lowest <= SAME:
+        return lacks("all rewards are one number")
     top = max(highest, float(np.max(window.full_series(f"reward/{env}/mean"), initial=-np.inf)))
-    mastered = flat & (groups.high >= top - SAME) & (not constant)
+    mastered = flat & (groups.high >= top - SAME)
     left, dull = ~mastered, flat & ~mastered
     found = wilson_share(int(dull.sum()), int(left.sum()))
+    share = float(dull.sum() / max(1, left.sum()))
     if left.sum() < LEAST_FLAT_GROUPS or found.low <= window.advice.flat_groups:
-        return None
+        return Finding(share)
     done = f" {mastered.sum()} more do as well as any ever did; those are not counted." if mastered.any() else ""
     worst = float((dull & (groups.high <= lowest + SAME)).sum() / dull.sum())
-    how = f"every reward was exactly {lowest:g}" if constant else f"{worst:.0%} of them all at the lowest"
     now = int(window.env(env).get("group_size") or window.get("group_size", 8))
     batch, knobs = int(window.get("batch_size", 128)), []
     if 2 * now <= batch and batch % (2 * now) == 0:
         knobs.append(window.env_knob(env, "group_size", 2 * now, "more tries of a row find the rare one that differs"))
     if not window.env(env).get("curriculum"):
         knobs.append(window.env_knob(env, "curriculum", True, "rows that are neither hopeless nor mastered come first"))
-    return Advisory(
+    advisory = Advisory(
         title=f"Most groups of `{env}` teach nothing",
-        seen=f"In {dull.sum()} of {left.sum()} groups all members got the same reward, {how}.{done}",
-        sure=f"{dull.sum() / left.sum():.0%} of groups, surely more than {found.low:.0%} (Wilson's interval of three "
+        seen=f"In {dull.sum()} of {left.sum()} groups all members got the same reward, {worst:.0%} "
+        f"of them all at the lowest.{done}",
+        sure=f"{share:.0%} of groups, surely more than {found.low:.0%} (Wilson's interval of three "
         f"standard errors), limit {window.advice.flat_groups:g}; {left.sum()} groups of {window.trained} steps",
-        caution="A reward that never changes is more often a fault of the reward than a task too hard: read one of the "
-        "rollouts first."
-        if constant
-        else "",
         knobs=knobs,
         rollouts=window.numbers(groups.first[dull][::-1]),
         metrics=[f"reward/{env}/std", f"reward/{env}/mean", "dropped/zero_advantage"],
     )
+    return Finding(share, advisory)
 
 
 WARMING = 3
@@ -209,22 +212,25 @@ WARMING = 3
 LEAST_IDLE = 8
 
 
-def check_idle(window: AdviceWindow, env: str) -> Advisory | None:
+def check_idle(window: AdviceWindow, env: str) -> Finding:
     """The mean share of time in which each has nothing to do. At staleness 0 they take turns, and that was chosen."""
     if not window.get("staleness", 1) or window.get("deterministic"):
-        return None
+        return lacks("trainer and sampler take turns")
     since = max(WARMING + 1, window.steps[0])
     shares = {part: series_mean(1 - window.series(f"busy/{part}", since)[1]) for part in ("trainer", "sampler")}
-    idle = {p: found for p, found in shares.items() if found.count >= LEAST_IDLE and found.low > window.advice.idle}
+    if min(found.count for found in shares.values()) < LEAST_IDLE:
+        return lacks(f"fewer than {LEAST_IDLE} steps")
+    most = max(found.value for found in shares.values())
+    idle = {part: found for part, found in shares.items() if found.low > window.advice.idle}
     if not idle:
-        return None
+        return Finding(most)
     phases = {p: series_mean(window.series(f"time/{p}")[1]).value for p in ("sample", "score", "train", "publish")}
     longest = max(phases, key=lambda phase: phases[phase])
     steps = next(iter(idle.values())).count
     in_vain = np.flatnonzero(window.rows["state"] == window.number("state", "dropped:zero_advantage"))
     dropped = series_mean(window.series("drop_ratio")[1]).value
     filtered = f" {dropped:.0%} of the groups that were sampled never trained." if dropped > 0.5 else ""
-    return Advisory(
+    advisory = Advisory(
         title=f"The {' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} nothing to do most of the time",
         seen="Idle: " + ", ".join(f"the {part} {found.value:.0%}" for part, found in idle.items()) + " of a step."
         f" Of a step's parts `time/{longest}` is the longest, {phases[longest]:.2f} s.{filtered}",
@@ -235,6 +241,7 @@ def check_idle(window: AdviceWindow, env: str) -> Advisory | None:
         rollouts=window.numbers(in_vain[::-1]) if filtered else [],
         metrics=["busy/trainer", "busy/sampler", "time/step", "time/sample", "time/train"],
     )
+    return Finding(most, advisory)
 
 
 def _idle_knobs(window: AdviceWindow, idle: dict[str, Mean], dropped: float) -> list[Knob]:
@@ -267,16 +274,19 @@ class _EnvShare(NamedTuple):
     length: float
 
 
-def check_starving(window: AdviceWindow, env: str) -> Advisory | None:
+def check_starving(window: AdviceWindow, env: str) -> Finding:
     """The environment's share in the gradient, step by step, is what others lack. What a filter dropped is counted as
     if it had trained: to have no signal is another matter (`flat_groups`)."""
     if len(window.envs) < 2 or window.trained < LEAST_STARVING:
-        return None
+        return lacks("one environment alone" if len(window.envs) < 2 else f"fewer than {LEAST_STARVING} steps")
     fed = _env_shares(window)
     hungry = [one for one in fed if one.share.high < window.advice.starving]
     fullest = max(fed, key=lambda one: one.share.value, default=None)
-    if fullest is None or fullest.env != env or not hungry:
-        return None
+    worst = min(fed, key=lambda one: one.share.value, default=None)
+    if fullest is None or worst is None:
+        return lacks("an environment without rollouts")
+    if fullest.env != env or not hungry:
+        return Finding(worst.share.value)
     worst = min(hungry, key=lambda one: one.share.value)
     if worst.late > 0.5:
         why = f"{worst.late:.0%} of its rollouts came too late for a batch"
@@ -289,7 +299,7 @@ def check_starving(window: AdviceWindow, env: str) -> Advisory | None:
             window.env_knob(worst.env, "weight", round(2 * weight, 3), "or draw it more often"),
         ]
     places = window.finished_rows(env)[-512:]
-    return Advisory(
+    advisory = Advisory(
         title=f"`{env}` leaves little to {', '.join(f'`{one.env}`' for one in hungry)}",
         seen=f"`{worst.env}` has {worst.share.value:.0%} of the place in the gradient that its weight asks for: {why}. "
         f"Mean length: {', '.join(f'`{one.env}` {one.length:.0f}' for one in fed)} tokens.",
@@ -299,6 +309,7 @@ def check_starving(window: AdviceWindow, env: str) -> Advisory | None:
         rollouts=window.numbers(places, by=-window.rows["tokens"][places]),
         metrics=[f"reward_trained/{one.env}/mean" for one in fed] + ["dropped/stale"],
     )
+    return Finding(worst.share.value, advisory)
 
 
 def _env_shares(window: AdviceWindow) -> list[_EnvShare]:

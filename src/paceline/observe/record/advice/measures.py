@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SURE = 3.0
-"""Standard errors between a figure and its limit. Ten rules look at every environment again and again: at two, a
+"""Standard errors between a figure and its limit. Twenty rules look at every environment again and again: at two, a
 healthy run would hear of something every few looks."""
 
 
@@ -164,6 +164,11 @@ class Advisory:
 
     rule: str = ""
     """The name of its rule (`AdvisoryName`)."""
+    found: float | None = None
+    """What was measured, in the units of the limit."""
+    limit: float = 0.0
+    follows: str = ""
+    """The rule of an advisory before it that may be its cause."""
     env: str = ""
     """The environment it speaks of; empty where it is the whole run."""
     title: str
@@ -180,3 +185,23 @@ class Advisory:
     """Numbers of rollouts in the record that show it, the most telling first."""
     metrics: list[str] = field(default_factory=list)
     """Curves that show it."""
+
+    @property
+    def comparison(self) -> str:
+        """`found 0.93, limit 0.3`."""
+        return "" if self.found is None else f"found {self.found:.2g}, limit {self.limit:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a rule measured, also where it lies within its limit."""
+
+    value: float | None = None
+    """In the units of the limit; None where nothing could be measured."""
+    advisory: Advisory | None = None
+    missing: str = ""
+    """Why there is no value."""
+
+
+def lacks(what: str) -> Finding:
+    return Finding(missing=what)

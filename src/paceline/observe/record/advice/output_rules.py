@@ -6,7 +6,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.observe.record.advice.measures import SURE, Advisory, clustered_mean, jackknife, series_mean, trend
+from paceline.observe.record.advice.measures import (
+    SURE,
+    Advisory,
+    Finding,
+    clustered_mean,
+    jackknife,
+    lacks,
+    series_mean,
+    trend,
+)
 from paceline.observe.record.advice.window import AdviceWindow, MetricTable
 
 FORM = re.compile(
@@ -17,7 +26,7 @@ LEAST_FORMAT = 20
 """Groups with differing rewards below which nothing is said."""
 
 
-def check_format(window: AdviceWindow, env: str) -> Advisory | None:
+def check_format(window: AdviceWindow, env: str) -> Finding:
     """Share of within-group variance by metrics of form (R²), and what others add; errors by leaving groups out."""
     table = window.table(env)
     rewards = table.center_by_group(table.rewards) if len(table.rewards) else table.rewards
@@ -25,8 +34,10 @@ def check_format(window: AdviceWindow, env: str) -> Advisory | None:
     form = [name for name in names if FORM.search(name)]
     other = [name for name in names if not FORM.search(name)]
     differing = np.unique(table.groups[np.abs(rewards) > 1e-9])
-    if not form or len(differing) < LEAST_FORMAT or window.trained < 5:
-        return None
+    if not form:
+        return lacks("no metric of form")
+    if len(differing) < LEAST_FORMAT or window.trained < 5:
+        return lacks(f"fewer than {LEAST_FORMAT} groups whose rewards differ")
     columns = np.column_stack([rewards, *(table.center_by_group(table.columns[name]) for name in [*form, *other])])
     products = (columns[:, :, None] * columns[:, None, :]).reshape(len(columns), -1)
     sums = np.zeros((int(table.groups.max()) + 1, products.shape[1]))
@@ -35,9 +46,9 @@ def check_format(window: AdviceWindow, env: str) -> Advisory | None:
     by_form = jackknife(parts, lambda sums: r_squared(sums, len(form)))
     added = jackknife(parts, lambda sums: max(0.0, r_squared(sums, len(names)) - r_squared(sums, len(form))))
     if by_form.low <= window.advice.format or added.high >= 1 - window.advice.format:
-        return None
+        return Finding(by_form.value)
     paid = sum(table.center_by_group(table.columns[name]) for name in form) + table.center_by_group(table.rewards)
-    return Advisory(
+    advisory = Advisory(
         title=f"The reward of `{env}` follows form, not content",
         seen=f"Within groups, {_list(form)} explain{'s' if len(form) == 1 else ''} {by_form.value:.0%} of the "
         f"differences in reward; {_list(other) + ' add' if other else 'nothing else is reported, and adds'} "
@@ -51,6 +62,7 @@ def check_format(window: AdviceWindow, env: str) -> Advisory | None:
         rollouts=window.numbers(table.places, by=-paid),
         metrics=[f"metric/{env}/{name}" for name in [*form, *other]][:6],
     )
+    return Finding(by_form.value, advisory)
 
 
 def r_squared(sums: NDArray[Any], count: int) -> float:
@@ -82,22 +94,22 @@ LEAST_TRUNCATION = 64
 """Rollouts below which nothing is said."""
 
 
-def check_truncation(window: AdviceWindow, env: str) -> Advisory | None:
+def check_truncation(window: AdviceWindow, env: str) -> Finding:
     """The share of cut-off rollouts; an error in which the tries of one row stand together."""
     places = window.finished_rows(env)
     if len(places) < LEAST_TRUNCATION or window.trained < 5:
-        return None
+        return lacks(f"fewer than {LEAST_TRUNCATION} rollouts or 5 steps")
     rows = window.rows[places]
     cut = rows["finish"] == window.number("finish", "length")
     found = clustered_mean(cut.astype(float), rows["ticket"])
-    if found.low <= window.advice.truncation:
-        return None
     limit = int(window.get("sampling.max_tokens", 256))
+    if found.low <= window.advice.truncation or _is_by_design(rows, cut, limit):
+        return Finding(found.value)
     whole = f", the others {rows['reward'][~cut].mean():.3f}" if not cut.all() else ""
     knobs = [window.knob("sampling.max_tokens", 2 * limit, "room to come to an end")]
     if not window.get("length.mask_truncated"):
         knobs.append(window.knob("length.mask_truncated", True, "what was cut off is not blamed for it"))
-    return Advisory(
+    advisory = Advisory(
         title=f"Replies of `{env}` are cut off",
         seen=f"{cut.sum()} of {len(cut)} rollouts ended at `sampling.max_tokens` = {limit}. They got "
         f"{rows['reward'][cut].mean():.3f} on average{whole}.",
@@ -107,24 +119,44 @@ def check_truncation(window: AdviceWindow, env: str) -> Advisory | None:
         rollouts=window.numbers(places[cut][::-1]),
         metrics=["truncated_ratio", "length"],
     )
+    return Finding(found.value, advisory)
+
+
+BY_DESIGN = 2
+"""Tokens of a limit at which every reply is meant to end: a move, a letter, a choice."""
+EARNED = 0.5
+"""Share of the best reward that replies at the limit must earn on average to be called whole."""
+
+
+def _is_by_design(rows: NDArray[Any], cut: NDArray[Any], limit: int) -> bool:
+    """Whether the limit costs nothing: all replies fill a tiny one, or those that end there earn as well as others, and
+    well."""
+    if cut.all():
+        return limit <= BY_DESIGN
+    there, others = (clustered_mean(rows["reward"][some], rows["ticket"][some]) for some in (cut, ~cut))
+    return there.value >= max(others.value, EARNED * float(rows["reward"].max()))
 
 
 LEAST_LENGTH = 10
 """Steps below which a line through them says little."""
 
 
-def check_length(window: AdviceWindow, env: str) -> Advisory | None:
+def check_length(window: AdviceWindow, env: str) -> Finding:
     """A line through the mean length of each step, and one through the mean reward. Longer replies that earn more are
     what was asked for."""
     places = window.finished_rows(env)
     steps, lengths = window.by_step(env, window.rows["tokens"][places].astype(float))
     _, rewards = window.by_step(env, window.rows["reward"][places])
     line, pay = trend(steps, lengths), trend(steps, rewards)
-    if line is None or pay is None or len(steps) < LEAST_LENGTH or line.first <= 0 or abs(line.t) <= SURE:
-        return None
+    if line is None or pay is None or len(steps) < LEAST_LENGTH or line.first <= 0:
+        return lacks(f"fewer than {LEAST_LENGTH} steps")
     change = (line.last - line.first) / line.first
-    if pay.may_rise or abs(change) - SURE * line.error * np.ptp(steps) / line.first <= window.advice.length:
-        return None
+    if (
+        abs(line.t) <= SURE
+        or pay.may_rise
+        or abs(change) - SURE * line.error * np.ptp(steps) / line.first <= window.advice.length
+    ):
+        return Finding(abs(change))
     grows = change > 0
     order = np.argsort(window.rows["tokens"][places][-512:], kind="stable")
     limit, lr = int(window.get("sampling.max_tokens", 256)), float(window.get("trainer.optimizer.lr", 1e-5))
@@ -135,7 +167,7 @@ def check_length(window: AdviceWindow, env: str) -> Advisory | None:
             window.knob("trainer.kl.coef", 0.05, "stay near the model it began with"),
             window.knob("trainer.optimizer.lr", lr / 2, "go there more slowly"),
         ]
-    return Advisory(
+    advisory = Advisory(
         title=f"Replies of `{env}` {'grow' if grows else 'shrink'}, and the reward does not rise",
         seen=f"The mean length went from {line.first:.1f} to {line.last:.1f} tokens ({change:+.0%}); the mean reward "
         f"from {pay.first:.3f} to {pay.last:.3f}.",
@@ -145,6 +177,7 @@ def check_length(window: AdviceWindow, env: str) -> Advisory | None:
         rollouts=window.numbers(places[-512:][order[::-1] if grows else order]),
         metrics=["length", f"reward/{env}/mean", "truncated_ratio"],
     )
+    return Finding(abs(change), advisory)
 
 
 FEW = 5
@@ -154,19 +187,19 @@ MASTERED = 0.9
 """Of the way from the lowest to the highest reward: entropy falls by itself when a task is done."""
 
 
-def check_entropy(window: AdviceWindow, env: str) -> Advisory | None:
+def check_entropy(window: AdviceWindow, env: str) -> Finding:
     """The entropy of the last steps against that of the first, where no environment is mastered or still rises."""
     values = window.full_series("entropy")
     if len(values) < LEAST_ENTROPY or (start := float(values[:FEW].mean())) <= 0:
-        return None
+        return lacks(f"fewer than {LEAST_ENTROPY} steps")
     now = series_mean(values[-FEW:])
-    stuck = [name for name in window.envs if _is_stuck(window, name)]
+    stuck = [name for name in window.envs if is_stuck(window, name)]
     limit = window.advice.entropy * start
     if now.high >= limit or not stuck or len(stuck) < len(window.envs):
-        return None
+        return Finding(now.value / start)
     flat = np.concatenate([window.groups(name).first[::-1][:4] for name in stuck])
     paid, temperature = float(window.get("trainer.entropy_coef", 0.0)), float(window.get("sampling.temperature", 1.0))
-    return Advisory(
+    advisory = Advisory(
         title="Entropy has collapsed, and the task is not learnt",
         seen=f"It fell from {start:.3g} in the first {FEW} steps to {now.value:.3g} nats a token, "
         f"{now.value / start:.0%} of it, and rewards stand still: "
@@ -181,9 +214,10 @@ def check_entropy(window: AdviceWindow, env: str) -> Advisory | None:
         rollouts=window.numbers(flat),
         metrics=["entropy", *(f"reward/{name}/mean" for name in stuck)],
     )
+    return Finding(now.value / start, advisory)
 
 
-def _is_stuck(window: AdviceWindow, env: str) -> bool:
+def is_stuck(window: AdviceWindow, env: str) -> bool:
     """Rewards stand still below the best that a rollout has earned."""
     steps, rewards = window.series(f"reward/{env}/mean")
     line = trend(steps, rewards)

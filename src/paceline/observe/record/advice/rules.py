@@ -2,9 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,9 @@ from rich.text import Text
 
 from paceline.config.filters import AdvisoryName
 from paceline.data.rollout import Rollout
-from paceline.observe.record.advice import learning_rules, output_rules
-from paceline.observe.record.advice.measures import Advisory
+from paceline.observe.record.advice import learning_rules, output_rules, task_rules, update_rules
+from paceline.observe.record.advice.measures import Advisory, Finding
+from paceline.observe.record.advice.prompts import PromptFacts, prompt_facts
 from paceline.observe.record.advice.window import AdviceWindow, advice_limits, advice_window
 from paceline.observe.record.folder import RunFolder
 from paceline.observe.record.layout import ROW, Names, index_row, rollout_facts
@@ -24,39 +25,86 @@ MOST_LINES = 600
 """Steps of metrics that a running run remembers: enough for the last evaluations of any run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     name: AdvisoryName
     question: str
     """The question it checks, shown also where nothing is found."""
-    check: Callable[[AdviceWindow, str], Advisory | None]
+    check: Callable[[AdviceWindow, str], Finding]
     by_env: bool = True
     """Whether it speaks of one environment, or of the whole run."""
+    below: bool = False
+    """Whether a value below the limit is the problem, and not one above."""
 
 
 RULES = (
-    Rule("flat_groups", "Do the members of a group get different rewards?", learning_rules.check_flat_groups),
-    Rule("length", "Do replies grow or shrink while the reward does not rise?", output_rules.check_length),
-    Rule("truncation", "Are replies cut off at the limit?", output_rules.check_truncation),
-    Rule("format", "Does reward follow form alone?", output_rules.check_format),
-    Rule("parting", "Does training reward leave held-out reward behind?", learning_rules.check_parting),
-    Rule("judges", "Do judges agree with one another?", learning_rules.check_judges),
-    Rule("entropy", "Is entropy used up before the task is learnt?", output_rules.check_entropy, by_env=False),
+    Rule("failures", "Do rollouts end without an error?", task_rules.check_failures),
+    Rule("constant_reward", "Do rewards differ at all?", task_rules.check_constant_reward, below=True),
+    Rule("learning_rate_high", "Does the policy keep the reward it had?", update_rules.check_learning_rate_high),
+    Rule("stop_token", "Do replies end by themselves?", task_rules.check_stop_token, below=True),
+    Rule("chat_template", "Does a prompt continue the turns before it?", task_rules.check_chat_template, by_env=False),
+    Rule("leaked_answer", "Do prompts keep the answer to themselves?", task_rules.check_leaked_answer),
+    Rule("duplicate_rows", "Does each row of the dataset have its own prompt?", task_rules.check_duplicate_rows),
+    Rule("stale_weights", "Are samples new enough?", update_rules.check_stale_weights, by_env=False),
     Rule("mismatch", "Do engine and trainer compute the same?", learning_rules.check_mismatch, by_env=False),
-    Rule("starving", "Does every environment have its share in the gradient?", learning_rules.check_starving),
+    Rule("format", "Does reward follow form alone?", output_rules.check_format),
+    Rule("judges", "Do judges agree with one another?", learning_rules.check_judges, below=True),
+    Rule("reward_hacking", "Do right answers rise with the reward?", task_rules.check_reward_hacking),
+    Rule("parting", "Does training reward leave held-out reward behind?", learning_rules.check_parting),
+    Rule("entropy", "Is entropy used up before the task is learnt?", output_rules.check_entropy, False, below=True),
+    Rule("truncation", "Are replies cut off at the limit?", output_rules.check_truncation),
+    Rule("length", "Do replies grow or shrink while the reward does not rise?", output_rules.check_length),
+    Rule("flat_groups", "Do the members of a group get different rewards?", learning_rules.check_flat_groups),
+    Rule("dropped_groups", "Does most of what is sampled train?", update_rules.check_dropped_groups, by_env=False),
+    Rule("learning_rate_low", "Does the policy move?", update_rules.check_learning_rate_low, False, below=True),
+    Rule("starving", "Has every environment its share in the gradient?", learning_rules.check_starving, below=True),
+    Rule("slow_environment", "Are environments fast enough?", task_rules.check_slow_environment, by_env=False),
     Rule("idle", "Are trainer and sampler busy?", learning_rules.check_idle, by_env=False),
 )
+"""In the order of causes: what stands first may be the cause of what follows it."""
+
+_UPSET = {"entropy", "truncation", "length", "flat_groups", "dropped_groups", "starving"}
+EFFECTS: dict[str, set[str]] = {
+    "failures": {"flat_groups", "dropped_groups", "starving", "slow_environment", "idle"},
+    "constant_reward": {"entropy", "dropped_groups", "learning_rate_low", "slow_environment", "idle"},
+    "learning_rate_high": _UPSET
+    | {"stop_token", "stale_weights", "mismatch", "format", "parting", "idle", "reward_hacking"},
+    "stop_token": {"truncation", "length"},
+    "stale_weights": {"mismatch"},
+    "truncation": {"flat_groups", "dropped_groups"},
+    "flat_groups": {"dropped_groups", "idle"},
+    "dropped_groups": {"idle"},
+    "slow_environment": {"idle"},
+}
+"""What else each cause brings about."""
 
 
-def advise(window: AdviceWindow, names: frozenset[str] | None = None) -> list[Advisory]:
-    """The advisories of these rules, or of all."""
+def inspect(window: AdviceWindow, names: frozenset[str] | None = None) -> list[tuple[Rule, str, Finding]]:
+    """What these rules, or all, measure of each environment or of the run."""
     return [
-        replace(found, rule=rule.name, env=env, steps=found.steps if any(found.steps) else window.steps)
+        (rule, env, rule.check(window, env))
         for rule in RULES
         if names is None or rule.name in names
         for env in (window.envs if rule.by_env else [""])
-        if (found := rule.check(window, env)) is not None
     ]
+
+
+def advise(window: AdviceWindow, names: frozenset[str] | None = None) -> list[Advisory]:
+    """The advisories of these rules, or of all, the first cause first."""
+    return advisories(window, inspect(window, names))
+
+
+def advisories(window: AdviceWindow, measured: Sequence[tuple[Rule, str, Finding]]) -> list[Advisory]:
+    found: list[Advisory] = []
+    for rule, env, finding in measured:
+        if (one := finding.advisory) is None:
+            continue
+        cause = next((before.rule for before in found if rule.name in EFFECTS.get(before.rule, ())), "")
+        steps, limit = one.steps if any(one.steps) else window.steps, getattr(window.advice, rule.name)
+        found.append(
+            replace(one, rule=rule.name, env=env, steps=steps, found=finding.value, limit=limit, follows=cause)
+        )
+    # An effect stands behind whatever is no effect.
+    return sorted(found, key=lambda one: bool(one.follows))
 
 
 def advice(run: RunFolder) -> RenderableType:
@@ -67,7 +115,10 @@ def advice(run: RunFolder) -> RenderableType:
     for advisory in found:
         first, last = advisory.steps
         table.add_row(Text(advisory.rule, "yellow"), Text(advisory.title, "bold"))
+        if advisory.follows:
+            table.add_row("after", Text(f"may follow from {advisory.follows}"))
         table.add_row("seen", Text(f"{advisory.seen} (steps {first} to {last})"))
+        table.add_row("found", Text(advisory.comparison))
         table.add_row("how sure", Text(advisory.sure))
         if advisory.caution:
             table.add_row("but", Text(advisory.caution))
@@ -91,7 +142,8 @@ def silence_reason(window: AdviceWindow) -> str:
 
 
 class AdviceMemory:
-    """The last steps of a running run, so that advisories need no file: rows and metrics, without tokens and words. One
+    """The last steps of a running run, so that advisories need no file: rows and metrics, without tokens and
+    texts. One
     thread at a time fills or reads it."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -101,6 +153,8 @@ class AdviceMemory:
         self._rows = np.empty(0, ROW)
         self._metrics: list[Mapping[str, Any]] = []
         """Of each row's rollout."""
+        self._prompts: list[PromptFacts | None] = []
+        """As well."""
         self._lines: deque[dict[str, float]] = deque(maxlen=MOST_LINES)
 
     def take(self, step: int, metrics: Mapping[str, float], played: Sequence[tuple[str, Sequence[Rollout]]]) -> None:
@@ -110,6 +164,7 @@ class AdviceMemory:
         rows = [index_row(step, self._names, rollout_facts(rollout, state)) for state, rollout in ended]
         self._rows = np.concatenate([self._rows, np.array(rows, ROW)])
         self._metrics += [rollout.metrics for _, rollout in ended]
+        self._prompts += [prompt_facts(rollout.turns) for _, rollout in ended]
         self._keep(self._rows["step"] > step - self._steps)
 
     def forget(self, env: str) -> None:
@@ -126,7 +181,16 @@ class AdviceMemory:
     def window(self) -> AdviceWindow:
         names = dict.fromkeys(name for line in self._lines for name in line)
         columns = {name: [line.get(name) for line in self._lines] for name in names}
-        return AdviceWindow(self._config, columns, self._rows, dict(self._names), measured=self._metrics.__getitem__)
+        return AdviceWindow(
+            self._config,
+            columns,
+            self._rows,
+            dict(self._names),
+            measured=self._metrics.__getitem__,
+            prompted=self._prompts.__getitem__,
+        )
 
     def _keep(self, kept: NDArray[Any]) -> None:
-        self._rows, self._metrics = self._rows[kept], list(compress(self._metrics, kept))
+        self._rows = self._rows[kept]
+        self._metrics = list(compress(self._metrics, kept))
+        self._prompts = list(compress(self._prompts, kept))

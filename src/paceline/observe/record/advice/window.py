@@ -10,17 +10,26 @@ from numpy.typing import NDArray
 
 from paceline.config.filters import AdviceConfig
 from paceline.observe.record.advice.measures import MOST_ROLLOUTS, Knob
+from paceline.observe.record.advice.prompts import PromptFacts, prompt_facts
 from paceline.observe.record.folder import RunFolder, resolved_config
 from paceline.observe.record.layout import NOWHERE, REPLAYED, TRAINING
+from paceline.observe.record.rollouts import RecordView, TextRecordView
+from paceline.observe.record.rows import RolloutNotFound
 
 MOST_ROWS = 400_000
 """Of a window that holds more, the newest are enough for any of the figures."""
 MOST_READ = 600
 """Rollouts of an environment whose own metrics are read."""
 
+MOST_PROMPTS = 256
+"""Rollouts whose prompts a rule reads; a record holds them with all their tokens."""
+
 Columns = Mapping[str, Sequence[float | None]]
 Measured = Callable[[int], Mapping[str, Any]]
 """The environment's metrics of a rollout, by its number."""
+
+Prompted = Callable[[int], PromptFacts | None]
+"""What advisories need of a rollout's prompt, by its number; None where it was not kept."""
 
 
 class Groups(NamedTuple):
@@ -45,9 +54,11 @@ class AdviceWindow:
     """The numbers that rows have for names, by column and name."""
     first: int = 0
     measured: Measured = lambda index: {}
+    prompted: Prompted = lambda index: None
     whole: bool = True
     """Whether every rollout is among the rows, and not a few of each step."""
     _read: dict[str, "MetricTable"] = field(default_factory=dict)
+    _prompts: dict[int, PromptFacts | None] = field(default_factory=dict)
 
     @cached_property
     def advice(self) -> AdviceConfig:
@@ -89,13 +100,14 @@ class AdviceWindow:
         values = np.array(self.columns.get(name, ()), float)
         return values[np.isfinite(values)]
 
-    def finished_rows(self, env: str, domain: int = TRAINING) -> NDArray[Any]:
-        """Where in `rows` the environment's rollouts are that came to an end with a reward."""
+    def finished_rows(self, env: str, domain: int = TRAINING, untrained: bool = False) -> NDArray[Any]:
+        """Where in `rows` the environment's rollouts are that came to an end with a reward; with `untrained` also those
+        of a step that has not trained yet."""
         rows = self.rows
         mine = (rows["env"] == self.number("env", env)) & (rows["domain"] == domain) & np.isfinite(rows["reward"])
         mine &= (rows["error"] == 0) & (rows["state"] != self.number("state", REPLAYED))
         if domain == TRAINING:
-            mine &= (rows["step"] >= self.steps[0]) & (rows["step"] <= self.steps[1])
+            mine &= (rows["step"] >= self.steps[0]) & (untrained | (rows["step"] <= self.steps[1]))
         return np.flatnonzero(mine)
 
     def groups(self, env: str) -> Groups:
@@ -134,6 +146,18 @@ class AdviceWindow:
             self._read[env] = MetricTable(places, rows["reward"].astype(float), groups, columns)
         return self._read[env]
 
+    def prompts(self, places: NDArray[Any]) -> "PromptTable":
+        """The prompts of the newest of these rows, without those that were not kept."""
+        places = places[-MOST_PROMPTS:]
+        new = [place for place in places.tolist() if place not in self._prompts]
+        self._prompts.update((place, self.prompted(self.first + place)) for place in new)
+        kept = [(place, facts) for place in places.tolist() if (facts := self._prompts[place]) is not None]
+        return PromptTable(
+            np.array([place for place, _ in kept], int),
+            [facts.digest for _, facts in kept],
+            np.array([facts.holds_reply for _, facts in kept], bool),
+        )
+
     def get(self, key: str, otherwise: Any = None) -> Any:
         """A value of the run file by its dotted key."""
         table: Any = self.config
@@ -164,14 +188,22 @@ class MetricTable:
         return values - (np.bincount(self.groups, values) / counts)[self.groups]
 
 
+class PromptTable(NamedTuple):
+    """Prompts of rollouts, side by side."""
+
+    places: NDArray[Any]
+    digests: list[bytes]
+    holds_reply: NDArray[Any]
+
+
 def _group_keys(rows: NDArray[Any]) -> NDArray[Any]:
     """A number for each row that tries of one row by one actor share."""
     return rows["ticket"] * 65536 + rows["actor"]
 
 
-def advice_window(run: RunFolder) -> AdviceWindow:
-    """The run's directory as it is now. The config is empty where it is another version's, so that nothing is said of
-    environments."""
+def advice_window(run: RunFolder, until: int | None = None) -> AdviceWindow:
+    """The run's directory as it is now, or as it was at the step `until`. The config is empty where it is another
+    version's, so that nothing is said of environments."""
     try:
         config = resolved_config(run.config())
     except ValueError:
@@ -179,12 +211,24 @@ def advice_window(run: RunFolder) -> AdviceWindow:
     columns = run.metrics()
     view = run.rollouts.view()
     kept = run.rollouts.keeps_all
-    low, _ = select_window(columns, view.rows, advice_limits(config).steps)
-    first = int(np.searchsorted(view.rows["step"], low)) if kept else 0
-    first = max(first, len(view.rows) - MOST_ROWS)
-    rows = np.array(view.rows[first:]) if kept else view.rows[:0]
+    rows = view.rows
+    if until is not None:
+        lines = sum(1 for step in columns["step"] if step is not None and step <= until)
+        columns = {name: column[:lines] for name, column in columns.items()}
+        rows = rows[: int(np.searchsorted(rows["step"], until, side="right"))]
+    low, _ = select_window(columns, rows, advice_limits(config).steps)
+    first = int(np.searchsorted(rows["step"], low)) if kept else 0
+    first = max(first, len(rows) - MOST_ROWS)
+    rows = np.array(rows[first:]) if kept else rows[:0]
     names = {key: number for number, key in enumerate(zip(view.kinds, view.names, strict=True))}
-    return AdviceWindow(config, columns, rows, names, first, view.metrics_of, kept)
+    return AdviceWindow(config, columns, rows, names, first, view.metrics_of, lambda index: _prompt(view, index), kept)
+
+
+def _prompt(view: RecordView | TextRecordView, index: int) -> PromptFacts | None:
+    try:
+        return prompt_facts(view.read(index).turns)
+    except RolloutNotFound:
+        return None
 
 
 def advice_limits(config: Mapping[str, Any]) -> AdviceConfig:

@@ -1,0 +1,307 @@
+"""Advisories on the task: its rows, its rewards, episodes that fail or are slow, replies that never end."""
+
+import numpy as np
+
+from paceline.observe.record.advice.learning_rules import TRUTH
+from paceline.observe.record.advice.measures import (
+    Advisory,
+    Finding,
+    Knob,
+    clustered_mean,
+    lacks,
+    series_mean,
+    trend,
+    wilson_share,
+)
+from paceline.observe.record.advice.window import AdviceWindow
+from paceline.observe.record.layout import TRAINING
+
+LEAST_TRIES = 64
+"""Rollouts below which nothing is said."""
+HINTS = {
+    "judge": "see that the judge's address answers",
+    "teacher": "see that the teacher's address answers",
+    "timeout": "an episode may take longer",
+    "engine": "see that an engine is there",
+}
+
+
+def check_failures(window: AdviceWindow, env: str) -> Finding:
+    """The share of episodes that ended in an error, in which those of one row stand together."""
+    rows = window.rows
+    mine = (rows["env"] == window.number("env", env)) & (rows["domain"] == TRAINING)
+    failed, ended = np.flatnonzero(mine & (rows["error"] != 0)), window.finished_rows(env)
+    count = len(failed) + len(ended)
+    if count < LEAST_TRIES:
+        return lacks(f"fewer than {LEAST_TRIES} rollouts")
+    is_failed = np.r_[np.ones(len(failed)), np.zeros(len(ended))]
+    found = clustered_mean(is_failed, np.r_[rows["ticket"][failed], rows["ticket"][ended]])
+    if found.low <= window.advice.failures:
+        return Finding(found.value)
+    kinds, counts = np.unique(rows["error"][failed], return_counts=True)
+    names = {number: name for (column, name), number in window.names.items() if column == "error"}
+    kind = names.get(int(kinds[int(np.argmax(counts))]), "episode")
+    knobs: list[Knob] = []
+    if kind == "timeout":
+        seconds = float(window.env(env).get("timeout", 120.0))
+        knobs.append(window.env_knob(env, "timeout", 4 * seconds, HINTS["timeout"]))
+    elif kind in HINTS and window.get(f"failures.{kind}", "retry") != "retry":
+        knobs.append(
+            window.knob(f"failures.{kind}", "retry", HINTS[kind] + ", then try again before the episode is lost")
+        )
+    else:
+        value = "fail" if window.get(f"failures.{kind}") != "fail" else "retry"
+        knobs.append(window.knob(f"failures.{kind}", value, "stop at the first one, with its traceback"))
+    return Finding(
+        found.value,
+        Advisory(
+            title=f"Rollouts of `{env}` fail",
+            seen=f"{len(failed)} of {count} rollouts ended in an error, {counts.max()} of them of the kind `{kind}`. "
+            f"{HINTS.get(kind, 'The rollouts below have the message').capitalize()}.",
+            sure=f"share {found.value:.3f} ± {found.error:.3f} (error over rows, not rollouts), limit "
+            f"{window.advice.failures:g}",
+            knobs=knobs,
+            rollouts=window.numbers(failed[::-1]),
+            metrics=["dropped/failed_rollouts"],
+        ),
+    )
+
+
+REWARDLESS = ("opd", "opsd", "sft", "constant")
+"""Algorithms that learn from something else."""
+
+
+def check_constant_reward(window: AdviceWindow, env: str) -> Finding:
+    """The spread of all rewards this run has seen."""
+    algo = window.env(env).get("algo") or window.get("algo", {})
+    if algo.get("type", "grpo") in REWARDLESS:
+        return lacks("its algorithm needs no reward")
+    places = window.finished_rows(env, untrained=True)
+    if len(places) < LEAST_TRIES:
+        return lacks(f"fewer than {LEAST_TRIES} rollouts")
+    rewards = window.rows["reward"][places]
+    spread = max(float(rewards.std()), float(np.max(window.full_series(f"reward/{env}/std"), initial=0.0)))
+    if spread >= window.advice.constant_reward:
+        return Finding(spread)
+    return Finding(
+        spread,
+        Advisory(
+            title=f"The reward of `{env}` never changes",
+            seen=f"All {len(places)} rollouts got exactly {rewards[0]:g}, so there is nothing to learn.",
+            sure=f"standard deviation {spread:.1g} ± 0 over all rollouts seen, limit {window.advice.constant_reward:g}",
+            caution="This is more often a fault of the reward than of the task: read one of the rollouts, and what the "
+            "reward function makes of it.",
+            knobs=[window.env_knob(env, "curriculum", True, "if the reward is right: rows within reach come first")],
+            rollouts=window.numbers(places[::-1]),
+            metrics=[f"reward/{env}/mean", f"reward/{env}/std", "dropped/zero_advantage"],
+        ),
+    )
+
+
+ROOM = 8
+"""Tokens within which some reply of any task ends by itself, if it can."""
+
+
+def check_stop_token(window: AdviceWindow, env: str) -> Finding:
+    """The share of replies that end by themselves, where it was as small when the run began."""
+    places = window.finished_rows(env)
+    if len(places) < LEAST_TRIES:
+        return lacks(f"fewer than {LEAST_TRIES} rollouts")
+    limit = int(window.get("sampling.max_tokens", 256))
+    ended = window.rows["finish"][places] != window.number("finish", "length")
+    found, at_first = wilson_share(int(ended.sum()), len(ended)), window.full_series("truncated_ratio")[:3]
+    share = float(ended.mean())
+    if limit <= ROOM or found.high >= window.advice.stop_token or not (at_first > 1 - window.advice.stop_token).all():
+        return Finding(share)
+    return Finding(
+        share,
+        Advisory(
+            title=f"No reply of `{env}` ends by itself",
+            seen=f"{len(ended) - ended.sum()} of {len(ended)} replies went on to `sampling.max_tokens` = {limit}, "
+            "from the first "
+            "step on: the token that ends a reply is not known as such, or the chat template asks for none.",
+            sure=f"share that ended {share:.3f}, surely less than {found.high:.3f} (Wilson's interval of three "
+            "standard errors), "
+            f"limit {window.advice.stop_token:g}",
+            caution="If replies are only longer than the limit, raise it: compare `eos_token_id` of the model's "
+            "generation_config.json with the end of a turn in its chat template first.",
+            knobs=[
+                window.knob("sampling.stop_token_ids", [0], "the id with which a turn ends, in place of 0"),
+                window.knob("sampling.max_tokens", 2 * limit, "if replies need the room"),
+            ],
+            rollouts=window.numbers(places[::-1]),
+            metrics=["truncated_ratio", "length"],
+        ),
+    )
+
+
+def check_chat_template(window: AdviceWindow, env: str) -> Finding:
+    """The share of turns whose prompt is not what was said before, and more."""
+    found = series_mean(window.series("mismatch/template")[1])
+    if found.count < 5:
+        return lacks("fewer than 5 steps")
+    limit = window.advice.chat_template
+    if found.low <= limit:
+        return Finding(found.value)
+    several = np.flatnonzero((window.rows["turns"] > 1) & (window.rows["samples"] > 1))
+    return Finding(
+        found.value,
+        Advisory(
+            title="Prompts rewrite what was said before",
+            seen=f"{found.value:.0%} of the turns had a prompt that does not continue the tokens of the turns before "
+            "it: the chat "
+            "template, or the environment, changes earlier messages. Each such turn becomes a sample of its own.",
+            sure=f"`mismatch/template` {found.value:.2f} ± {found.error:.2f}, limit {limit:g}; {found.count} steps",
+            caution="Templates that leave out earlier thoughts do so on purpose.",
+            knobs=[
+                window.knob(
+                    "advice.chat_template", 0.999, "if it is meant to be so; else change the template or the messages"
+                )
+            ],
+            rollouts=window.numbers(several[::-1]),
+            metrics=["mismatch/template"],
+        ),
+    )
+
+
+def check_leaked_answer(window: AdviceWindow, env: str) -> Finding:
+    """Among the best replies, the share that stands in its prompt after a word such as `answer:`."""
+    places = window.finished_rows(env)
+    rewards = window.rows["reward"][places]
+    if len(places) < LEAST_TRIES or np.ptp(rewards) == 0:
+        return lacks(f"fewer than {LEAST_TRIES} rollouts, or one reward for all")
+    top = float(rewards.max())
+    table = window.prompts(places[rewards >= top])
+    if len(table.places) < LEAST_TRIES // 4:
+        return lacks("too few replies with the best reward, or no texts")
+    found = wilson_share(int(table.holds_reply.sum()), len(table.places))
+    share, limit = float(table.holds_reply.mean()), window.advice.leaked_answer
+    if found.low <= limit:
+        return Finding(share)
+    return Finding(
+        share,
+        Advisory(
+            title=f"The answer stands in the prompts of `{env}`",
+            seen=f"{table.holds_reply.sum()} of {len(table.places)} replies with the best reward ({top:g}) "
+            "stand word for "
+            "word in their own prompt, after a word such as `answer` or `solution`.",
+            sure=f"share {share:.2f}, surely more than {found.low:.2f} (Wilson's interval of three standard errors), "
+            f"limit {limit:g}",
+            caution="A task may ask to copy something that is named so.",
+            knobs=[window.knob("advice.pause", ["leaked_answer"], "draw nothing from it until its prompts are mended")],
+            rollouts=window.numbers(table.places[table.holds_reply][::-1]),
+            metrics=[f"reward/{env}/mean", f"eval/{env}/reward"],
+        ),
+    )
+
+
+def check_duplicate_rows(window: AdviceWindow, env: str) -> Finding:
+    """The share of tries whose prompt stands in another row of the dataset too. Generated tasks may repeat."""
+    if not window.env(env).get("dataset"):
+        return lacks("its rows are not a dataset")
+    places = window.finished_rows(env)
+    table = window.prompts(places[window.rows["member"][places] == 0])
+    if len(table.places) < LEAST_TRIES // 2:
+        return lacks(f"fewer than {LEAST_TRIES // 2} prompts in the record")
+    numbers, owners = window.rows["row"][table.places], {}
+    for digest, number in zip(table.digests, numbers.tolist(), strict=True):
+        owners.setdefault(digest, set()).add(number)
+    if len(owners) < 2:
+        return lacks("one prompt for all rows: what differs is not in it")
+    shared = np.array([len(owners[digest]) > 1 for digest in table.digests])
+    found, limit = wilson_share(int(shared.sum()), len(shared)), window.advice.duplicate_rows
+    share = float(shared.mean())
+    if found.low <= limit:
+        return Finding(share)
+    most = max(owners.values(), key=len)
+    return Finding(
+        share,
+        Advisory(
+            title=f"Rows of `{env}` repeat the same prompts",
+            seen=f"{len(np.unique(numbers))} rows that were drawn have {len(owners)} different prompts; one prompt "
+            "stands in "
+            f"{len(most)} of them.",
+            sure=f"share of tries {share:.2f}, surely more than {found.low:.2f} (Wilson's interval of three standard "
+            "errors), limit "
+            f"{limit:g}; {len(shared)} groups",
+            caution="Only the last steps are compared, so there may be more in the dataset.",
+            knobs=[window.knob("advice.pause", ["duplicate_rows"], "draw nothing from it until its rows are distinct")],
+            rollouts=window.numbers(table.places[shared][::-1]),
+            metrics=[f"reward/{env}/mean", f"eval/{env}/reward"],
+        ),
+    )
+
+
+FEW = 5
+LOST = 0.3
+"""Share of right answers that must be lost."""
+
+
+def check_reward_hacking(window: AdviceWindow, env: str) -> Finding:
+    """The reward rises from the run's beginning on, and a metric of right answers falls."""
+    steps, rewards = window.series(f"reward/{env}/mean", since=1)
+    own = [
+        name for name in window.columns if name.startswith(f"metric/{env}/") and TRUTH.search(name.rpartition("/")[2])
+    ]
+    names = [*own, *(name for name in (f"eval/{env}/exact",) if name in window.columns)]
+    line, spreads = trend(steps, rewards), window.series(f"reward/{env}/std", since=1)[1]
+    scale = float(spreads.mean()) if len(spreads) else 0.0
+    if not names or line is None or scale <= 0 or len(rewards) < 2 * FEW:
+        return lacks("no metric of right answers" if not names else f"fewer than {2 * FEW} steps")
+    rise = float(rewards[-FEW:].mean() - rewards[:FEW].mean()) / scale
+    fallen = []
+    for name in names:
+        values = window.full_series(name)
+        ends = max(1, min(FEW, len(values) // 3))
+        before, now = float(values[:ends].mean()), float(values[-ends:].mean())
+        if before > 0.02 and now < (1 - LOST) * before:
+            fallen.append((name, before, now))
+    if not line.rises or rise <= window.advice.reward_hacking or not fallen:
+        return Finding(rise)
+    name, before, now = fallen[0]
+    places = window.finished_rows(env)
+    return Finding(
+        rise,
+        Advisory(
+            title=f"The reward of `{env}` rises without the task",
+            seen=f"The reward rose from {rewards[:FEW].mean():.3f} to {rewards[-FEW:].mean():.3f}, while `{name}` "
+            "fell from "
+            f"{before:.3f} to {now:.3f}: what is paid is not what is wanted.",
+            sure=f"reward {line.slope:+.2g} ± {line.error:.1g} a step; a rise of {rise:.2f} standard deviations, limit "
+            f"{window.advice.reward_hacking:g}; {len(rewards)} steps",
+            knobs=[window.knob("advice.pause", ["reward_hacking"], "draw nothing from it until its reward is mended")],
+            steps=(int(steps[0]), int(steps[-1])),
+            rollouts=window.numbers(places, by=-window.rows["reward"][places]),
+            metrics=[f"reward/{env}/mean", name],
+        ),
+    )
+
+
+def check_slow_environment(window: AdviceWindow, env: str) -> Finding:
+    """The share of the time in which neither trainer nor sampler works, nor is anything scored or published."""
+    since = max(4, window.steps[0])  # the first steps compile and load
+    names = ("busy/trainer", "busy/sampler", "time/score", "time/publish", "time/step")
+    parts = [window.series(name, since)[1] for name in names]
+    if len({len(part) for part in parts}) > 1 or len(parts[0]) < 5:
+        return lacks("fewer than 5 steps")
+    trainer, sampler, score, publish, step = parts
+    if not (sampler > 0).any():
+        return lacks("the engine does not say how busy it is")
+    found = series_mean(np.clip(1 - trainer - sampler - (score + publish) / np.maximum(step, 1e-9), 0, 1))
+    limit = window.advice.slow_environment
+    if found.low <= limit:
+        return Finding(found.value)
+    running = int(window.get("max_inflight") or 2 * int(window.get("batch_size", 128)))
+    return Finding(
+        found.value,
+        Advisory(
+            title="Environments are slow: trainer and sampler wait for them",
+            seen=f"In {found.value:.0%} of the time neither the trainer ({trainer.mean():.0%} busy) nor the sampler "
+            f"({sampler.mean():.0%}) works. A step takes {step.mean():.2f} s.",
+            sure=f"{found.value:.2f} ± {found.error:.2f} (mean over {found.count} steps, errors widened for "
+            "autocorrelation), "
+            f"limit {limit:g}",
+            knobs=[window.knob("max_inflight", 2 * running, "play more episodes at once")],
+            metrics=["busy/trainer", "busy/sampler", "time/step"],
+        ),
+    )
