@@ -161,7 +161,7 @@ VISION = {
     "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
     "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
 }
-PAINTED = """() => {
+PAINTED = """(tints) => {
   const strip = document.querySelector(".token-strip");
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const pixel = (...colours) => {
@@ -169,10 +169,10 @@ PAINTED = """() => {
     return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
   };
   const ground = getComputedStyle(strip).backgroundColor;
-  return { text: pixel(getComputedStyle(strip).color), ends: ["--series-1", "--series-2"].map((name) => {
+  return { text: pixel(getComputedStyle(strip).color), ends: tints.map((tint) => {
     const chip = document.createElement("span");
     chip.className = "token-chip";
-    chip.style.setProperty("--tint", `var(${name})`);
+    chip.style.setProperty("--tint", tint);
     chip.style.setProperty("--t", "1");
     strip.append(chip);
     const colour = pixel(ground, getComputedStyle(chip).backgroundColor);
@@ -193,9 +193,10 @@ def _luminance(colour: list[int]) -> float:
 
 def test_up_and_down_can_be_told_apart_without_red_and_green_and_their_text_be_read(page, folder, address):
     _open(page, address, f"tokens/tokens?id={_index(folder, 0, 0)}&stream=advantages", ".token-chip")
+    tints = _streams(page, [-1.0, -1.0], [2.0, 0.5])["ratio"]["tint"]
     for theme in ("light", "dark"):
         page.emulate_media(color_scheme=theme)
-        painted = page.evaluate(PAINTED)
+        painted = page.evaluate(PAINTED, tints)
         for colour in painted["ends"]:
             low, high = sorted([_luminance(colour), _luminance(painted["text"])])
             assert (high + 0.05) / (low + 0.05) >= 4.5, f"text on {colour} in the {theme} theme"

@@ -38,7 +38,7 @@ export async function render(root, run, params) {
     if (stream.key === key) memory.set("token stream", key);
     strip.paint(stream);
     fill(legend, scale(stream), h("span", { class: "soft" }, stream.meaning),
-      stream.key === key ? null : h("span", { class: "absent" }, `Not known here: ${all.find((one) => one.key === key)?.label ?? key}`));
+      stream.key === key ? null : h("b", {}, `Not known here: ${all.find((one) => one.key === key)?.label ?? key}`));
     fill(above, head(run, told, key));
     fill(chooser, sequences(run, told, key));
     remember();
