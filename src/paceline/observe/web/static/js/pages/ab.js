@@ -13,7 +13,7 @@ export async function render(root, _, params) {
   const b = params.get("b") ?? "";
   if (!a || !b) throw Object.assign(new Error("Name two runs: tick them in the list of runs, compare them, and ask which is better."), { status: 400 });
   const group = new Group();
-  const chart = new Chart(group, { title: "Mean reward of b less that of a, so far", hint: "The band holds at all steps at once: where it leaves zero, the difference is real.", broad: true });
+  const chart = new Chart(group, { title: "Mean reward of b less that of a, so far", unit: "reward", hint: "The band holds at all steps at once: where it leaves zero, the difference is real.", broad: true });
   const verdict = h("div", { class: "notice", role: "status" });
   const facts = h("p", { class: "soft" });
   const body = h("tbody");
