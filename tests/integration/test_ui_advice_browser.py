@@ -32,6 +32,7 @@ def test_an_advisory_leads_to_the_rollouts_that_show_it_and_to_the_key(page, add
     _expect(card).to_contain_text("How sure")
     _expect(card.get_by_role("row", name="sampling.max_tokens")).to_contain_text("--sampling.max_tokens 512")
     _expect(card.locator(".chart")).to_have_count(2)
+    assert "share of rollouts" in card.locator(".chart .unit").all_inner_texts()
     link = card.get_by_role("link").first
     assert link.get_attribute("href").startswith("#/run/truncation/rollouts?id=")
     link.focus()

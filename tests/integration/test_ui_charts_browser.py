@@ -252,6 +252,7 @@ def test_every_chart_names_its_unit_and_other_metrics_have_a_title(page, address
             "Spread of rewards": "reward",
         }.items()
     )
+    _expect(page.locator(".lanes .hint")).to_contain_text("share of the time")
     others = page.locator("details .charts h3").all_inner_texts()
     assert set(others) == {
         "Size of a batch",

@@ -278,6 +278,15 @@ def test_no_two_curves_of_a_chart_look_the_same():
     assert ".curve.dashed" in STYLE
 
 
+@pytest.mark.parametrize(("steps", "high"), [(962, 1.2e6), (9_620, 0.00012), (99_999, 4.2e5), (7, 12_345.0)])
+def test_labels_of_the_axes_fit_beside_the_plot(steps, high):
+    drawn = build_chart("wide", "", {"": [(1.0, 0.0), (steps, high)]}, 0.0)
+    letter = 6.5  # pixels, more than a digit takes at 11 pixels
+    assert max(len(text) * letter for _, text in drawn["rows"]) <= 44 + letter
+    assert all(x + len(text) * letter / 2 <= 460 for x, text in drawn["steps"])
+    assert drawn["steps"]
+
+
 def test_nothing_makes_no_chart():
     assert build_chart("none", "", {"a": [], "b": [(1, float("nan"))]}) is None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.observe.analysis.text import format_number, safe_line
 from paceline.observe.analysis.timeline import lanes
+from paceline.observe.monitor.text import format_count
 from paceline.observe.record import RunFolder
 
 Points = Sequence[tuple[float, float]]
@@ -23,6 +24,8 @@ DOTS_BELOW = 16
 """Curves with fewer points get a dot at each."""
 MOST_CURVES = 2 * COLOURS
 """Beyond the colours curves are dashed."""
+LARGE = 1e5
+"""From here on values beside an axis are shortened (1.2M), or they would not fit."""
 DRAWN_LIMIT = 1e30
 """Larger absolute values and NaN are not drawn."""
 
@@ -120,12 +123,16 @@ def build_chart(
         for name, points in shown
         for (start, first), (end, last) in [(points[0], points[-1])]
     )
-    steps = sorted({round(tick) for tick in x.ticks(6) if tick >= 0})
+    ticks = y.ticks(4)
+    large = max(map(abs, ticks)) >= LARGE
+    # A label beyond the last point would not fit on the paper.
+    end = max(step for _, points in shown for step, _ in points)
+    steps = sorted({round(tick) for tick in x.ticks(6) if 0 <= tick <= end})
     return {
         "title": title,
         "hint": hint,
         "label": f"{title}: {ends}",
-        "rows": [(y(tick), f"{tick:,.6g}") for tick in y.ticks(4)],
+        "rows": [(y(tick), format_count(tick) if large else f"{tick:,.6g}") for tick in ticks],
         "steps": [(x(step), f"{step:,}") for step in steps if x.low <= step <= x.high],
         "curves": [
             {

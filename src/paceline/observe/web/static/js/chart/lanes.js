@@ -72,7 +72,7 @@ export class Lanes {
       this.told = await ask("lanes", { run: this.run.name, start, end, bins });
       this.element.hidden = !this.told.lanes.length;
       this.hint.textContent = this.told.source === "metrics"
-        ? "from the times of each step; drag to zoom into a moment" : "drag to zoom into a moment";
+        ? "share of the time, from the times of each step; drag to zoom into a moment" : "share of the time; drag to zoom into a moment";
       this.#legend();
     } catch (error) {
       this.hint.textContent = error.message;

@@ -13,8 +13,8 @@ export async function render(root, _, params) {
   const b = params.get("b") ?? "";
   if (!a || !b) throw Object.assign(new Error("Name two runs: tick them in the list of runs, compare them, and ask which is better."), { status: 400 });
   const group = new Group();
-  const chart = new Chart(group, { title: `Training reward: mean of ${b} less that of ${a}, so far`, hint: "The band holds at all steps at once: where it leaves zero, the difference is more than chance.", broad: true });
-  const heldOut = new Chart(group, { title: `Held-out reward: ${b} less ${a}`, hint: "each evaluation, paired by row; the bands hold at all evaluations at once", broad: true });
+  const chart = new Chart(group, { title: `Training reward: mean of ${b} less that of ${a}, so far`, unit: "reward", hint: "The band holds at all steps at once: where it leaves zero, the difference is more than chance.", broad: true });
+  const heldOut = new Chart(group, { title: `Held-out reward: ${b} less ${a}`, unit: "reward", hint: "each evaluation, paired by row; the bands hold at all evaluations at once", broad: true });
   const verdict = h("div", { class: "notice", role: "status" });
   const heldOutVerdict = h("div", { class: "notice" });
   const facts = h("p", { class: "soft" });

@@ -2,7 +2,7 @@
 import { ask } from "../api.js";
 import { Chart } from "../chart/chart.js";
 import { Group } from "../chart/parts.js";
-import { points } from "../curves.js";
+import { arrange, points } from "../curves.js";
 import { announce, fill, h, prose } from "../dom.js";
 import { amount, number, whole } from "../format.js";
 import { toRun } from "../router.js";
@@ -97,7 +97,8 @@ function rollout({ index, step, reward, tokens }, run) {
 function curves(one, run, group, charts) {
   const names = one.metrics.filter((name) => run.columns[name]?.some((value) => value !== null)).slice(0, MOST_CURVES);
   const drawn = names.map((name, colour) => {
-    const chart = new Chart(group, { title: name, hint: "" });
+    const [{ chart: { unit, format } }] = arrange([name]);
+    const chart = new Chart(group, { title: name, unit, format, hint: "" });
     chart.update([{ label: name, colour, ...points(run.columns, name, group.axis) }]);
     charts.push(chart);
     return chart.element;
