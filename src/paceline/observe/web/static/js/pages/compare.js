@@ -59,7 +59,7 @@ export async function render(root, _, params) {
     fill(legend, groups.map((one, index) => h("span", { class: "row" },
       h("span", { class: "swatch block", vars: { "--swatch": seriesColour(index) } }),
       one.runs.length > 1 ? h("b", {}, `${one.label}, ${one.runs.length} seeds`) : h("a", { href: toRun(one.runs[0].name) }, one.label),
-      one.runs.length === 1 ? statePill(one.runs[0].state) : null)));
+      one.runs.length === 1 ? statePill(one.runs[0].state, one.runs[0].health) : null)));
     const places = chosen.flatMap((run) => points(told.get(run.name).columns, group.axis, group.axis).xs);
     group.span = places.length > 1 ? [places.reduce((a, b) => Math.min(a, b)), places.reduce((a, b) => Math.max(a, b))] : null;
     const metricNames = new Set(chosen.flatMap((run) => Object.keys(told.get(run.name).columns)));
