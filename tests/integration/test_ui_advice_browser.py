@@ -14,6 +14,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     runs = tmp_path_factory.mktemp("runs")
     for rule in ("truncation", "starving"):
         DEFECTS[rule].written(runs, rule)
+    DEFECTS["learning_rate_high"].written(runs, "broken")
     Plot(steps=12).written(runs, "well")
     Plot({HOSTILE.replace("/", "-"): DEFECTS["truncation"].plays["words"]}).written(runs, "hostile")
     Told(runs, "empty").let_go()
@@ -64,3 +65,25 @@ def test_it_opens_without_a_complaint_for_every_run(page, address, run, theme): 
     found = {"well": "Nothing to say about the last 12 steps.", "empty": "No step has trained yet."}
     if run in found:
         _expect(page.locator(".empty")).to_contain_text(found[run])
+
+
+def test_a_finished_run_whose_reward_fell_is_not_green_and_its_advice_names_the_value(page, address):  # noqa: F811
+    _open(page, address, "#/", "table.runs .pill.health")
+    row = page.get_by_role("row", name="broken")
+    _expect(row.locator(".pill.health")).to_have_text("collapsed")
+    assert row.locator(".pill").first.inner_text() == "finished"
+    assert row.locator(".pill.finished").count() == 0
+    _open(page, address, "#/run/broken", ".notice.bad")
+    _expect(page.locator(".notice.bad").first).to_contain_text("The reward of words fell")
+    _open(page, address, "#/run/broken/advice", ".advisory")
+    card = page.get_by_role("article").first
+    _expect(card).to_contain_text("The learning rate is too high")
+    _expect(card).to_contain_text("limit 0.3")
+
+
+def test_a_rule_that_found_nothing_shows_its_value_or_why_it_has_none(page, address):  # noqa: F811
+    _open(page, address, "#/run/well/advice", ".advice table.list")
+    table = page.get_by_role("region", name="All that was looked for")
+    _expect(table.get_by_role("row", name="Are replies cut off at the limit?")).to_contain_text("0.02")
+    _expect(table.get_by_role("row", name="Has every environment its share")).to_contain_text("one environment alone")
+    assert "–" not in table.locator("tbody td:nth-child(2)").all_inner_texts()

@@ -7,10 +7,11 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.analysis.health import Health, judge_health
 from paceline.observe.analysis.timeline import Columns, RecentLoad, recent_load
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.monitor.summary import next_action
@@ -117,7 +118,7 @@ def last_written(columns: Columns, status: RunStatus) -> float | None:
 
 
 def table_row(name: str, run: RunFolder, problems: list[str]) -> dict[str, Any]:
-    """State, step, reward, evaluation, age and tags of a run, and what could not be read of it. Never fails."""
+    """State, health, step, reward, evaluation, age and tags of a run, and what could not be read of it. Never fails."""
     columns, config, status = run.metrics(), run.config(), run.status()
     rewards, held_out, kind = reward_trends(columns)
     shown = ("state", "alive", "step", "total_steps", "began", "ended", "message")
@@ -126,6 +127,7 @@ def table_row(name: str, run: RunFolder, problems: list[str]) -> dict[str, Any]:
         **{key: getattr(status, key) for key in shown},
         "seen": last_written(columns, status),
         **headline(rewards, held_out, kind),
+        "health": asdict(judge_health(columns, config, not status.alive)),
         "spark": _spark(rewards[""].values) if rewards else [],
         "tags": tags(config),
         "seed": config.get("seed"),
@@ -173,6 +175,7 @@ class Vitals:
     path: Path
     now: float
     status: RunStatus
+    health: Health
     tags: list[str]
     max_staleness: int | None
     """The staleness that the run file allows."""
@@ -238,7 +241,7 @@ def vitals(run: RunFolder, now: float | None = None, before: Vitals | None = Non
     seen, pace = last_written({"time": times}, status), _pace(times, status.began)
     moment: dict[str, Any] = {"now": now, "status": status, "last_seen": seen, "pace": pace}
     moment |= {"seconds_left": _seconds_left(status, pace, now, times), "events": run.events()[-MOST_EVENTS:]}
-    if before is not None and before.columns is columns:
+    if before is not None and before.columns is columns and before.status.alive == status.alive:
         return replace(before, **moment)
     config = run.config()
     rewards, held_out, kind = reward_trends(columns)
@@ -247,6 +250,7 @@ def vitals(run: RunFolder, now: float | None = None, before: Vitals | None = Non
         **moment,
         name=run.name,
         path=run.path,
+        health=judge_health(columns, config, not status.alive),
         tags=tags(config),
         max_staleness=stale if isinstance(stale, int) else None,
         rewards=rewards,

@@ -129,6 +129,7 @@ def _summary(run: Vitals, advice: list[Advisory]) -> Iterator[str]:
     took = f" in {format_whole_seconds(run.last_seen - status.began)}" if run.last_seen and status.began else ""
     device = f" on {status.device}" if status.device else ""
     yield f"The run {STATE_TEXTS[status.state]}: it has done {steps}{took}{device}."
+    yield f"By its own metrics it is {run.health.verdict}. {run.health.reason}"
     yield from (f"{name} {_trend_text(trend)}." for name, trend in trends if name not in falls)
     if run.recent_means:
         yield f"Who waits for whom: {run.waiting_side}."

@@ -31,6 +31,7 @@ held-out   what the policy does on rows that never train
 mismatch   how far trainer and sampler are apart; should stay near 0
 staleness  how many updates old the weights were that sampled
 busy       share of the last minute before a step ended
+health     after the state: whether the run learns, by its own metrics
 advice     what the run's figures say against it; `paceline doctor RUN`
            has the evidence and the setting to change
 """

@@ -32,12 +32,25 @@ def bar(share: float, width: int) -> str:
     return "█" * full + "░" * (width - full)
 
 
+def _health_style(run: Vitals) -> str:
+    return "red" if run.health.is_bad else "green" if run.health.verdict == "healthy" else "yellow"
+
+
+def _state_style(run: Vitals) -> str:
+    """Green is for a run that ended well, and not only ended."""
+    if run.status.state == "finished" and run.health.is_bad:
+        return "yellow"
+    return STYLES.get(run.status.state, "red")
+
+
 def _title(run: Vitals, width: int) -> Text:
     status = run.status
     title = Text.assemble(
         (safe_line(run.name, 40), "bold"),
         "  ",
-        (status.state, f"bold {STYLES.get(status.state, 'red')}"),
+        (status.state, f"bold {_state_style(run)}"),
+        ("  ", ""),
+        (run.health.verdict, f"bold {_health_style(run)}"),
         (f"  {' · '.join(safe_line(fact, 30) for fact in run.facts)}", "dim"),
     )
     title.truncate(width, overflow="ellipsis")
@@ -62,11 +75,17 @@ def _progress(run: Vitals, width: int) -> Text:
 
 
 def _problem_lines(run: Vitals) -> list[RenderableType]:
+    health: list[RenderableType] = [Text(f"{run.health.verdict}: {safe_line(run.health.reason)}", _health_style(run))]
+    health = [] if run.health.verdict in ("healthy", "too early to say") else health
     if run.status.state in ("running", "finished"):
-        return []
+        return health
     what, command = run.next_action
     onward = [Text(f"{what}: {safe_line(command)}", "dim")] if command else []
-    return [Text(f"{run.status.state}: {safe_line(run.state_reason)}", STYLES.get(run.status.state, "red")), *onward]
+    return [
+        Text(f"{run.status.state}: {safe_line(run.state_reason)}", STYLES.get(run.status.state, "red")),
+        *onward,
+        *health,
+    ]
 
 
 def _learning(run: Vitals) -> Pairs:
@@ -137,7 +156,13 @@ def _warnings(run: Vitals, advice: Sequence[Advisory], problems: Sequence[str]) 
     if run.dropped_counts:
         yield "dropped", Text(safe_line(format_reasons(run.dropped_counts)))
     for advisory in advice:
-        yield "advice", Text(safe_line(f"{advisory.title}: {advisory.seen}"), "yellow")
+        yield (
+            "advice",
+            Text(
+                safe_line(f"{advisory.title}{advisory.comparison and f' ({advisory.comparison})'}: {advisory.seen}"),
+                "yellow",
+            ),
+        )
     for problem in problems:
         yield "unreadable", Text(safe_line(problem), "yellow")
 

@@ -15,10 +15,11 @@ from fastapi.responses import StreamingResponse
 from paceline.config.fields import KeyPath, SchemaNode, node_at
 from paceline.config.filters import AdviceConfig
 from paceline.observe.analysis import timeline
+from paceline.observe.analysis.health import Health, judge_health
 from paceline.observe.analysis.vitals import headline, reward_trends, tags
 from paceline.observe.record import RunFolder
-from paceline.observe.record.advice import RULES, AdviceWindow, Advisory, advice_window, advise
-from paceline.observe.record.advice.rules import silence_reason
+from paceline.observe.record.advice import RULES, AdviceWindow, Advisory, advice_window
+from paceline.observe.record.advice.rules import advisories, inspect, silence_reason
 from paceline.observe.record.folder import key_text
 from paceline.observe.web.runs import AllRuns, FiniteJsonResponse, OneRun, Runs, encode_json, signature
 
@@ -32,12 +33,17 @@ def run_state(run: RunFolder, patient: bool) -> dict[str, Any]:
     return {
         "path": str(run.path),
         "status": asdict(run.status()),
+        "health": asdict(run_health(run)),
         "staleness": config.get("staleness"),
         "tags": tags(config),
         "events": events[-MOST_EVENTS:],
         "events_left_out": max(0, len(events) - MOST_EVENTS),
         "problems": run.problems(patient),
     }
+
+
+def run_health(run: RunFolder) -> Health:
+    return judge_health(run.metrics(), run.config(), not run.status().alive)
 
 
 GROWING_FILES = ("tickets.jsonl", "rollouts.jsonl", "record/rollouts.index", "record/lanes.index")
@@ -74,12 +80,15 @@ class RunWatcher:
             if self._has_changed("gone", True):
                 yield "gone", {}, ""
             return
-        if self._has_changed("metrics", signature(root / "metrics.jsonl")):
+        metrics_changed = self._has_changed("metrics", signature(root / "metrics.jsonl"))
+        if metrics_changed:
             columns, mark = read_metrics(self._run, self._mark)
             if mark != self._mark:
                 self._mark = mark
                 yield "metrics", columns, mark
         news = self._has_changed("events", [signature(root / name) for name in ("events.jsonl", "config.toml")])
+        if metrics_changed:  # the verdict on them goes with the state
+            news = self._has_changed("verdict", run_health(self._run).verdict) or news
         if news or (self._has_changed("patient", patient) and self._run.problems(patient) != self._seen["problems"]):
             state = run_state(self._run, patient)
             self._seen |= {"status": state["status"], "problems": state["problems"]}
@@ -229,7 +238,8 @@ def run(run: OneRun) -> Response:
 def advice(run: OneRun) -> Response:
     """Every advisory with its evidence, and all rules."""
     window = advice_window(run)
-    found = advise(window)
+    measured = inspect(window)
+    found = advisories(window, measured)
     own = {env: window.env(env).get("pause") for env in window.envs}
     pauses = {env: window.advice.pause if rules is None else rules for env, rules in own.items()}
     rules = [
@@ -238,7 +248,13 @@ def advice(run: OneRun) -> Response:
             "asks": rule.question,
             "limit": getattr(window.advice, rule.name),
             "help": AdviceConfig.model_fields[rule.name].description,
-            "found": sum(advisory.rule == rule.name for advisory in found),
+            "found": [advisory.env for advisory in found if advisory.rule == rule.name],
+            "below": rule.below,
+            "measured": [
+                {"env": env, "value": finding.value, "missing": finding.missing}
+                for one, env, finding in measured
+                if one is rule
+            ],
             "pauses": [env for env, pausing in pauses.items() if rule.name in pausing],
         }
         for rule in RULES
@@ -262,4 +278,4 @@ def _advisory_view(window: AdviceWindow, advisory: Advisory) -> dict[str, Any]:
         for index in advisory.rollouts
         for row in [window.rows[index - window.first]]
     ]
-    return asdict(advisory) | {"knobs": knobs, "rollouts": rollouts}
+    return asdict(advisory) | {"comparison": advisory.comparison, "knobs": knobs, "rollouts": rollouts}

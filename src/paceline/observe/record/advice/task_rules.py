@@ -1,16 +1,18 @@
 """Advisories on the task: its rows, its rewards, episodes that fail or are slow, replies that never end."""
 
+from math import sqrt
+
 import numpy as np
 
 from paceline.observe.record.advice.learning_rules import TRUTH
 from paceline.observe.record.advice.measures import (
+    SURE,
     Advisory,
     Finding,
     Knob,
     clustered_mean,
     lacks,
     series_mean,
-    trend,
     wilson_share,
 )
 from paceline.observe.record.advice.window import AdviceWindow
@@ -244,9 +246,9 @@ def check_reward_hacking(window: AdviceWindow, env: str) -> Finding:
         name for name in window.columns if name.startswith(f"metric/{env}/") and TRUTH.search(name.rpartition("/")[2])
     ]
     names = [*own, *(name for name in (f"eval/{env}/exact",) if name in window.columns)]
-    line, spreads = trend(steps, rewards), window.series(f"reward/{env}/std", since=1)[1]
+    spreads = window.series(f"reward/{env}/std", since=1)[1]
     scale = float(spreads.mean()) if len(spreads) else 0.0
-    if not names or line is None or scale <= 0 or len(rewards) < 2 * FEW:
+    if not names or scale <= 0 or len(rewards) < 2 * FEW:
         return lacks("no metric of right answers" if not names else f"fewer than {2 * FEW} steps")
     rise = float(rewards[-FEW:].mean() - rewards[:FEW].mean()) / scale
     fallen = []
@@ -256,7 +258,9 @@ def check_reward_hacking(window: AdviceWindow, env: str) -> Finding:
         before, now = float(values[:ends].mean()), float(values[-ends:].mean())
         if before > 0.02 and now < (1 - LOST) * before:
             fallen.append((name, before, now))
-    if not line.rises or rise <= window.advice.reward_hacking or not fallen:
+    groups = max(1.0, int(window.get("batch_size", 128)) / int(window.get("group_size", 8)))
+    error = sqrt(2 / (FEW * groups))
+    if rise - SURE * error <= window.advice.reward_hacking or not fallen:
         return Finding(rise)
     name, before, now = fallen[0]
     places = window.finished_rows(env)
@@ -267,8 +271,8 @@ def check_reward_hacking(window: AdviceWindow, env: str) -> Finding:
             seen=f"The reward rose from {rewards[:FEW].mean():.3f} to {rewards[-FEW:].mean():.3f}, while `{name}` "
             "fell from "
             f"{before:.3f} to {now:.3f}: what is paid is not what is wanted.",
-            sure=f"reward {line.slope:+.2g} ± {line.error:.1g} a step; a rise of {rise:.2f} standard deviations, limit "
-            f"{window.advice.reward_hacking:g}; {len(rewards)} steps",
+            sure=f"a rise of {rise:.2f} ± {error:.2f} standard deviations between the first and the last {FEW} steps, "
+            f"limit {window.advice.reward_hacking:g}; {len(rewards)} steps",
             knobs=[window.knob("advice.pause", ["reward_hacking"], "draw nothing from it until its reward is mended")],
             steps=(int(steps[0]), int(steps[-1])),
             rollouts=window.numbers(places, by=-window.rows["reward"][places]),

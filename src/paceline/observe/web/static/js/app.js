@@ -78,7 +78,7 @@ function head(target, page) {
     const pill = h("span", {});
     fill(trail, slash(), h("a", { href: "#/" }, "runs"), slash(), h("span", { class: "here" }, target.run), pill);
     if (run) {
-      const draw = () => fill(pill, statePill(run.status.state));
+      const draw = () => fill(pill, statePill(run.status.state, run.standing?.health));
       draw();
       forget = run.on("standing", draw);
     }

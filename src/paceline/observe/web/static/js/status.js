@@ -1,6 +1,7 @@
 // A run's state, in a word and in a sentence; its events, and its trouble.
-import { h } from "./dom.js";
+import { h, prose } from "./dom.js";
 import { moment } from "./format.js";
+import { toRun } from "./router.js";
 
 const MEANING = {
   running: "It is training now.",
@@ -11,9 +12,21 @@ const MEANING = {
   crashed: "Its process is gone and wrote no end: killed, out of memory, or the machine stopped.",
 };
 
-export function statePill(state) {
+const UNHEALTHY = ["collapsed", "diverged", "starved", "reward-hacked", "memorising"];
+
+/** The state; green where it finished only if nothing speaks against it. */
+export function statePill(state, health) {
   const known = Object.hasOwn(MEANING, state);
-  return h("span", { class: `pill ${known ? state : ""}`, title: known ? MEANING[state] : null }, state);
+  const shown = known && !(state === "finished" && UNHEALTHY.includes(health?.verdict));
+  return h("span", { class: `pill ${shown ? state : ""}`, title: known ? MEANING[state] : null }, state);
+}
+
+/** Whether it learns, by its own metrics, with the figures behind it. */
+export function healthPill(health) {
+  if (!health) return null;
+  const { verdict, reason } = health;
+  const colour = UNHEALTHY.includes(verdict) ? "failed" : verdict === "healthy" ? "finished" : verdict === "learning slowly" ? "interrupted" : "";
+  return h("span", { class: `pill health ${colour}`, title: reason }, verdict);
 }
 
 export function meaning(state) {
@@ -24,6 +37,11 @@ export function meaning(state) {
 export function troubles(run) {
   const { state, message, step } = run.status;
   const found = [];
+  const { health } = run.standing;
+  if (UNHEALTHY.includes(health?.verdict)) {
+    found.push(h("div", { class: "notice bad" }, h("h2", {}, `Health: ${health.verdict}`), h("p", {}, prose(health.reason)),
+      h("p", { class: "faint" }, h("a", { href: toRun(run.name, "advice") }, "Advice"), " names the cause, where the figures show one.")));
+  }
   if (["failed", "crashed", "interrupted"].includes(state)) {
     found.push(h("div", { class: `notice ${state === "interrupted" ? "warn" : "bad"}` },
       h("h2", {}, `${state[0].toUpperCase()}${state.slice(1)} at step ${step ?? 0}`),

@@ -69,6 +69,8 @@ function card(one, run, group, charts) {
     h("h2", { id }, prose(one.title)),
     h("div", { class: "row" }, h("span", { class: "tag" }, one.rule), h("span", { class: "tag" }, one.env || "whole run"),
       h("span", { class: "faint" }, `steps ${whole(one.steps[0])} to ${whole(one.steps[1])}`)),
+    one.comparison ? h("p", {}, h("strong", {}, one.comparison)) : null,
+    one.follows ? h("p", { class: "soft" }, prose(`May follow from \`${one.follows}\`, above.`)) : null,
     h("p", {}, prose(one.seen)),
     h("dl", {},
       h("dt", {}, "How sure"), h("dd", {}, prose(one.sure)),
@@ -115,14 +117,21 @@ function pauses(run) {
     h("ul", {}, told.slice(-20).reverse().map(({ text }) => h("li", {}, prose(text)))));
 }
 
+/** The measured value, also of a rule that says nothing; bold where it lies beyond the limit. */
+function measured({ env, value, missing }, { found, measured: all, name }) {
+  const text = value === null ? missing : number(value);
+  const label = all.length > 1 ? h("span", { class: "faint" }, `${env} `) : null;
+  return h("div", { class: value === null ? "faint" : null }, label, found.includes(env) && value !== null ? h("strong", { data: { rule: name } }, text) : text);
+}
+
 function ruleList({ rules }) {
   return h("section", { class: "section", "aria-label": "All that was looked for" }, h("h2", {}, "All that was looked for"),
     h("div", { class: "scroll" }, h("table", { class: "list" },
       h("thead", {}, h("tr", {}, ["Question", "Found", "Limit", "Key of the limit", "Pauses (advice.pause)"].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, rules.map((rule) => h("tr", {},
         h("th", { scope: "row" }, rule.asks, h("span", { class: "faint help" }, prose(rule.help))),
-        h("td", {}, rule.found ? h("strong", {}, String(rule.found)) : "–"),
-        h("td", {}, number(rule.limit)),
+        h("td", {}, rule.measured.map((one) => measured(one, rule))),
+        h("td", {}, `${rule.below ? "at least" : "at most"} ${number(rule.limit)}`),
         h("td", { class: "mono" }, `advice.${rule.name}`),
         h("td", {}, rule.pauses.length ? rule.pauses.join(", ") : "none")))))));
 }

@@ -75,7 +75,7 @@ export async function render(root, _, params) {
       swatch(signOf(index)),
       one.runs.length > 1 ? h("b", { title: one.runs.map(({ name }) => name).join(", ") }, `${one.label}, ${one.runs.length} ${by.value === SEEDS ? "seeds" : "runs"}`)
         : h("a", { href: toRun(one.runs[0].name), title: one.runs[0].name }, one.label),
-      one.runs.length === 1 ? statePill(one.runs[0].state) : null)));
+      one.runs.length === 1 ? statePill(one.runs[0].state, one.runs[0].health) : null)));
     const most = Math.max(0, ...groups.map((one) => one.runs.length));
     fill(explained, most > 2 ? "Curves are means over the runs of a group, bands the 95 % interval of the mean (Student's t); of two runs, from the lower to the higher."
       : most > 1 ? "Curves are means of two runs, bands go from the lower to the higher." : "");

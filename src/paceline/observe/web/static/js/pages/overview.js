@@ -5,7 +5,7 @@ import { Lanes } from "../chart/lanes.js";
 import { arrange, points, SECTIONS } from "../curves.js";
 import { announce, fill, h, perFrame } from "../dom.js";
 import { amount, count, number, whole } from "../format.js";
-import { eventsTable, troubles } from "../status.js";
+import { eventsTable, healthPill, troubles } from "../status.js";
 import { Vitals } from "../vitals.js";
 
 export const title = "Overview";
@@ -25,7 +25,7 @@ export function render(root, run, params) {
 
   const stand = () => {
     const { device, parameters } = run.status;
-    fill(head, h("h1", {}, run.name), run.standing.tags.map((tag) => h("span", { class: "tag" }, tag)),
+    fill(head, h("h1", {}, run.name), healthPill(run.standing.health), run.standing.tags.map((tag) => h("span", { class: "tag" }, tag)),
       h("span", { class: "faint" }, [device, parameters && `${count(parameters)} parameters`].filter(Boolean).join(" · ")));
     fill(notices, troubles(run));
     fill(events, eventsTable(run));

@@ -5,7 +5,7 @@ import { announce, fill, h, patchRows } from "../dom.js";
 import { age, amount, moment, number, seconds, whole } from "../format.js";
 import { replaceAddress, toPage, toRun } from "../router.js";
 import { walkable } from "../rows.js";
-import { statePill } from "../status.js";
+import { healthPill, statePill } from "../status.js";
 import { changeText, delta, since } from "../vitals.js";
 
 export const title = "Runs";
@@ -14,6 +14,7 @@ const ticked = new Set(); // Kept while one looks at a run and comes back.
 const COLUMNS = [
   ["name", "Run", (run) => run.name],
   ["state", "State", (run) => ["running", "starting", "failed", "crashed", "interrupted", "finished"].indexOf(run.state)],
+  ["health", "Health", (run) => run.health.verdict],
   ["step", "Step", (run) => run.step, "right"],
   ["reward", "Reward", (run) => run.reward?.last ?? -Infinity, "right"],
   ["spark", "Progress", null],
@@ -60,7 +61,7 @@ export async function render(root, _, params) {
   }
 
   function sortBy(key) {
-    state.down = state.sort === key ? !state.down : !["name", "state"].includes(key);
+    state.down = state.sort === key ? !state.down : !["name", "state", "health"].includes(key);
     state.sort = key;
     keep();
     draw();
@@ -93,7 +94,7 @@ export async function render(root, _, params) {
     const value = COLUMNS.find(([key]) => key === state.sort)[2];
     const sign = state.down ? -1 : 1;
     return [...runs.values()]
-      .filter((run) => wanted.every((word) => [run.name, run.state, ...run.tags].some((text) => text.toLowerCase().includes(word))))
+      .filter((run) => wanted.every((word) => [run.name, run.state, run.health.verdict, ...run.tags].some((text) => text.toLowerCase().includes(word))))
       .sort((a, b) => {
         const [x, y] = [value(a), value(b)];
         return (x < y ? -1 : x > y ? 1 : 0) * sign || (a.name < b.name ? -1 : 1);
@@ -152,7 +153,8 @@ function rowOf(run, tick, look) {
     h("td", { class: "pick" }, box),
     h("td", { class: "name" }, h("a", { href: toRun(run.name), tabindex: -1 }, run.name),
       trouble && h("div", { class: run.message && run.state === "failed" ? "message" : "message warn", title: trouble }, trouble)),
-    h("td", {}, statePill(run.state)),
+    h("td", {}, statePill(run.state, run.health)),
+    h("td", {}, healthPill(run.health)),
     h("td", { class: "right" }, progress(run)),
     h("td", { class: "right" }, trend(run.reward)),
     h("td", {}, run.spark.length > 1 ? h("canvas", { class: "spark", "aria-hidden": "true", data: { run: run.name } }) : h("span", { class: "faint" }, "–")),
