@@ -237,6 +237,7 @@ class TestRecorder:
         recorder.end(RunOutcome("failed", 3, "no room", checkpoint=tmp_path / "checkpoints" / "3"))
         events = read_jsonl(tmp_path / "events.jsonl")
         assert [event["event"] for event in events] == ["phase", "begin", "phase", "note", "end"]
+        assert events[2]["text"] == "evaluating"
         assert events[-1]["status"] == "failed"
         assert events[-1]["checkpoint"].endswith("3")
 

@@ -1,6 +1,7 @@
 """`paceline top`: vital signs in a terminal, on run directories that the real recorder wrote."""
 
 import asyncio
+import io
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from textual.pilot import Pilot
 
 from paceline.commands import main
@@ -23,7 +25,7 @@ from paceline.observe.monitor import RunDirectory, RunPlan
 from paceline.observe.record import folder, open_run
 from paceline.observe.terminal import snapshot
 from paceline.observe.terminal.app import TopApp
-from paceline.observe.terminal.drawing import RESCAN_SECONDS, RunPoller, bar
+from paceline.observe.terminal.drawing import RESCAN_SECONDS, RunPoller, _chart, bar
 from paceline.observe.web.runs import Runs
 from recorded_runs import Told, torn
 from token_run import tokened
@@ -122,6 +124,30 @@ def test_a_wide_terminal_shows_two_things_beside_one_another(runs):
     _, [screen] = _watched(runs / "living", size=(160, 40))
     row = next(row for row in screen.splitlines() if row.lstrip().startswith("reward"))
     assert "staleness" in row
+
+
+@pytest.mark.parametrize("size", [(100, 60), (160, 60), (240, 70)])
+def test_charts_take_the_room_of_a_large_terminal(runs, size):
+    _, [screen] = _watched(runs / "finished", size=size)
+    rows = screen.splitlines()
+    charted = [row for row in rows if sum(row.count(block) for block in "▁▂▃▄▅▆▇█") > 20]
+    assert len(charted) > size[1] // 3
+    assert sum(not row.strip() for row in rows) < size[1] // 5, "little is left empty"
+    assert "finished at step 40" in screen, "and nothing is pushed out"
+    for title in ("reward  1.003", "held-out exact  0.825"):
+        assert any(title in row for row in rows), title
+
+
+def test_a_chart_holds_its_lowest_and_highest_value():
+    console = Console(width=60, file=io.StringIO(), record=True)
+    console.print(_chart("entropy", [0.0, 1.0, 0.5, 0.5], 55, 6))
+    title, *rows = console.export_text().splitlines()
+    assert title.split() == ["entropy", "0.500"]
+    assert len(rows) == 5
+    assert rows[0].split()[0] == "1"
+    assert rows[-1].split()[0] == "0"
+    assert [row.count("█") for row in rows] == sorted(row.count("█") for row in rows)
+    assert rows[0].count("█") == 10, "a quarter of the width reaches the top"
 
 
 def test_keys_go_from_run_to_run_and_round_again(runs):

@@ -5,6 +5,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import threading
 import time
@@ -311,7 +312,7 @@ class RunRecorder(Monitor):
     def phase(self, text: str) -> None:
         if (kind := phase_kind(text)) != self._kind:  # a counter that moves is no event
             self._kind = kind
-            self._event("phase", text=text)
+            self._event("phase", text=re.sub(r"\s*\b\d+/\d+\b", "", text))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         append_jsonl(self._files.metrics_file, [{"step": step, "time": self._clock(), **metrics}])

@@ -146,4 +146,5 @@ class TopApp(App[None]):
     def _draw(self) -> None:
         snapshot = self._snapshot
         width = max(20, self.size.width - 4)  # the padding, and a bar to scroll by
-        self._picture.update(Text(snapshot) if isinstance(snapshot, str) else snapshot.render(width))
+        height = self.size.height - 1 - int(self._position.display)  # the keys below, and the place among the runs
+        self._picture.update(Text(snapshot) if isinstance(snapshot, str) else snapshot.render(width, height))

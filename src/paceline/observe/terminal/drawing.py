@@ -1,5 +1,7 @@
 """Draws the vital signs of a run with rich."""
 
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -181,6 +183,48 @@ def _grid(pairs: Pairs) -> Table:
     return grid
 
 
+CHARTED_METRICS = ("entropy", "grad_norm", "loss", "length", "tokens/s", "mismatch_kl")
+"""Metrics with a chart after reward and held-out result, as far as there is room."""
+LEAST_CHART_ROWS, CHART_COLUMNS = 6, 60
+"""Lines of the lowest chart, its title among them, and columns of the narrowest."""
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def _chart(name: str, values: Sequence[float], width: int, height: int) -> RenderableType:
+    """A curve as columns of blocks over its whole width, with its highest and lowest value beside it."""
+    count, room = len(values), max(1, width - _LABEL_WIDTH)
+    starts = [at * count // room for at in range(room + 1)]
+    means = [statistics.fmean(values[a : max(b, a + 1)]) for a, b in itertools.pairwise(starts)]
+    low, high = min(means), max(means)
+    span = max(high - low, 0.05 * abs(high), 1e-12)  # a flat curve looks flat
+    levels = [1 + round((mean - low) / span * (8 * (height - 1) - 1)) for mean in means]
+    rows = ["".join(_BLOCKS[min(8, max(0, level - 8 * at))] for level in levels) for at in reversed(range(height - 1))]
+    labels = [format_number(high), *[""] * (height - 3), format_number(low)]
+    label = Column(style="dim", no_wrap=True, width=_LABEL_WIDTH - 2, justify="right")
+    grid = Table.grid(label, Column(no_wrap=True), padding=(0, 1))
+    grid.add_row("", Text.assemble((safe_line(name, 40), "bold"), f"  {format_number(values[-1])}"))
+    for value, row in zip(labels, rows, strict=True):
+        grid.add_row(value, Text(row, "cyan"))
+    return grid
+
+
+def _charts(run: Vitals, width: int, rows: int) -> list[RenderableType]:
+    """As many charts as the rows hold, side by side where the terminal is wide."""
+    trends = {"reward": run.rewards.get(""), f"held-out {run.eval_kind}": run.held_out.get("")}
+    curves = {name: trend.values for name, trend in trends.items() if trend is not None}
+    for name in CHARTED_METRICS:
+        curves[name] = [value for value in run.columns.get(name, ()) if value is not None]
+    shown = [(name, values) for name, values in curves.items() if len(values) > 1]
+    beside = max(1, min(len(shown), width // CHART_COLUMNS))
+    lines = min(-(-len(shown) // beside), rows // LEAST_CHART_ROWS)
+    if lines < 1:
+        return []
+    grid = Table.grid(*(Column(ratio=1) for _ in range(beside)), expand=True)
+    for at in range(0, min(len(shown), lines * beside), beside):
+        grid.add_row(*(_chart(*curve, width // beside, rows // lines) for curve in shown[at : at + beside]))
+    return [grid]
+
+
 RESCAN_SECONDS = 10.0
 """Seconds between two full scans of the record."""
 PLAIN_WIDTH = 100
@@ -194,16 +238,24 @@ class RunSnapshot:
     advice: list[Advisory]
     problems: list[str]
 
-    def render(self, width: int) -> RenderableType:
+    def render(self, width: int, height: int = 0) -> RenderableType:
+        """The picture of a terminal; charts fill what is left of its height."""
+        above, below = self._parts(width)
+        console = Console(width=width, file=StringIO())
+        used = len(console.render_lines(Group(*above, *below), pad=False))
+        return Group(*above, *_charts(self.run, width, height - used), *below)
+
+    def _parts(self, width: int) -> tuple[list[RenderableType], list[RenderableType]]:
+        """What stands above the charts, and below them."""
         run = self.run
         head = [_title(run, width), _progress(run, width), *_problem_lines(run), Text()]
         learning, pace = [*_learning(run), *_update(run)], list(_pace(run))
         warnings, events = list(_warnings(run, self.advice, self.problems)), list(_events(run))
         if width < WIDE_COLUMNS:
-            return Group(*head, _grid([*learning, *pace, *warnings, *_lanes(run, 10, MOST_LANES), *events]))
+            return [*head, _grid([*learning, *pace, *warnings, *_lanes(run, 10, MOST_LANES)])], [_grid(events)]
         beside = Table.grid(Column(ratio=1), Column(ratio=1), padding=(0, 4), expand=True)
         beside.add_row(_grid(learning), _grid([*pace, *_lanes(run, 20, 2 * MOST_LANES)]))
-        return Group(*head, beside, Text(), _grid([*warnings, *events]))
+        return [*head, beside, Text()], [_grid([*warnings, *events])]
 
 
 class RunPoller:
