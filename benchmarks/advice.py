@@ -198,6 +198,8 @@ class Row(NamedTuple):
 
 
 def judge(trial: Trial, seed: int, path: Path) -> Row:
+    if not path.exists():
+        return Row(trial.name, seed, " ".join(trial.cause), [], "it did not start", None)
     run = open_run(path)
     found = names(advise(advice_window(run)))
     last = max((int(step) for step in run.metrics()["step"] if step is not None), default=0)

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -22,6 +23,7 @@ from paceline.observe.record.advice import RULES, Advisory, advice_window, advis
 from paceline.observe.record.advice.learning_rules import alpha
 from paceline.observe.record.advice.measures import SURE, clustered_mean, jackknife, series_mean, trend, wilson_share
 from paceline.observe.record.advice.output_rules import r_squared
+from paceline.observe.record.advice.prompts import prompt_facts
 from paceline.observe.web import build_app
 from recorded_runs import torn
 
@@ -101,6 +103,52 @@ def test_longer_replies_that_earn_more_are_no_defect():
 def test_held_out_reward_that_training_catches_up_with_is_no_defect():
     ceiling = Plot(more=lambda rng, step: {} if step % 2 else {"eval/words/reward": 0.95})
     assert advise(ceiling.remembered()) == []
+
+
+def test_a_limit_that_is_meant_is_no_truncation():
+    """All replies fill one token, as a move in a game; or those that end at the limit earn as well as any."""
+
+    def move(rng: np.random.Generator, step: int, luck: float) -> Try:
+        return replace(healthy(rng, step, luck), finish="length", tokens=1)
+
+    def fills(rng: np.random.Generator, step: int, luck: float) -> Try:
+        return Try(float(rng.random() < 0.6 + 0.02 * step), finish="length" if rng.random() < 0.3 else "stop")
+
+    window = Plot({"words": move}).remembered()
+    config = dict(window.config) | {"sampling": {"max_tokens": 1}}
+    assert advise(replace(window, config=config)) == []
+    config["sampling"] = {"max_tokens": 4}
+    assert [found.rule for found in advise(replace(window, config=config))] == ["truncation"]
+
+    def pays(rng: np.random.Generator, step: int, luck: float) -> Try:
+        one = fills(rng, step, luck)
+        return replace(one, reward=1.0) if one.finish == "length" else one
+
+    assert "truncation" not in [found.rule for found in advise(Plot({"words": pays}).remembered())]
+
+
+def test_long_replies_of_a_policy_that_broke_are_not_the_first_cause():
+    broken = DEFECTS["learning_rate_high"]
+
+    def play(rng: np.random.Generator, step: int, luck: float) -> Try:
+        one = broken.plays["words"](rng, step, luck)
+        return one if step <= 2 else replace(one, finish="length", reward=0.0)
+
+    first, second = advise(replace(broken, plays={"words": play}).remembered())[:2]
+    assert (first.rule, first.follows) == ("learning_rate_high", "")
+    assert (second.rule, second.follows) == ("truncation", "learning_rate_high")
+
+
+def test_a_prompt_tells_its_answer_only_after_a_word_that_says_so():
+    def turns(prompt: str, reply: str) -> list[Any]:
+        return [SimpleNamespace(messages=[{"role": "user", "content": prompt}], text=reply)]
+
+    assert prompt_facts(turns("reverse: abc\nAnswer: cba", "cba")).holds_reply
+    assert prompt_facts(turns("the solution is `cba`.", "cba")).holds_reply
+    assert not prompt_facts(turns("copy: cba", "cba")).holds_reply
+    assert not prompt_facts(turns("answer: cbas", "cba")).holds_reply
+    assert prompt_facts(turns("a", "b")).digest != prompt_facts(turns("b", "b")).digest
+    assert prompt_facts([]) is None
 
 
 def test_form_that_pays_beside_content_is_no_defect():

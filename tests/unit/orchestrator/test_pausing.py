@@ -13,7 +13,7 @@ REST = 10
 
 
 def config(runs, *envs: ReverseTextConfig, **changes) -> RunConfig:
-    """Replies of two tokens at most: most are cut off."""
+    """Replies of three tokens at most: most are cut off."""
     return RunConfig(
         **{
             "runs": str(runs),
@@ -23,7 +23,7 @@ def config(runs, *envs: ReverseTextConfig, **changes) -> RunConfig:
             "staleness": 0,
             "env": list(envs),
             "eval": EvalConfig(every=0),
-            "sampling": SamplingConfig(max_tokens=2),
+            "sampling": SamplingConfig(max_tokens=3),
             "advice": AdviceConfig(steps=REST, interval=1),
             "trainer": TrainerConfig(threads=1),
         }

@@ -25,7 +25,7 @@ export function statePill(state, health) {
 export function healthPill(health) {
   if (!health) return null;
   const { verdict, reason } = health;
-  const colour = UNHEALTHY.includes(verdict) ? "failed" : verdict === "healthy" ? "finished" : verdict === "learning slowly" ? "interrupted" : "";
+  const colour = UNHEALTHY.includes(verdict) ? "bad" : { healthy: "good", "learning slowly": "warn" }[verdict] ?? "";
   return h("span", { class: `pill health ${colour}`, title: reason }, verdict);
 }
 
