@@ -208,7 +208,9 @@ DEFECTS: dict[str, Plot] = {
     "judges": Plot(
         {"words": _but(metrics=lambda rng, step, one: one.metrics | {"judge/a": rng.random(), "judge/b": rng.random()})}
     ),
-    "reward_hacking": Plot(more=lambda rng, step: {"metric/words/correct": 0.4 * 0.8**step}),
+    "reward_hacking": Plot(
+        more=lambda rng, step: {"metric/words/correct": 0.4 * 0.8**step, "reward/words/mean": 0.1 + 0.04 * step}
+    ),
     "parting": Plot(
         more=lambda rng, step: (
             {"reward/words/mean": 0.3 + 0.02 * step + 0.01 * rng.random()}

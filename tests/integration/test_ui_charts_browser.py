@@ -65,7 +65,7 @@ def test_every_page_shows_the_headline_figures_that_the_record_gives(page, folde
     report, terminal = re.sub(r"<[^>]+>", " ", render_report(run, 0)), snapshot(run)
     _open(page, address, "#/", "table.runs tbody tr")
     row = page.locator("tr[data-key=falling] td")
-    cells = {"Reward": row.nth(4), "Held-out exact": row.nth(6)}
+    cells = {"Reward": row.nth(5), "Held-out exact": row.nth(7)}
     table = {name: (cell.inner_text(), cell.locator("[title]").get_attribute("title")) for name, cell in cells.items()}
     _open(page, address, "#/run/falling/overview", ".vitals")
     for name, (now, start), (of_now, of_start) in (

@@ -54,7 +54,7 @@ SELF_PLAY = ("arena", "textarena")
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class RunHealth:
     verdict: Verdict
     reason: str
     """One sentence with the figures it rests on."""
@@ -64,13 +64,13 @@ class Health:
         return self.verdict in UNHEALTHY
 
 
-def judge_health(columns: Columns, config: Mapping[str, Any], over: bool) -> Health:
+def judge_health(columns: Columns, config: Mapping[str, Any], over: bool) -> RunHealth:
     """Of a run that is `over` or goes on."""
     steps = len(_values(columns, "batch/rollouts") or _values(columns, "loss"))
     if steps < (BEST if over else BEST + 2):
         if over and not steps:
-            return Health("starved", "No step has trained.")
-        return Health("too early to say", f"{steps} steps have trained, {LEAST_STEPS} are needed.")
+            return RunHealth("starved", "No step has trained.")
+        return RunHealth("too early to say", f"{steps} steps have trained, {LEAST_STEPS} are needed.")
     reasons = (
         ("diverged", _divergence(columns)),
         ("collapsed", next(_falls(columns, config), "")),
@@ -80,11 +80,11 @@ def judge_health(columns: Columns, config: Mapping[str, Any], over: bool) -> Hea
     )
     for verdict, reason in reasons:
         if reason:
-            return Health(verdict, reason)
+            return RunHealth(verdict, reason)
     if steps < LEAST_STEPS:
-        return Health("too early to say", f"{steps} steps have trained, {LEAST_STEPS} are needed.")
+        return RunHealth("too early to say", f"{steps} steps have trained, {LEAST_STEPS} are needed.")
     slow = _slowness(columns, config)
-    return Health("learning slowly", slow) if slow else Health("healthy", _progress(columns))
+    return RunHealth("learning slowly", slow) if slow else RunHealth("healthy", _progress(columns))
 
 
 def _values(columns: Columns, name: str) -> list[float]:

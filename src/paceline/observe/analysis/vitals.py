@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.analysis.health import Health, judge_health
+from paceline.observe.analysis.health import RunHealth, judge_health
 from paceline.observe.analysis.timeline import Columns, RecentLoad, recent_load
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.monitor.summary import next_action
@@ -175,7 +175,7 @@ class Vitals:
     path: Path
     now: float
     status: RunStatus
-    health: Health
+    health: RunHealth
     tags: list[str]
     max_staleness: int | None
     """The staleness that the run file allows."""

@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from paceline.config.fields import KeyPath, SchemaNode, node_at
 from paceline.config.filters import AdviceConfig
 from paceline.observe.analysis import timeline
-from paceline.observe.analysis.health import Health, judge_health
+from paceline.observe.analysis.health import RunHealth, judge_health
 from paceline.observe.analysis.vitals import headline, reward_trends, tags
 from paceline.observe.record import RunFolder
 from paceline.observe.record.advice import RULES, AdviceWindow, Advisory, advice_window
@@ -42,7 +42,7 @@ def run_state(run: RunFolder, patient: bool) -> dict[str, Any]:
     }
 
 
-def run_health(run: RunFolder) -> Health:
+def run_health(run: RunFolder) -> RunHealth:
     return judge_health(run.metrics(), run.config(), not run.status().alive)
 
 
