@@ -129,8 +129,8 @@ EARNED = 0.5
 
 
 def _is_by_design(rows: NDArray[Any], cut: NDArray[Any], limit: int) -> bool:
-    """Whether the limit costs nothing: it is a tiny one, set on purpose, or those that end there earn as well as others, and
-    well."""
+    """Whether the limit costs nothing: it is tiny and so set on purpose, or replies that end there earn as well as
+    others, and well."""
     if limit <= BY_DESIGN or cut.all():
         return limit <= BY_DESIGN
     there, others = (clustered_mean(rows["reward"][some], rows["ticket"][some]) for some in (cut, ~cut))
