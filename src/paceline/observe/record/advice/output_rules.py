@@ -129,9 +129,9 @@ EARNED = 0.5
 
 
 def _is_by_design(rows: NDArray[Any], cut: NDArray[Any], limit: int) -> bool:
-    """Whether the limit costs nothing: all replies fill a tiny one, or those that end there earn as well as others, and
-    well."""
-    if cut.all():
+    """Whether the limit costs nothing: it is tiny and so set on purpose, or replies that end there earn as well as
+    others, and well."""
+    if limit <= BY_DESIGN or cut.all():
         return limit <= BY_DESIGN
     there, others = (clustered_mean(rows["reward"][some], rows["ticket"][some]) for some in (cut, ~cut))
     return there.value >= max(others.value, EARNED * float(rows["reward"].max()))
