@@ -243,7 +243,8 @@ def test_a_turns_weights_are_recorded_and_survive_a_checkpoint():
 
 
 def test_a_checkpoint_from_before_turns_had_weights_still_loads(monkeypatch):
-    names = [name for name in saved_groups._BufferedTurn.__struct_fields__ if name != "weights"]
+    fields = saved_groups._BufferedTurn.__struct_fields__
+    names = fields[: fields.index("weights")]
     before = msgspec.defstruct("before", [(name, object) for name in names], array_like=True)
     write = saved_groups._wired_turn
     monkeypatch.setattr(
