@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paceline.observe.analysis.timeline import Columns
+from paceline.observe.record.advice.learning_rules import TRUTH
 
 Verdict = Literal[
     "healthy",
@@ -49,7 +50,6 @@ SPREAD = 0.35
 """Standard deviation of the rewards, as a share of their mean, that a mastered task stays below."""
 NOISE = 2.0
 """Standard errors within which a rise is noise."""
-TRUTH = re.compile(r"(^|[/_])(exact|correct|correctness|accuracy|solved|passed)($|[/_])", re.I)
 SELF_PLAY = ("arena", "textarena")
 
 

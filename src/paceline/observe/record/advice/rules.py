@@ -142,8 +142,7 @@ def silence_reason(window: AdviceWindow) -> str:
 
 
 class AdviceMemory:
-    """The last steps of a running run, so that advisories need no file: rows and metrics, without tokens and
-    texts. One
+    """The last steps of a running run, so that advisories need no file: rows and metrics, without tokens and texts. One
     thread at a time fills or reads it."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:

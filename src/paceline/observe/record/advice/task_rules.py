@@ -125,12 +125,9 @@ def check_stop_token(window: AdviceWindow, env: str) -> Finding:
             sure=f"share that ended {share:.3f}, surely less than {found.high:.3f} (Wilson's interval of three "
             "standard errors), "
             f"limit {window.advice.stop_token:g}",
-            caution="If replies are only longer than the limit, raise it: compare `eos_token_id` of the model's "
-            "generation_config.json with the end of a turn in its chat template first.",
-            knobs=[
-                window.knob("sampling.stop_token_ids", [0], "the id with which a turn ends, in place of 0"),
-                window.knob("sampling.max_tokens", 2 * limit, "if replies need the room"),
-            ],
+            caution="Before the limit is raised: compare `eos_token_id` of the model's generation_config.json with the "
+            "token that ends a turn in its chat template, and name that one in `sampling.stop_token_ids`.",
+            knobs=[window.knob("sampling.max_tokens", 2 * limit, "if replies need the room")],
             rollouts=window.numbers(places[::-1]),
             metrics=["truncated_ratio", "length"],
         ),
