@@ -123,6 +123,8 @@ def accepted_answers(row: Row) -> list[str]:
 def target_text(row: Row) -> str:
     """The answer that a row expects, as the record keeps it; empty where it has none."""
     answer = row.get(ANSWER) if isinstance(row, Mapping) else None  # a user's `prepare` may return anything
+    if isinstance(answer, str) and len(answer) <= MOST_TARGET and answer.isascii():
+        return answer  # nearly always, and asked for each of thousands of episodes in flight
     answers = answer if isinstance(answer, list) else [] if answer is None else [answer]
     texts = (one if isinstance(one, str) else short_repr(one) for one in answers[:MOST_ANSWERS])
     return " | ".join(texts)[:MOST_TARGET].encode(errors="replace").decode()
