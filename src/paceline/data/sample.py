@@ -7,7 +7,8 @@ views; the trainer copies once, when it packs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import msgspec
@@ -99,6 +100,14 @@ class Sample:
             token_ids=np.asarray(token_ids), loss_mask=mask, versions=np.where(mask, 0, -1), temperatures=temperatures
         )
 
+    @classmethod
+    def unchecked(cls, **values: Any) -> Self:
+        """A sample of streams that are known to be right: contiguous, of their types, and in line with one another."""
+        made = object.__new__(cls)
+        for name, value in (DEFAULTS | values).items():
+            object.__setattr__(made, name, value)
+        return made
+
     def _set(self, streams: Mapping[str, NDArray | None]) -> None:
         """Set streams, each as a contiguous array of its type, and check them."""
         for name, stream in streams.items():
@@ -148,8 +157,8 @@ class Sample:
     def with_streams(self, **streams: NDArray | None) -> Self:
         """A copy with some streams set; only what changed is checked."""
         clone = object.__new__(type(self))
-        for name in FIELDS:
-            object.__setattr__(clone, name, getattr(self, name))
+        for name, value in zip(FIELDS, _fields_of(self), strict=True):
+            object.__setattr__(clone, name, value)
         clone._set(streams)
         return clone
 
@@ -185,6 +194,8 @@ class Sample:
 
 
 FIELDS = tuple(f.name for f in fields(Sample))
+DEFAULTS = {f.name: None if f.default is MISSING else f.default for f in fields(Sample)}
+_fields_of = attrgetter(*FIELDS)
 SCALAR_FIELDS = tuple(name for name in FIELDS if name not in STREAM_DTYPES)
 WIRE_VERSION = 1
 

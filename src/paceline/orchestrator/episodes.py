@@ -248,13 +248,10 @@ class RolloutRunner:
         seed_parts = (self._seed, self._domain, ticket.number, member)
         # In training a frozen model may speak in the policy's place, for it to learn from.
         client = (env.algorithm.frozen_sampler if self._domain == TRAIN else None) or self._client
-        began, target = self._clock.now(), target_text(row)
+        began = self._clock.now()
         losses: list[EpisodeLost] = []
-
-        def facts() -> dict[str, Any]:
-            return {"target": target, "seconds": self._clock.now() - began}
-
-        while True:  # as in `prepare`: a coroutine more for each of 20,000 episodes is work for the garbage collector
+        # No closure and no further coroutine: for each of 20,000 episodes that is work for the garbage collector.
+        while True:
             seats = SessionMap(client, seed_parts, order, env.environment.actors)
             try:
                 outcome = await self._call_user_code(
@@ -262,8 +259,8 @@ class RolloutRunner:
                 )
                 if outcome is None:
                     error = f"{env.name}: dropped by the environment"
-                    return [failed_rollout(ticket, member, seats, error, dropped=True, **facts())]
-                rollouts = build_rollouts(env.name, ticket, member, seats, outcome, **facts())
+                    return [failed_rollout(ticket, member, seats, error, dropped=True, **self._facts(row, began))]
+                rollouts = build_rollouts(env.name, ticket, member, seats, outcome, **self._facts(row, began))
                 if env.judges is None:
                     return rollouts
             except EpisodeLost as lost:
@@ -274,10 +271,16 @@ class RolloutRunner:
             try:
                 if outcome is not None and env.judges is not None:
                     graded = await self._grade(env, env.judges, row, seats, outcome)
-                    return build_rollouts(env.name, ticket, member, seats, graded, **facts())
+                    return build_rollouts(env.name, ticket, member, seats, graded, **self._facts(row, began))
                 await self._wait_for_retry(env, losses)
             except EpisodeLost as lost:
-                return [failed_rollout(ticket, member, seats, str(lost), cause=lost.__cause__, **facts())]
+                return [
+                    failed_rollout(ticket, member, seats, str(lost), cause=lost.__cause__, **self._facts(row, began))
+                ]
+
+    def _facts(self, row: Row, began: float) -> dict[str, Any]:
+        """What every rollout of an episode tells besides, failed or not."""
+        return {"target": target_text(row), "seconds": self._clock.now() - began}
 
     async def _grade(
         self, env: TrainEnv, judges: JudgePanel, row: Row, seats: Mapping[str, Seat], outcome: Outcome

@@ -23,7 +23,6 @@ from paceline.data.rollout import (
     Tools,
     Turn,
     all_equal,
-    expand_versions,
     is_text,
     message_text,
     pack_floats,
@@ -100,37 +99,39 @@ def _starts_with(prompt: list[int], tokens: list[int]) -> bool:
 
 def _sample(thread: Thread, rollout: Rollout) -> Sample:
     """Most tokens are context, which is the same for all: only what was sampled is written one by one."""
-    length, turn_spans, mixed = len(thread.tokens), list(zip(thread.turns, thread.spans, strict=True)), False
+    length, turn_spans, is_plain = len(thread.tokens), list(zip(thread.turns, thread.spans, strict=True)), True
     mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
-    versions, temperatures = np.empty(length, np.int32), np.empty(length, np.float32)
-    versions.fill(-1)
-    temperatures.fill(1.0)
+    versions, temperatures = np.full(length, -1, np.int32), np.ones(length, np.float32)
     for turn, (start, end) in turn_spans:
         mask[start:end] = True
-        temperatures[start:end] = turn.temperature or 1.0
+        if turn.temperature:
+            temperatures[start:end] = turn.temperature
     try:
         packed = pack_ids(thread.tokens)
         tokens = np.frombuffer(packed, np.int32).astype(np.int64)
         for turn, (start, end) in turn_spans:
-            logprob_bytes, version_bytes = pack_floats(turn.logprobs), pack_versions(turn.versions)
+            logprob_bytes, version = pack_floats(turn.logprobs), pack_versions(turn.versions)
             logprobs[start:end] = np.frombuffer(logprob_bytes, np.float32)
-            versions[start:end] = np.frombuffer(expand_versions(version_bytes, len(turn.versions)), np.int32)
-            turn.pack(PackedTurn(packed, start, end, logprob_bytes, version_bytes, (tokens, logprobs, temperatures)))
-            mixed |= type(version_bytes) is bytes
+            versions[start:end] = np.frombuffer(version, np.int32) if isinstance(version, bytes) else version
+            turn.pack(PackedTurn(packed, start, end, logprob_bytes, version, (tokens, logprobs, temperatures)))
+            is_plain &= start > 0 and not isinstance(version, bytes) and version >= 0 and turn.temperature >= 0
     except (OverflowError, TypeError):  # numbers of an engine of the user's own, which numpy may still take
-        tokens, mixed = np.array(thread.tokens, np.int64), True
+        tokens, is_plain = np.array(thread.tokens, np.int64), False
         for turn, (start, end) in turn_spans:
             logprobs[start:end] = turn.logprobs
             versions[start:end] = turn.versions
     for stream in (tokens, logprobs, temperatures):
         stream.flags.writeable = False
     kv_kept = None
-    for turn, (start, end) in turn_spans if mixed else ():
+    for turn, (start, end) in () if is_plain else turn_spans:
         # The weights changed under it, and its cache stayed as it was.
         if not turn.recomputed and start < end and not all_equal(turn.versions):
             kv_kept = np.zeros(length, np.bool_) if kv_kept is None else kv_kept
             kv_kept[start:end] = versions[start:end] != versions[start]
-    return Sample(
+    build = (
+        Sample.unchecked if is_plain else Sample
+    )  # nearly all are plain, and checking one costs as much as making it
+    return build(
         token_ids=tokens,
         loss_mask=mask,
         logprobs=logprobs,

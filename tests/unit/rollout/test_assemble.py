@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from conftest import ENDS
 from paceline.clients.tools import inline_tool_calls, template_message
-from paceline.data import Ticket
+from paceline.data import Sample, Ticket
 from paceline.rollout import Renderer, RenderError, Rollout, Turn, assemble
 from paceline.rollout import render as pieces
 from paceline.rollout import render as sandbox
@@ -64,6 +64,8 @@ def episodes(draw):
         prompt = (history + draw(TOKENS)) or [0]
         finish = draw(st.sampled_from(["stop", "length"]))
         turns.append(recorded(prompt, draw(TOKENS), at, finish=finish))
+        if draw(st.booleans()):  # as nearly always: one version sampled all of it
+            turns[-1] = dataclasses.replace(turns[-1], versions=[at] * len(turns[-1].versions))
     return turns
 
 
@@ -103,6 +105,27 @@ def test_a_turn_joins_the_longest_sample_that_its_prompt_repeats_and_no_other(tu
     samples = samples_of(turns)
     assert [len(s.spans) for s in samples] == [len(thread) for thread in threads]
     assert [s.ended == "truncated" for s in samples] == [thread[-1].finish == "length" for thread in threads]
+
+
+@settings(max_examples=50, deadline=None)
+@given(episodes())
+def test_a_sample_that_was_not_checked_is_what_checking_makes_of_it(turns):
+    for sample in samples_of(turns):
+        fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+        checked = Sample(**fields)
+        for name, value in fields.items():
+            if isinstance(value, np.ndarray):
+                assert value.dtype == getattr(checked, name).dtype
+                assert value.flags.c_contiguous
+                np.testing.assert_array_equal(value, getattr(checked, name))
+            else:
+                assert value == getattr(checked, name)
+
+
+@pytest.mark.parametrize("wrong", [{"versions": [-1, -1]}, {"temperature": -1.0}, {"prompt_ids": []}])
+def test_a_turn_that_cannot_be_is_refused(wrong):
+    with pytest.raises(ValueError, match="maze"):
+        samples_of([dataclasses.replace(recorded([1], [2, 3], versions=[0, 0]), **wrong)])
 
 
 def test_a_greedy_turn_is_scored_at_temperature_one():
