@@ -6,7 +6,7 @@ and drift of the machine meet both alike. The measures are the functions of each
 is the median of the rounds' ratios, and the bar is 0.97.
 
   git worktree add ../older d59e120
-  python benchmarks/versions.py ../older                  orchestrator, and the engine and a GRPO step on the CPU
+  python benchmarks/versions.py ../older                  orchestrator; engine, packed trainer and a GRPO step on the CPU
   python benchmarks/versions.py ../older --gpu            the engine at 256, 64 and 1 requests and a packed trainer step
   python benchmarks/versions.py ../older --only engine    measures whose name begins so
 """
@@ -33,6 +33,11 @@ measure = lambda _: spine.engine_rate(work)
 CPU_STEP = """
 import spine
 measure = lambda _: 1 / spine.our_step_seconds()
+"""
+CPU_PACKED = """
+import spine
+batch = spine.samples()
+measure = lambda _: spine.packed_rate(batch)
 """
 ORCHESTRATOR = """
 import argparse, os, statistics
@@ -83,6 +88,7 @@ MEASURES = {
     "cpu": [
         Measure("orchestrator, one core", "rollouts/s", ORCHESTRATOR, 9, new_process=True),
         Measure("engine, quickstart model", "tok/s", CPU_ENGINE, 7),
+        Measure("trainer, quickstart model, packed", "tok/s", CPU_PACKED, 7),
         Measure("step of GRPO, quickstart", "steps/s", CPU_STEP, 5),
     ],
     "gpu": [
