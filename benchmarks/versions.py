@@ -6,7 +6,7 @@ and drift of the machine meet both alike. The measures are the functions of each
 is the median of the rounds' ratios, and the bar is 0.97.
 
   git worktree add ../older d59e120
-  python benchmarks/versions.py ../older                  orchestrator; engine, packed trainer and a GRPO step on the CPU
+  python benchmarks/versions.py ../older                  orchestrator; engine, packed trainer and GRPO step on the CPU
   python benchmarks/versions.py ../older --gpu            the engine at 256, 64 and 1 requests and a packed trainer step
   python benchmarks/versions.py ../older --only engine    measures whose name begins so
 """
