@@ -6,6 +6,7 @@ import math
 import os
 import random
 import signal
+import statistics
 import struct
 import subprocess
 import sys
@@ -60,6 +61,11 @@ def metrics(step: int, envs: tuple[str, ...] = ("reverse-text",)) -> dict[str, f
         values |= {"busy/trainer": 0.82, "busy/sampler": 0.93, "dropped/zero_advantage": 2.0, "length": 31.0}
         values |= {"loss": 0.01, "grad_norm": 0.4, "entropy": 1.2, "lr": 1e-5}
     return values
+
+
+def reward_at(step: int) -> float:
+    """The mean over five steps, the last of them this one."""
+    return statistics.fmean(metrics(at)["reward/reverse-text/mean"] for at in range(step - 4, step + 1))
 
 
 def record(directory: Path, steps: range, start_step: int = 0) -> None:
@@ -450,11 +456,11 @@ class TestScreen:
     @pytest.mark.parametrize("width", [60, 80, 120, 200])
     def test_it_shows_everything_at_any_width(self, width: int) -> None:
         text = self.picture(Path("runs/demo"), width)
-        values = metrics(27)
         assert all(len(line) <= min(width, 120) for line in text.splitlines())
         for word in (
             *("demo", "runs/demo", "cpu", "1.2M parameters", "step 27/40", "reverse-text"),
-            *(f"{values['reward/reverse-text/mean']:.3f}", f"{metrics(20)['eval/reverse-text/exact']:.3f}"),
+            *(f"{reward_at(27):.3f}", f"+{reward_at(27) - reward_at(5):.3f}", "reward, 5 steps"),
+            f"{metrics(20)['eval/reverse-text/exact']:.3f}",
             *("held-out exact", "held-out reward", "4.1k", "0.31 s", "82%", "93%", "0.8 (max 1)"),
             *("54 zero advantage", "[bold]nearly full", "evaluating 37/128", "█"),
         ):
@@ -500,7 +506,7 @@ class TestScreen:
         still.print(frame)
         text = still.export_text()
         assert "step 12/40" in text
-        assert f"{metrics(12)['reward/reverse-text/mean']:.3f}" in text
+        assert f"{reward_at(12):.3f}" in text
 
     @pytest.mark.parametrize("back", [0, 12])
     def test_a_run_that_goes_back_shows_what_is_left(self, tmp_path: Path, back: int) -> None:
@@ -586,7 +592,7 @@ class TestSummary:
         (tmp_path / "rewards.png").write_bytes(b"")
         outcome = RunOutcome("finished", 40, export=tmp_path / "export")
         reached, places, following = summary(self.lines(40), outcome, tmp_path)
-        first, last = metrics(1)["reward/reverse-text/mean"], metrics(40)["reward/reverse-text/mean"]
+        first, last = reward_at(5), reward_at(40)
         start, final = metrics(0)["eval/reverse-text/exact"], metrics(40)["eval/reverse-text/exact"]
         assert reached == (
             f"reverse-text: exact {start:.2f} -> {final:.2f} on held-out rows, "

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.observe.analysis.health import RunHealth, judge_health
 from paceline.observe.analysis.timeline import Columns, RecentLoad, recent_load
 from paceline.observe.monitor.directory import RunDirectory
-from paceline.observe.monitor.summary import next_action
+from paceline.observe.monitor.summary import TREND_STEPS, MetricTrend, next_action
 from paceline.observe.monitor.text import format_count
 from paceline.observe.record import RunFolder, RunStatus
 
@@ -24,9 +24,6 @@ FAMILY_IGNORED_KEYS = ("seed", "name", "runs", "resume", "schema_version")
 """Keys in which two tries of one experiment may differ."""
 RECENT_STEPS = 10
 """Steps that `now` means: one alone is mostly noise."""
-TREND_STEPS = 5
-"""Steps at either end of a run whose mean stands for the training reward. Fixed, so that the baseline does not move
-while the run goes on; an evaluation is a mean already and stands for itself."""
 WAIT_SHARE = 0.3
 """Share of its time from which the trainer is said to wait."""
 BUSY_SHARE = 0.65
@@ -40,35 +37,6 @@ STATE_MEANINGS = {
     "failed": "it stopped because of an error",
     "crashed": "its process is gone and wrote no end: killed, out of memory, or the machine stopped",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class MetricTrend:
-    """The values of a metric, and the means of its first and of its last few steps."""
-
-    values: list[float]
-    first: float
-    last: float
-    first_steps: str
-    """The steps that `first` is of: `step 0`, or `mean of steps 1 to 5`."""
-    last_steps: str
-
-    @classmethod
-    def of(cls, points: Sequence[tuple[float, float]], window: int) -> "MetricTrend":
-        """The trend of (step, value) pairs; `window` steps at each end, all of them where there are fewer."""
-        (first, first_steps), (last, last_steps) = _mean_of(points[:window]), _mean_of(points[-window:])
-        return cls([value for _, value in points], first, last, first_steps, last_steps)
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether the two ends are of different steps, so that their difference means something."""
-        return self.first_steps != self.last_steps
-
-
-def _mean_of(points: Sequence[tuple[float, float]]) -> tuple[float, str]:
-    (start, _), (end, _) = points[0], points[-1]
-    named = f"step {start:.0f}" if len(points) == 1 else f"mean of steps {start:.0f} to {end:.0f}"
-    return statistics.fmean(value for _, value in points), named
 
 
 Trends = dict[str, MetricTrend]

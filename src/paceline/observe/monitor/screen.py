@@ -22,7 +22,7 @@ from rich.text import Text
 from paceline.observe.monitor.base import Monitor, RunOutcome, RunPlan
 from paceline.observe.monitor.directory import RunDirectory, read_valid_jsonl
 from paceline.observe.monitor.plain import PlainLines, Sparkline
-from paceline.observe.monitor.summary import MetricHistory
+from paceline.observe.monitor.summary import TREND_STEPS, MetricHistory, MetricTrend
 from paceline.observe.monitor.text import (
     format_amount,
     format_change,
@@ -180,7 +180,7 @@ class Screen(Monitor):
         return max(0.0, pace * (self._plan.total_steps - self._history.step) - (self._now() - times[-1]))
 
     def _environments(self, rows: int) -> RenderableType:
-        """A line for each curve: what it measures, its curve, where it stands and how far it came."""
+        """A line for each curve: what it measures, its curve, where it stands and how far it came (`MetricTrend`)."""
         history = self._history
         all_kinds = {"reward": history.rewards, "held-out exact": history.exact, "held-out reward": history.held_out}
         kinds = [(kind, curves) for kind, curves in all_kinds.items() if kind == "reward" or curves]
@@ -194,11 +194,14 @@ class Screen(Monitor):
         table.add_column("now", justify="right", no_wrap=True)
         table.add_column("change", justify="right", no_wrap=True, min_width=6)
         for env, (kind, curves) in itertools.product(shown, kinds):
-            values = [value for _, value in curves.get(env, [])]
-            now = Text(format_score(values[-1]), "bold") if values else Text("-", "dim")
-            moved = format_change(values[0], values[-1]) if len(values) > 1 else ""
+            curve = curves.get(env)
+            window, label = (TREND_STEPS, f"reward, {TREND_STEPS} steps") if kind == "reward" else (1, kind)
+            trend = MetricTrend.of(curve, window) if curve else None
+            now = Text(format_score(trend.last), "bold") if trend else Text("-", "dim")
+            moved = format_change(trend.first, trend.last) if trend and trend.has_moved else ""
             change = Text(moved, {"+": "green", "-": "red"}.get(moved[:1], "dim"))
-            table.add_row(Text(env if kind == "reward" else ""), kind, Sparkline(values), now, change)
+            curve_cell = Sparkline(trend.values if trend else [])
+            table.add_row(Text(env if kind == "reward" else ""), label, curve_cell, now, change)
         if hidden := len(history.envs) - len(shown):
             table.add_row(Text(f"and {hidden} more", "dim"))
         return table

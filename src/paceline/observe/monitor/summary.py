@@ -4,8 +4,10 @@ import io
 import itertools
 import math
 import shlex
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -19,6 +21,40 @@ if TYPE_CHECKING:  # matplotlib takes half a second to import, and most runs onl
 
 Curve = list[tuple[int, float]]
 """Points (step, value), in the order they came."""
+
+
+TREND_STEPS = 5
+"""Steps at either end of a run whose mean stands for the training reward. Fixed, so that the baseline does not move
+while the run goes on; an evaluation is a mean already and stands for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricTrend:
+    """The values of a metric, and the means of its first and of its last few steps."""
+
+    values: list[float]
+    first: float
+    last: float
+    first_steps: str
+    """The steps that `first` is of: `step 0`, or `mean of steps 1 to 5`."""
+    last_steps: str
+
+    @classmethod
+    def of(cls, points: Sequence[tuple[float, float]], window: int) -> "MetricTrend":
+        """The trend of (step, value) pairs; `window` steps at each end, all of them where there are fewer."""
+        (first, first_steps), (last, last_steps) = _mean_of(points[:window]), _mean_of(points[-window:])
+        return cls([value for _, value in points], first, last, first_steps, last_steps)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the two ends are of different steps, so that their difference means something."""
+        return self.first_steps != self.last_steps
+
+
+def _mean_of(points: Sequence[tuple[float, float]]) -> tuple[float, str]:
+    (start, _), (end, _) = points[0], points[-1]
+    named = f"step {start:.0f}" if len(points) == 1 else f"mean of steps {start:.0f} to {end:.0f}"
+    return statistics.fmean(value for _, value in points), named
 
 
 class MetricHistory:
@@ -103,10 +139,11 @@ def _result_line(history: MetricHistory, metrics: Sequence[Mapping[str, Any]], o
 
 
 def _env_result(history: MetricHistory, env: str) -> str:
-    """Exact matches, or the held-out reward where there are none, then the reward in training."""
+    """Exact matches, or the held-out reward where there are none, then the reward in training, all from the start to
+    the end (`MetricTrend`)."""
     exact, held_out, rewards = (
-        " -> ".join(format_score(value, 2) for _, value in curve[:1] + curve[1:][-1:])
-        for curve in (curves.get(env, []) for curves in (history.exact, history.held_out, history.rewards))
+        _ends(MetricTrend.of(curve, window)) if (curve := curves.get(env)) else ""
+        for curves, window in ((history.exact, 1), (history.held_out, 1), (history.rewards, TREND_STEPS))
     )
     parts = []
     if exact or held_out:
@@ -114,6 +151,11 @@ def _env_result(history: MetricHistory, env: str) -> str:
     if rewards:
         parts.append(f"{'in training' if parts and not exact else 'reward'} {rewards}")
     return ", ".join(parts)
+
+
+def _ends(trend: MetricTrend) -> str:
+    ends = (trend.first, trend.last) if trend.has_moved else (trend.last,)
+    return " -> ".join(format_score(value, 2) for value in ends)
 
 
 def next_action(
