@@ -1,12 +1,14 @@
 """Records of a run that say what they cost: put in place of `paceline.runtime.session.RolloutRecorder`."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from paceline.data.token_scores import TokenScores
 from paceline.observe.monitor import RunOutcome, RunPlan
 from paceline.observe.record import RolloutRecorder
+from paceline.trainer.learner import ComputedTokens
 
 
 class TimedRecorder(RolloutRecorder):
@@ -18,11 +20,23 @@ class TimedRecorder(RolloutRecorder):
         super().__init__(run)
         self.handing = self.run_cpu = 0.0
         self.made.append(self)
+        for name in ("of", "scores"):  # what the trainer hands over for each token
+            setattr(ComputedTokens, name, self._timed(getattr(ComputedTokens, name)))
 
     @property
     def cost(self) -> float:
-        """CPU seconds, of the thread that writes and of the event loop that hands over."""
+        """CPU seconds, of the thread that writes, and of the event loop and the trainer that hand over."""
         return self.seconds + self.handing
+
+    def _timed(self, work: Callable) -> Callable:
+        def run(*arguments: Any) -> Any:
+            begun = time.thread_time()
+            try:
+                return work(*arguments)
+            finally:
+                self.handing += time.thread_time() - begun
+
+        return run
 
     def begin(self, plan: RunPlan) -> None:
         self.run_cpu = -time.process_time()
@@ -31,6 +45,11 @@ class TimedRecorder(RolloutRecorder):
     def finished_rollouts(self, step: int, state: str, rollouts: Sequence) -> None:
         begun = time.thread_time()
         super().finished_rollouts(step, state, rollouts)
+        self.handing += time.thread_time() - begun
+
+    def token_scores(self, step: int, scores: TokenScores) -> None:
+        begun = time.thread_time()
+        super().token_scores(step, scores)
         self.handing += time.thread_time() - begun
 
     def end(self, outcome: RunOutcome) -> None:
@@ -50,3 +69,7 @@ class AlternatingRecorder(TimedRecorder):
     def finished_rollouts(self, step: int, state: str, rollouts: Sequence) -> None:
         if self.kept(step):
             super().finished_rollouts(step, state, rollouts)
+
+    def token_scores(self, step: int, scores: TokenScores) -> None:
+        if self.kept(step):
+            super().token_scores(step, scores)

@@ -4,11 +4,14 @@ import asyncio
 import random
 from pathlib import Path
 
+import numpy as np
+
 from paceline.clients import Pool
 from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, RunConfig
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import Sample
+from paceline.data.token_scores import TOKEN_SCORE, TokenScores
 from paceline.engine import Completion, GenerateRequest
 from paceline.envs import Environment, Outcome
 from paceline.observe.monitor import Monitor
@@ -69,7 +72,9 @@ class CountingTrainer:
             await asyncio.sleep(0)
         self.trained.append((self.version, list(batch)))
         self.version += 1
-        return StepReport({"loss": 0.0})
+        names = [[(sample.ticket.number, sample.rollout, 0)] for sample in batch]  # as its scores
+        scores = TokenScores.of({place: np.array(name, TOKEN_SCORE) for place, name in enumerate(names)})
+        return StepReport({"loss": 0.0}, scores=scores)
 
     async def weights(self) -> WeightUpdate:
         return WeightUpdate(self.version, {})
@@ -115,6 +120,16 @@ class Log(Monitor):
         self.metrics: list[dict] = []
         self.records: list[dict] = []
         self.notes: list[str] = []
+        self.scores: dict[int, TokenScores] = {}
+        self.shipped: dict[int, list[Sample]] = {}
+        """The samples of each step's batch, in the order in which its rollouts are reported."""
+
+    def token_scores(self, step, scores):
+        self.scores[step] = scores
+
+    def finished_rollouts(self, step, state, rollouts):
+        if state in ("trained", "replayed"):
+            self.shipped.setdefault(step, []).extend(sample for rollout in rollouts for sample in rollout.samples)
 
     def step(self, step, metrics):
         self.metrics.append({"step": step, **metrics})

@@ -9,6 +9,7 @@ ticket 5   in flight when the run stopped
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import numpy as np
 
 from paceline.algorithms import GRPO
 from paceline.config import algorithm
-from paceline.data import Ledger, Ticket
+from paceline.data import Ledger, Sample, Ticket
+from paceline.data.token_scores import TokenScores
 from paceline.observe.monitor import RunPlan
 from paceline.observe.monitor.directory import append_jsonl
 from paceline.observe.record import RolloutRecorder
@@ -110,8 +112,15 @@ def _long(ticket: Ticket, length: int) -> Group:
     )
 
 
-def tokened(runs: Path, name: str = "tokens", length: int = 300, **changes) -> Told:
-    """The whole run; the vocabulary lies beside it."""
+def tokened(
+    runs: Path,
+    name: str = "tokens",
+    length: int = 300,
+    scores: Callable[[list[Sample]], TokenScores] | None = None,
+    **changes,
+) -> Told:
+    """The whole run; the vocabulary lies beside it. `scores`: what the trainer computed for a batch, where the record
+    has that."""
     folder = runs / "vocabulary"
     if not folder.exists():
         vocabulary(folder)
@@ -129,6 +138,8 @@ def tokened(runs: Path, name: str = "tokens", length: int = 300, **changes) -> T
     def trained(group: Group, step: int, state: str = "trained") -> None:
         ledger.train(group.ticket, step, group.size)
         keeper.spans(step, [("run", kind, told.now - 0.5, told.now - 0.1) for kind in ("train", "publish")])
+        if scores is not None and state == "trained":
+            keeper.token_scores(step, scores([sample for one in everybody(group) for sample in one.samples]))
         keeper.finished_rollouts(step, state, everybody(group))
 
     evaluated = rollout(Ticket(0, env, 0, 0, 7), 0, [turn([11, 12])], 1.0)

@@ -10,6 +10,7 @@ import pytest
 import test_ui_browser as ui
 
 import recorded_runs
+from paceline.data.token_scores import CLIPPED, TOKEN_SCORE, TokenScores, trained_mask
 from paceline.observe.record import Query, open_run
 from paceline.observe.web import build_app
 from paceline.observe.web.replay import ReplayRunner
@@ -28,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     runs = tmp_path_factory.mktemp("runs")
     tokened(runs, length=LONG, began=time.time() - 100).end()
     tokened(runs, "numbers", **{"model.name": runs / "nowhere"}).let_go()
+    tokened(runs, "scored", scores=_moved).end()
     living = tokened(runs, "living", began=time.time() - 10)
     yield runs
     living.let_go()
@@ -39,8 +41,8 @@ def address(folder: Path):
         yield here
 
 
-def _index(folder: Path, ticket: int, member: int) -> int:
-    found = open_run(folder / "tokens").rollouts.find(Query(ticket=ticket, domain="training", limit=None))
+def _index(folder: Path, ticket: int, member: int, run: str = "tokens") -> int:
+    found = open_run(folder / run).rollouts.find(Query(ticket=ticket, domain="training", limit=None))
     return next(row.index for row in found.rows if row.member == member)
 
 
@@ -249,6 +251,36 @@ def test_what_did_not_train_says_so_before_anything_else(page, folder, address):
     assert "every advantage in the group is zero" in page.locator(".notice").inner_text()
     _open(page, address, f"tokens/tokens?id={_index(folder, 2, 3)}", ".notice")
     assert "the tool is gone" in page.locator(".notice").inner_text()
+
+
+def _moved(batch) -> TokenScores:
+    """Every second token 1.5 times as likely as when it was sampled; the first is clipped."""
+    scores = {}
+    for place, sample in enumerate(batch):
+        at = np.flatnonzero(trained_mask(sample))
+        scores[place] = np.zeros(len(at), TOKEN_SCORE)
+        scores[place]["logprob"] = sample.logprobs[at] + np.where(np.arange(len(at)) % 2, 0.0, np.log(1.5))
+        scores[place]["entropy"], scores[place]["flags"][0] = 0.75, CLIPPED
+    return TokenScores.of(scores)
+
+
+def test_ratio_entropy_and_clipping_are_there_without_a_replay(page, folder, address):
+    place = f"scored/tokens?id={_index(folder, 0, 1, 'scored')}&stream=ratio&at={len(PROMPT)}"
+    _open(page, address, place, ".token-card .token-line")
+    choice = page.get_by_label("Colour tokens by")
+    names = choice.locator("option").all_inner_texts()
+    assert {"ratio", "entropy", "trainer's log probability", "clipped"} <= set(names)
+    assert not any("not recorded" in name for name in names)
+    expect(page.locator(".token-range")).to_have_text("here from 1 to 1.5")
+    card = page.get_by_role("complementary", name="The chosen token")
+    expect(card).to_contain_text(re.compile(r"ratio\s*1.5\s*= π / μ"))
+    expect(card).to_contain_text("A bound of the loss held it back.")
+    expect(card).to_contain_text(re.compile(r"entropy\s*0.75"))
+    assert "at r = 1" not in card.inner_text()
+    assert page.locator(".token-strip .token-chip.held").count() == 1
+    expect(page.locator(".token-main")).to_contain_text("held back by a bound: 1 token")
+    choice.select_option("entropy")
+    expect(page.locator(".token-range")).to_have_text("here 0.75")
 
 
 def test_a_replay_brings_the_ratio_and_the_rule_that_held_a_token_back(browser, folder, monkeypatch):

@@ -100,14 +100,6 @@ class Sample:
             token_ids=np.asarray(token_ids), loss_mask=mask, versions=np.where(mask, 0, -1), temperatures=temperatures
         )
 
-    @classmethod
-    def unchecked(cls, **values: Any) -> Self:
-        """A sample of streams that are known to be right: contiguous, of their types, and in line with one another."""
-        made = object.__new__(cls)
-        for name, value in (DEFAULTS | values).items():
-            object.__setattr__(made, name, value)
-        return made
-
     def _set(self, streams: Mapping[str, NDArray | None]) -> None:
         """Set streams, each as a contiguous array of its type, and check them."""
         for name, stream in streams.items():
@@ -196,6 +188,16 @@ class Sample:
 FIELDS = tuple(f.name for f in fields(Sample))
 DEFAULTS = {f.name: None if f.default is MISSING else f.default for f in fields(Sample)}
 _fields_of = attrgetter(*FIELDS)
+
+
+def unchecked_sample(**values: Any) -> Sample:
+    """A sample of streams that are known to be right: contiguous, of their types, and in line with one another."""
+    made = object.__new__(Sample)
+    for name, value in (DEFAULTS | values).items():
+        object.__setattr__(made, name, value)
+    return made
+
+
 SCALAR_FIELDS = tuple(name for name in FIELDS if name not in STREAM_DTYPES)
 WIRE_VERSION = 1
 

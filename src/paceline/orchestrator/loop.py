@@ -12,10 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from paceline.algorithms.base import reward_before_kl
 from paceline.clients import Pool
 from paceline.config import RunConfig
 from paceline.data import DataError, Ledger, Sample, Ticket, encode, row_change
+from paceline.data.token_scores import TokenScores
 from paceline.errors import PacelineError, RunStopped
 from paceline.orchestrator.admission import Tally
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
@@ -49,6 +52,7 @@ class RunMonitor(Protocol):
     def rollouts(self, step: int, records: Records) -> None: ...
     def batch(self, step: int, data: bytes) -> None: ...
     def tickets(self, records: Records) -> None: ...
+    def token_scores(self, step: int, scores: TokenScores) -> None: ...
     def spans(self, step: int, spans: Sequence[tuple[str, str, float, float]]) -> None: ...
     def gauges(self, look: Callable[[], tuple[Gauges, Gauges]]) -> None: ...
 
@@ -272,7 +276,7 @@ class Orchestrator:
                 with self._stopwatch.phase("eval"):
                     compared, reasons = await promotion.compare(self.step, metrics)
                 metrics |= compared
-        self._record(batch, samples, tally, metrics, report.skipped)
+        self._record(batch, samples, tally, metrics, report)
         if reasons is not None:
             await self._promote_or_refuse(metrics, reasons)
         if self._config.checkpoint.every and self.step % self._config.checkpoint.every == 0:
@@ -332,13 +336,20 @@ class Orchestrator:
         return None if self._promotion is None else self._parts.checkpoints.promoted
 
     def _record(
-        self, batch: Sequence[Group], samples: Sequence[Sample], tally: Tally, metrics: dict[str, float], skipped: bool
+        self,
+        batch: Sequence[Group],
+        samples: Sequence[Sample],
+        tally: Tally,
+        metrics: dict[str, float],
+        report: StepReport,
     ) -> None:
-        monitor = self._parts.monitor
+        monitor, skipped = self._parts.monitor, report.skipped
         monitor.step(self.step, metrics)
         self._report_dropped(self.step)
         fresh = [group for group in batch if not isinstance(group, ReplayedGroup)]
         again = [group for group in batch if isinstance(group, ReplayedGroup)]
+        if report.scores is not None:
+            monitor.token_scores(self.step, _in_record_order(report.scores, batch) if again else report.scores)
         self._report_rollouts(self.step, "skipped" if skipped else "trained", _all_rollouts(fresh))
         monitor.finished_rollouts(self.step, "skipped" if skipped else "replayed", _all_rollouts(again))
         shift = self._clock_offset
@@ -479,6 +490,12 @@ class Orchestrator:
     @property
     def checkpoint(self) -> Path | None:
         return next(reversed(self._parts.checkpoints.all()), None)
+
+
+def _in_record_order(scores: TokenScores, batch: Sequence[Group]) -> TokenScores:
+    """The record has the batch's own groups first and then the replayed."""
+    replayed = np.array([isinstance(group, ReplayedGroup) for group in batch for _ in group.samples()], bool)
+    return scores.renumbered(np.argsort(np.argsort(replayed, kind="stable")).tolist())
 
 
 def _all_rollouts(groups: Iterable[Group]) -> list[Rollout]:

@@ -29,6 +29,7 @@ from paceline.data.rollout import (
     pack_ids,
     pack_versions,
 )
+from paceline.data.sample import unchecked_sample
 
 
 def assemble(rollout: Rollout) -> list[Sample]:
@@ -129,7 +130,7 @@ def _sample(thread: Thread, rollout: Rollout) -> Sample:
             kv_kept = np.zeros(length, np.bool_) if kv_kept is None else kv_kept
             kv_kept[start:end] = versions[start:end] != versions[start]
     build = (
-        Sample.unchecked if is_plain else Sample
+        unchecked_sample if is_plain else Sample
     )  # nearly all are plain, and checking one costs as much as making it
     return build(
         token_ids=tokens,

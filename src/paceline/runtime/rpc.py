@@ -9,6 +9,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,6 +23,7 @@ from paceline.clients.rpc import encode as encode_message
 from paceline.config import RunConfig
 from paceline.data import Sample, decode, encode
 from paceline.data.packing import Cost, owners
+from paceline.data.token_scores import TokenScores
 from paceline.errors import PacelineError
 from paceline.trainer import StepReport, Trainer, TrainerError
 from paceline.util.deadlines import record_progress
@@ -222,9 +224,9 @@ class RankGroup(RpcTrainer):
         parallel = self._config.trainer.parallel
         shares = split_batch(batch, parallel.data_ranks, self._cost)
         alike = parallel.ranks // parallel.data_ranks  # neighbours that train the same samples
-        done, *_ = await self._call("step", shares=[share for share in shares for _ in range(alike)])
-        assert done.report is not None
-        return done.report
+        done = await self._call("step", shares=[share for share in shares for _ in range(alike)])
+        reports = [result.report for result in done if result.report is not None]
+        return replace(reports[0], scores=TokenScores.merged(report.scores for report in reports))
 
     # -- what depends on how ranks are reached ------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, Scales, collate, pack, token_scales
 from paceline.data.packing import Bins, Cost, RankBins, bin_steps, flatten_bins
+from paceline.data.token_scores import TokenScores
 from paceline.planner.shape import read_shape
 from paceline.trainer.loss import LossStats
 from paceline.trainer.terms import TrainedTokens
@@ -54,6 +55,8 @@ class StepReport:
     """The run file asks for the last good checkpoint after such a step: load it before anything is published."""
     memory: float = 0.0
     """Peak bytes of the trainer's process so far, or of its GPU; of the first rank, if there are several."""
+    scores: TokenScores | None = None
+    """What was computed for each trained token, by the sample's place in the batch."""
 
 
 class Trainer(Protocol):

@@ -35,13 +35,14 @@ from paceline.data import (
     token_scales,
 )
 from paceline.data.packing import COMPONENTS, all_members, flatten_bins, restrict_bins
+from paceline.data.token_scores import NO_SCORES, TOKEN_SCORE, TokenScores
 from paceline.errors import TrainerError
 from paceline.trainer.backend import DUMMY_PACK, Batch, PolicyBackend, collate_bins, score_samples, training
 from paceline.trainer.checkpoint import strip_prefix
 from paceline.trainer.critic import Critic
 from paceline.trainer.loss import STAT_NAMES, TERMS, Loss, LossStats, TokenLosses, metrics
 from paceline.trainer.reference import KLReference, subtract_kl
-from paceline.trainer.terms import TrainedTokens, stack
+from paceline.trainer.terms import TrainedTokens, stack, to_host, trained_positions
 from paceline.weights.update import Array
 
 if TYPE_CHECKING:
@@ -58,26 +59,33 @@ class StreamedBatch:
     def __init__(self, c: config.TrainerConfig, optimizer: "Optimizer") -> None:
         self._config = c
         self._optimizer = optimizer
-        self._waiting: list[tuple[Sample, Scales]] = []
+        self._waiting: list[tuple[int, Sample, Scales]] = []
+        """Samples with their numbers, in the order in which they came."""
+        self._count = 0
         self._gradients: dict[str, Mapping[str, Array]] = {}
         self.sums: list[LossStats] = []
         """Of the micro-batches that ran."""
+        self.computed: list[ComputedTokens] = []
+        """Of the micro-batches that ran, members by their numbers."""
         self.samples: list[Sample] = []
         """Of the micro-batches that ran and were not left out."""
 
-    def add(self, samples: Sequence[Sample], budget: int, last: bool = False) -> list[tuple[MicroBatch, list[Sample]]]:
-        """The micro-batches to run now, with their samples. The emptiest waits for what comes, unless these samples are
-        the last."""
+    def add(
+        self, samples: Sequence[Sample], budget: int, last: bool = False
+    ) -> list[tuple[MicroBatch, list[Sample], list[int]]]:
+        """The micro-batches to run now, with their samples and the numbers of these. The emptiest waits for what comes,
+        unless these samples are the last."""
         # Now, while all of a rollout's samples are at hand: their lengths may count together.
         scales = token_scales(samples, self._config.normalise, self._config.fixed_length, ONE)
-        self._waiting += zip(samples, scales, strict=True)
-        lengths = [len(sample) for sample, _ in self._waiting]
+        self._waiting += zip(range(self._count, self._count + len(samples)), samples, scales, strict=True)
+        self._count += len(samples)
+        lengths = [len(sample) for _, sample, _ in self._waiting]
         bins = first_fit_decreasing(lengths, budget)
         emptiest = [] if last else min(bins, key=lambda members: sum(lengths[i] for i in members), default=[])
         waiting, self._waiting = self._waiting, [self._waiting[i] for i in sorted(emptiest)]
         full = [[waiting[i] for i in sorted(members)] for members in bins if members is not emptiest]
-        parts = [([sample for sample, _ in part], [scale for _, scale in part]) for part in full]
-        return [(pack(own, own_scales, budget)[0], own) for own, own_scales in parts]
+        parts = [tuple(map(list, zip(*part, strict=True))) for part in full]
+        return [(pack(own, own_scales, budget)[0], own, numbers) for numbers, own, own_scales in parts]
 
     @contextmanager
     def sum_component(self, name: str) -> Generator[None]:
@@ -104,6 +112,36 @@ WARM_UP = 8
 
 
 @dataclass(frozen=True, slots=True)
+class ComputedTokens:
+    """The trained tokens of a micro-batch that ran. They stay where they were computed until `scores` is called: a GPU
+    need not be waited for."""
+
+    members: Sequence[int]
+    counts: NDArray
+    """Of each member."""
+    tokens: Array | None
+    """`LossStats.tokens`."""
+
+    @classmethod
+    def of(cls, micro_batch: MicroBatch, sums: LossStats, members: Sequence[int] | None = None) -> "ComputedTokens":
+        trained = np.zeros(len(micro_batch), int)
+        trained[trained_positions(micro_batch)] = 1
+        counts = np.add.reduceat(trained, np.cumsum(micro_batch.lengths) - micro_batch.lengths)
+        return cls(micro_batch.members if members is None else members, counts, sums.tokens)
+
+    def scores(self) -> TokenScores:
+        """Of the members in which something trains."""
+        if self.tokens is None:
+            return NO_SCORES
+        scores: NDArray = np.empty(int(self.counts.sum()), TOKEN_SCORE)
+        trains = self.counts > 0
+        for name, values in zip(TOKEN_SCORE.names or (), to_host(self.tokens), strict=True):
+            scores[name] = values
+        samples = np.stack([np.array(self.members)[trains], self.counts[trains]], 1).astype("<u4")
+        return TokenScores(samples.tobytes(), scores.tobytes())
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """One optimizer step."""
 
@@ -111,6 +149,8 @@ class StepOutcome:
     """Of all its tokens, in the order of `loss.STAT_NAMES`."""
     grad_norm: float
     micro_batches: int
+    scores: TokenScores = NO_SCORES
+    """Of its trained tokens."""
     trouble: str = ""
     """Why it was left out; empty if it was taken."""
 
@@ -186,9 +226,9 @@ class Learner:
             self._run_fed(self._stream, self._stream.add(samples, self.policy.budget, whole), version)
         return len(self._stream.samples)
 
-    def learn(self, samples: Sequence[Sample], version: int) -> tuple[dict[str, float], str]:
-        """Train one batch, sampled by `version` or earlier: its metrics, and what was wrong with a step that was left
-        out, if one was. What was fed before belongs to it."""
+    def learn(self, samples: Sequence[Sample], version: int) -> tuple[dict[str, float], str, TokenScores]:
+        """Train one batch, sampled by `version` or earlier: its metrics, what was wrong with a step that was left out,
+        if one was, and the scores of its tokens. What was fed before belongs to it."""
         rate, report, critic_steps = self.optimizer.schedule.lr, {}, []
         if self._stream is None:
             steps, report, critic_steps = self._learn_whole(samples, version)
@@ -206,7 +246,7 @@ class Learner:
         troubles = [step.trouble for step in steps if step.trouble]
         if not all(np.isfinite(list(one.values())).all() for one in critic_steps):
             troubles.append("the critic's loss or gradient was not finite")
-        return report, troubles[0] if troubles else ""
+        return report, troubles[0] if troubles else "", TokenScores.joined([step.scores for step in steps])
 
     def one_per_micro_batch(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """Each sample in a micro-batch of its own, with its share of the whole batch's normalisers."""
@@ -330,7 +370,7 @@ class Learner:
         self._run_fed(stream, stream.add([], self.policy.budget, last=True), version)
         counts = component_counts(stream.samples)
         totals = self.policy.sum(counts.ravel()).reshape(counts.shape)
-        outcome = self._outcome(stream.sums, stream.finish(totals))
+        outcome = self._outcome(stream.sums, stream.computed, stream.finish(totals))
         if outcome.is_finite:
             return self._take_step(outcome, bool(totals.any()))
         self.optimizer.zero()
@@ -338,13 +378,16 @@ class Learner:
         assert again is not None  # what is fed has one step
         return again
 
-    def _run_fed(self, stream: StreamedBatch, packs: Sequence[tuple[MicroBatch, list[Sample]]], version: int) -> None:
+    def _run_fed(
+        self, stream: StreamedBatch, packs: Sequence[tuple[MicroBatch, list[Sample], list[int]]], version: int
+    ) -> None:
         """Add to the sums of a batch that is still being gathered."""
         by_micro_batch = self._config.clip_skip_scope == "micro_batch"
         with training(self.policy.net):
-            for micro_batch, samples in packs:
+            for micro_batch, samples, numbers in packs:
                 sums = self._add(stream, micro_batch, version)
                 stream.sums.append(sums)
+                stream.computed.append(ComputedTokens.of(micro_batch, sums, numbers))
                 if not (by_micro_batch and float(sums.values.get("num_skipped", 0))):
                     stream.samples += samples
 
@@ -395,15 +438,19 @@ class Learner:
         """Of all these, clipped."""
         with training(self.policy.net):
             sums = [self.backward(micro_batch, version, first) for micro_batch in packs]
-        return self._outcome(sums)
+        return self._outcome(sums, [ComputedTokens.of(*one) for one in zip(packs, sums, strict=True)])
 
-    def _outcome(self, sums: Sequence[LossStats], shares: NDArray | float = 1.0) -> StepOutcome:
+    def _outcome(
+        self, sums: Sequence[LossStats], tokens: Sequence[ComputedTokens], shares: NDArray | float = 1.0
+    ) -> StepOutcome:
         """The sums of micro-batches that ran, times `shares` (those of a streamed batch were divided by a guess of its
         normalisers), and the clipped norm of their gradient. The norm is computed first, so that a GPU is waited for
         once. A micro-batch in which nothing trains may have no sums."""
         norm, computed = self.policy.clip(), [one for one in sums if one.values]
         totals = self.policy.sum(LossStats.total(computed) if computed else np.zeros(len(STAT_NAMES)))
-        return StepOutcome(totals * shares, float(norm), len(sums))
+        return StepOutcome(
+            totals * shares, float(norm), len(sums), TokenScores.joined([one.scores() for one in tokens])
+        )
 
     def _take_step(self, outcome: StepOutcome, trains: bool) -> StepOutcome:
         """Step, or leave a bad step out. Where nothing trains on any rank there is no step: AdamW would take most of

@@ -18,6 +18,7 @@ from math import inf
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
+from paceline.data.token_scores import CLIPPED, SKIPPED
 from paceline.trainer.terms import (
     KL_TERMS,
     Ratio,
@@ -29,6 +30,7 @@ from paceline.trainer.terms import (
     ones_like,
     rl_term,
     stack,
+    stop,
     teacher_kl_term,
     total,
     where,
@@ -141,6 +143,8 @@ class LossStats:
     """Sums over tokens, added over micro-batches and ranks, and divided once."""
 
     values: dict[str, Array]
+    tokens: Array | None = None
+    """Of each token its log probability, its entropy and its flags (`data.token_scores`), a row each."""
 
     @classmethod
     def from_tokens(
@@ -174,7 +178,9 @@ class LossStats:
         values = {f"loss_{name}": total(part) for name, part in parts.items()}
         values |= {f"num_{name}": total(mask) for name, mask in masks.items()}
         values |= {n: total(where(mask, x, 0.0)) for n, (mask, x) in means.items()}
-        return cls(values)
+        held = (rl & (losses.clipped["rl"] != 0)) | (distilled & (losses.clipped["teacher_kl"] != 0))
+        flags = where(held, CLIPPED * ones_like(tokens.entropy), 0.0) + where(losses.unskipped, 0.0, 1.0 * SKIPPED)
+        return cls(values, stack([stop(tokens.logprobs), stop(tokens.entropy), flags]))
 
     @staticmethod
     def total(sums: Sequence["LossStats"]) -> Array:

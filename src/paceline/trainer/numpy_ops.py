@@ -28,3 +28,7 @@ def segment_sums(values: NDArray, segments: NDArray, count: int) -> NDArray:
 
 def no_grad(_: NDArray) -> AbstractContextManager:
     return nullcontext()
+
+
+def to_host(x: NDArray) -> NDArray:
+    return x

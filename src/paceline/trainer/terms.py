@@ -72,6 +72,8 @@ flatnonzero = _op("flatnonzero")
 """Where a mask is true."""
 segment_sums = _op("segment_sums")
 """segment_sums(values, segments, count): the sum of each of `count` segments."""
+to_host = _op("to_host")
+"""The array as one of numpy's, computed by now."""
 no_grad = _op("no_grad")
 """A context in which nothing is computed for a gradient."""
 
@@ -353,7 +355,7 @@ def find_clipped(
         d = float(difference[at])
         if component == "rl":
             sequence = float(np.exp(np.log(ratio[rl].astype(np.float64)).mean()))
-            return _rl_clip_reason(c, float(ratio[at]), sequence, d, advantages[at] > 0)
+            return rl_clip_reason(c, float(ratio[at]), sequence, d, advantages[at] > 0)
         return (
             f"dropped: its probability already {_direction(d)} by more than {TEACHER_KL_TRUST:g} since it was sampled, "
             "the way the teacher pulls"
@@ -362,7 +364,7 @@ def find_clipped(
     return [(int(at), name, rule(name, at)) for name, mask in clipped.items() for at in np.flatnonzero(mask)]
 
 
-def _rl_clip_reason(c: config.LossConfig, r: float, s: float, d: float, up: bool) -> str:
+def rl_clip_reason(c: config.LossConfig, r: float, s: float, d: float, up: bool) -> str:
     match c:
         case config.DPPOConfig():
             name = "high" if up else "low"

@@ -52,8 +52,8 @@ class LocalTrainer:
         self._bad_steps = 0
         self._rolled_back: Counter[int] = Counter()
         """How often each step was bad, where that leads back to a checkpoint. No checkpoint undoes it."""
-        self._fed: dict[int, Sample] = {}
-        """Samples of the batch that is still being gathered."""
+        self._fed: list[Sample] = []
+        """Samples of the batch that is still being gathered, held so that no other sample gets the id of one."""
         self._fed_seconds = 0.0
         self.version = 0
         limit = getattr(model.get_text_config(), "max_position_embeddings", None) or 1 << 20
@@ -97,20 +97,26 @@ class LocalTrainer:
     def _feed(self, samples: Sequence[Sample], whole: bool = False) -> int:
         start = time.perf_counter()
         count = self.learner.feed([truncate(sample, self.max_tokens) for sample in samples], self.version, whole)
-        self._fed |= {id(sample): sample for sample in samples}  # held, so that no other sample gets its id
+        self._fed += samples
         self._fed_seconds += time.perf_counter() - start
         return count
 
     def _step(self, batch: Sequence[Sample]) -> StepReport:
         begun = time.perf_counter()
         start = begun - self._fed_seconds
-        if lost := self._fed.keys() - {id(sample) for sample in batch}:
+        places = {id(sample): place for place, sample in enumerate(batch)}
+        fed = [id(sample) for sample in self._fed]
+        known = set(fed)
+        if lost := known - places.keys():
             raise TrainerError(f"{len(lost)} samples were fed and are not in the batch they were fed for")
-        samples = [truncate(sample, self.max_tokens) for sample in batch if id(sample) not in self._fed]
-        metrics, trouble = self.learner.learn(samples, self.version)
+        rest = [place for place, sample in enumerate(batch) if id(sample) not in known]
+        samples = [truncate(batch[place], self.max_tokens) for place in rest]
+        metrics, trouble, scores = self.learner.learn(samples, self.version)
+        if fed:  # numbered as they were fed, and the rest after them
+            scores = scores.renumbered([*(places[key] for key in fed), *rest])
         own = sum(min(len(sample), self.max_tokens) for sample in batch)
         tokens = float(self.policy.sum(np.array([own]))[0])
-        self._fed, self._fed_seconds = {}, 0.0
+        self._fed, self._fed_seconds = [], 0.0
         if trouble:
             trouble = self._bad_step(trouble, batch)
         else:
@@ -119,7 +125,7 @@ class LocalTrainer:
         metrics["train_tokens/s"] = tokens / (time.perf_counter() - start)
         metrics["optimizer_steps"] = float(self.learner.optimizer.schedule.steps)
         roll_back = bool(trouble) and self._config.on_bad_step == "roll_back"
-        report = StepReport(metrics, bool(trouble), trouble, roll_back, self.policy.peak_bytes())
+        report = StepReport(metrics, bool(trouble), trouble, roll_back, self.policy.peak_bytes(), scores)
         self.policy.after_step(time.perf_counter() - begun, self.version)
         return report
 
@@ -171,4 +177,4 @@ class LocalTrainer:
         self.learner.load(tensors, state)
         self.policy.restore_random(tensors, state)
         self.version, self._bad_steps = state["version"], state["bad_steps"]
-        self._fed, self._fed_seconds = {}, 0.0
+        self._fed, self._fed_seconds = [], 0.0

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Sample, Ticket, encode
+from paceline.data.token_scores import TOKEN_SCORE, TokenScores
 from paceline.errors import PacelineError
 from paceline.observe.monitor import Monitors, RunPlan, RunRecorder
 from paceline.observe.record import Query, RolloutNotFound, RolloutRecorder, body, open_run
@@ -32,6 +33,35 @@ def kept(folder: Path, start: int = 0) -> RolloutRecorder:
     writer = RolloutRecorder(folder)
     writer.begin(RunPlan("run", folder, None, start, {}, ("env",), "cpu", 0))
     return writer
+
+
+def scores_of(step: int) -> TokenScores:
+    """Of two samples; the one between them has no token that trains."""
+    return TokenScores.of({place: np.array([(-step, 0.5, 1)] * (place + 1), TOKEN_SCORE) for place in (0, 2)})
+
+
+@pytest.mark.parametrize("damaged", ["scores.index", "scores.data"])
+def test_scores_are_read_back_cut_with_the_steps_and_survive_a_torn_end(tmp_path, damaged):
+    folder = tmp_path / "run"
+    writer = kept(folder)
+    for step in (1, 2, 3, 4):
+        writer.token_scores(step, scores_of(step))
+    writer.roll_back(3)
+    writer.close()
+    run = open_run(folder)
+    for step in (1, 2, 3):
+        assert run.token_scores(step, 2).tolist() == [(-step, 0.5, 1)] * 3
+        assert run.token_scores(step, 1) is None
+    assert run.token_scores(4, 0) is run.token_scores(0, 0) is None
+    path = folder / "record" / damaged
+    path.write_bytes(path.read_bytes()[:-1])
+    assert run.token_scores(3, 2) is None
+    assert run.token_scores(2, 0) is not None
+    writer = kept(folder, 2)
+    writer.token_scores(3, scores_of(7))
+    writer.close()
+    assert run.token_scores(3, 0).tolist() == [(-7, 0.5, 1)]
+    assert run.token_scores(2, 0).tolist() == [(-2, 0.5, 1)]
 
 
 def spoken(seed: int, turns: int = 1, text: str = "so be it") -> Rollout:

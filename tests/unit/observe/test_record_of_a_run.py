@@ -2,9 +2,12 @@
 
 from collections import Counter
 
+import numpy as np
+
 from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.data import encode
+from paceline.data.token_scores import trained_mask
 from paceline.observe.monitor import read_jsonl
 from paceline.observe.record import Query, open_run
 from paceline.runtime import session
@@ -71,6 +74,15 @@ def test_every_rollout_of_a_run_is_there_with_what_became_of_it(tmp_path, monkey
         played = run.rollouts.get(row.index)
         assert played.target == played.messages[0]["content"].rpartition(" ")[2][::-1]
         assert 0 < sum(turn.seconds for turn in played.turns) <= played.seconds
+    for step in run.batches():
+        for place, sample in enumerate(run.batch(step)):
+            scores = run.token_scores(step, place)
+            assert len(scores) == trained_mask(sample).sum() > 0
+            mu, versions = sample.logprobs[trained_mask(sample)], sample.versions[trained_mask(sample)]
+            np.testing.assert_allclose(scores["logprob"][versions == step - 1], mu[versions == step - 1], atol=1e-3)
+            assert (scores["entropy"] >= 0).all()
+        assert run.token_scores(step, place + 1) is None
+    assert run.token_scores(STEPS + 1, 0) is None
     told = run.rollouts.get(rows[0].index)
     line = read_jsonl(result.directory / "rollouts.jsonl")[0]
     assert told.messages == line["messages"] or rows[0].ticket != line["ticket"]

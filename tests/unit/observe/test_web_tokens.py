@@ -17,6 +17,7 @@ from paceline.algorithms import build_algorithm
 from paceline.config import algorithm, load
 from paceline.config import trainer as config
 from paceline.data import Ticket, token_scales
+from paceline.data.token_scores import TOKEN_SCORE, TokenScores, trained_mask
 from paceline.observe.record import Query, open_run
 from paceline.observe.record.layout import RecordFiles
 from paceline.observe.web import build_app
@@ -227,6 +228,52 @@ def _gspo(loss, tokens):
     made = Loss(config.TrainerConfig(loss=loss))
     made._config = made._config.model_copy(update={"proximal": None})
     return made.per_token(tokens)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.type}-{loss.model_dump(exclude_defaults=True)}")
+def test_every_term_of_a_recorded_pass_is_the_trainers_own(tmp_path, loss):
+    """The policy has moved: the terms, the ratio, the clipping and the share of the loss of what was recorded."""
+    made, dice = Loss(config.TrainerConfig(loss=loss, proximal=False)), np.random.default_rng(1)
+    known: list[tuple] = []
+
+    def judged(sample):
+        at = np.flatnonzero(trained_mask(sample))
+        new = np.minimum(sample.logprobs[at] + dice.normal(0, 0.3, len(at)), -1e-3).astype(np.float32)
+        rl = sample.rl_token_weights[at]
+        advantages = sample.advantages[at] if sample.advantages is not None else np.zeros(len(at), np.float32)
+        tokens = _tokens(
+            new.tolist(), sample.logprobs[at].tolist(), advantages.tolist(), new.tolist(), torch.tensor(rl)
+        )
+        losses = made.per_token(tokens)
+        scores = np.zeros(len(at), TOKEN_SCORE)
+        scores["logprob"], scores["entropy"] = new, 0.5
+        scores["flags"] = (losses.clipped["rl"].numpy() != 0) & (rl != 0)
+        known.append((sample, at, new, losses))
+        return scores
+
+    def scores(batch):
+        known.clear()
+        return TokenScores.of({place: judged(sample) for place, sample in enumerate(batch)})
+
+    flags = {f"trainer.loss.{key}": value for key, value in loss.model_dump(exclude_none=True).items()}
+    told = tokened(tmp_path, "moved", length=20, scores=scores, **flags, **{"trainer.proximal": "false"}).end()
+    client, run = Client(build_app(tmp_path)), open_run(told.path)
+    rows = run.rollouts.find(Query(step=(3, 3), state=["trained"], sort="step", limit=None)).rows
+    for row, (sample, at, new, losses) in zip(rows, known, strict=True):
+        page = client.get("/api/tokens", params={"run": "moved", "id": row.index}).json()["streams"]
+        for i, place in enumerate(at.tolist()):
+            assert page["trainer_logprobs"][place] == pytest.approx(float(new[i]))
+            assert page["ratio"][place] == pytest.approx(math.exp(new[i] - sample.logprobs[place]), rel=1e-5)
+            assert page["clipped"][place] == float(losses.clipped["rl"][i])
+            if i % 5 == 0:
+                lines = _lines(client, row.index, place, "moved")
+                term = float(losses.terms["rl"][i])
+                assert lines["rl term"]["value"] == pytest.approx(term, rel=1e-4, abs=1e-6)
+                assert lines["ratio"]["value"] == pytest.approx(page["ratio"][place])
+                assert ("A bound held it back" in lines["rl term"]["note"]) == bool(losses.clipped["rl"][i])
+                assert lines["loss share"]["value"] != 0 or term == 0
+        unscored = [place for place in range(len(sample)) if place not in at]
+        assert all(page["ratio"][place] is None and page["entropy"][place] is None for place in unscored)
 
 
 @pytest.mark.parametrize("normalise", ["token", "sample", "fixed"])

@@ -52,6 +52,8 @@ def keep_the_laws(trainer, log, conductor, staleness: int, share: float, batch: 
         assert numbers == sorted(numbers)
         assert len(numbers) * group == batch
         assert len(again.keys() & numbers) * group <= share * batch
+        scored = [tuple(one[0].tolist()[:2]) for _, one in sorted(log.scores[step].by_sample().items())]
+        assert scored == [(sample.ticket.number, sample.rollout) for sample in log.shipped[step]]
         metrics = log.metrics[step - 1]
         assert metrics.get("replay/groups", 0) == len(again.keys() & numbers)
         lost, fresh = sum(metrics[f"dropped/{reason}"] for reason in REASONS), len(set(numbers) - again.keys())

@@ -123,7 +123,7 @@ def test_samples_fed_before_their_batch_are_the_same_over_there(folder):
             await remote.feed([batch[4], batch[1]])
             await remote.feed([batch[7]])
             await remote.step(batch)
-            assert trainer._fed == {}
+            assert trainer._fed == []
             remote.close()
             return weights_of(await trainer.weights())
 

@@ -17,6 +17,7 @@ from conftest import tiny_model
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.data import encode
+from paceline.data.token_scores import TokenScores
 from paceline.model import trainable_parameters
 from paceline.trainer import TorchTrainer
 from paceline.trainer.torch.world import World, gather_samples
@@ -62,7 +63,7 @@ def share(name: str, rank: int) -> list:
     return batch[:3] if rank == 0 else batch[3:]
 
 
-def trained(samples: list, settings: dict, group=None) -> tuple[torch.Tensor, dict[str, float]]:
+def trained(samples: list, settings: dict, group=None) -> tuple[torch.Tensor, dict[str, float], tuple[bytes, bytes]]:
     model = tiny_model()
     parallel = ParallelConfig(ranks=1 if group is None else 2)
     trainer = TorchTrainer(
@@ -71,7 +72,8 @@ def trained(samples: list, settings: dict, group=None) -> tuple[torch.Tensor, di
     reports = [asyncio.run(trainer.step(samples)) for _ in range(2)]
     trainer.close()
     assert not any(report.skipped for report in reports)
-    return torch.cat([p.detach().view(-1) for p in trainable_parameters(model).values()]), reports[-1].metrics
+    weights = torch.cat([p.detach().view(-1) for p in trainable_parameters(model).values()])
+    return weights, reports[-1].metrics, (reports[-1].scores.samples, reports[-1].scores.tokens)
 
 
 def rank_main(rank: int, folder: Path) -> None:
@@ -102,9 +104,9 @@ def fill(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_make_the_update_of_one(ranks, name):
-    alone, metrics = trained(batch_of(name), CASES[name])
+    alone, metrics, scores = trained(batch_of(name), CASES[name])
     moved = (alone - torch.cat([p.detach().view(-1) for p in trainable_parameters(tiny_model()).values()])).norm()
-    (first, their_metrics), (second, same_metrics) = (rank[name] for rank in ranks)
+    (first, their_metrics, part), (second, same_metrics, rest) = (rank[name] for rank in ranks)
     assert torch.equal(first, second)
     assert (first - alone).norm() / moved < 1e-5
     assert their_metrics["micro_batches"] == same_metrics["micro_batches"]
@@ -113,6 +115,12 @@ def test_two_ranks_make_the_update_of_one(ranks, name):
         assert same_metrics[key] == their_metrics[key], key
     assert their_metrics.keys() == metrics.keys()
     assert np.isfinite(list(metrics.values())).all()
+    whole, merged = TokenScores(*scores).by_sample(), TokenScores.merged([TokenScores(*part), TokenScores(*rest)])
+    theirs = merged.by_sample()
+    assert theirs.keys() == whole.keys()
+    for place, ours in whole.items():
+        for column, tolerance in (("logprob", 1e-4), ("entropy", 1e-2), ("flags", 0)):
+            np.testing.assert_allclose(theirs[place][column], ours[column], rtol=tolerance, atol=tolerance)
 
 
 def test_every_rank_knows_the_whole_batch_in_its_order_and_the_smallest_budget(ranks):

@@ -50,6 +50,11 @@ def same(one, other, timing=("train_tokens/s", "micro_batches")) -> None:
     assert one[1].metrics.keys() == other[1].metrics.keys()
     for name in one[1].metrics.keys() - set(timing):
         assert one[1].metrics[name] == pytest.approx(other[1].metrics[name], rel=1e-4, abs=1e-7), name
+    scores, others = (report.scores.by_sample() for _, report in (one, other))
+    assert scores.keys() == others.keys()
+    for place, ours in scores.items():
+        for name, tolerance in (("logprob", 1e-5), ("entropy", 1e-2), ("flags", 0)):
+            np.testing.assert_allclose(ours[name], others[place][name], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("normalise", ["token", "sample", "fixed"])

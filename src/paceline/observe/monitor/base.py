@@ -74,6 +74,10 @@ class Monitor:
         """All rollouts whose fate is known: `trained` in the batch `step`, `dropped:<reason>` on the way to it,
         `evaluated` after it. The run no longer changes them. Steps never fall, but for a roll-back."""
 
+    def token_scores(self, step: int, scores: Any) -> None:
+        """What the trainer computed for each token that the batch of this step trained, by the sample's place among
+        those of `finished_rollouts`, which follow: the batch's own, then the replayed."""
+
     def spans(self, step: int, spans: Sequence[tuple[str, str, float, float]]) -> None:
         """The spans of a step's time: lane, kind, start and end in seconds since 1970."""
 

@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config import RunConfig
 from paceline.data import Sample, WireError, decode
+from paceline.data.token_scores import TokenScores
 from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import JsonlReader, RunDirectory
 from paceline.observe.monitor.watchdog import waits_file
-from paceline.observe.record.layout import LANE, RecordFiles, map_rows
+from paceline.observe.record.layout import LANE, SCORES, RecordFiles, map_rows
 from paceline.observe.record.rollouts import Rollouts
 from paceline.observe.record.tickets import Tickets
 
@@ -302,6 +304,19 @@ class RunFolder:
             return decode(path.read_bytes())
         except (OSError, WireError) as error:
             raise PacelineError(f"{path} cannot be read: {error}") from error
+
+    def token_scores(self, step: int, place: int) -> NDArray[Any] | None:
+        """What the trainer computed for the trained tokens of a step's sample, in their order (`TOKEN_SCORE`); None
+        where it was not recorded."""
+        rows = map_rows(self._record.scores, SCORES)
+        if (at := int(np.searchsorted(rows["step"], step, side="right")) - 1) < 0 or rows["step"][at] != step:
+            return None
+        samples, offset, size = (int(rows[at][name]) for name in ("samples", "offset", "size"))
+        with contextlib.suppress(OSError, ValueError), self._record.scores_data.open("rb") as file:
+            file.seek(offset)
+            data = file.read(size)
+            return TokenScores(data[: 8 * samples], data[8 * samples :]).by_sample().get(place)
+        return None
 
     def lanes(self, start: float | None = None, end: float | None = None) -> list[TimelineSpan]:
         """The timeline spans that touch this time, in seconds since 1970: those of one lane in the order of time."""

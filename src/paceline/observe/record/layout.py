@@ -5,6 +5,8 @@
     record/rollouts.data    one msgpack body a rollout: messages, tokens, samples with all their streams
     record/rollouts.text    what was said, case-folded UTF-8, one rollout after the other, for searching alone
     record/lanes.index      one fixed-width row a span of time: lane, kind, start and end
+    record/scores.index     one fixed-width row a step: where its scores lie
+    record/scores.data      what the trainer computed for each trained token (`data.token_scores`), batch after batch
     record/names.jsonl      the strings that rows name by number; the first line is number 1, and 0 is nothing
 
 A row is written after all that it points at, so whatever a crash cuts off, the rows before it can be read. Steps never
@@ -29,6 +31,7 @@ from numpy.typing import NDArray
 
 from paceline.data.rollout import Rollout, all_equal
 from paceline.data.sample import Sample
+from paceline.data.token_scores import TokenScores
 from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import append_jsonl, drop_torn_line, read_jsonl, replace_file, write_all
 
@@ -86,10 +89,16 @@ _ROW_TYPES = {
 """The columns of `rollouts.index` in their order, by the letters that `struct` and numpy have for their types."""
 _LANE_TYPES = {"lane": "H", "kind": "H", "step": "i", "start": "d", "end": "d", "value": "f", "detail": "H"}
 
+_SCORE_TYPES = {"step": "i", "samples": "I", "offset": "Q", "size": "Q"}
+"""The columns of `scores.index`. At `offset` lie `TokenScores.samples` of so many samples, then `TokenScores.tokens`;
+`size` is of both."""
+
 ROW: Final[np.dtype[Any]] = np.dtype([(name, f"<{letter}") for name, letter in _ROW_TYPES.items()])
 PACK_ROW: Final = struct.Struct("<" + "".join(_ROW_TYPES.values()))
 LANE: Final[np.dtype[Any]] = np.dtype([(name, f"<{letter}") for name, letter in _LANE_TYPES.items()])
 PACK_LANE: Final = struct.Struct("<" + "".join(_LANE_TYPES.values()))
+SCORES: Final[np.dtype[Any]] = np.dtype([(name, f"<{letter}") for name, letter in _SCORE_TYPES.items()])
+PACK_SCORES: Final = struct.Struct("<" + "".join(_SCORE_TYPES.values()))
 
 _PLACES = ("step", "flags", "time", "offset", "size", "text_offset", "text_size")
 Facts = namedtuple("Facts", [name for name in _ROW_TYPES if name not in _PLACES])
@@ -118,6 +127,7 @@ class RecordFiles:
         self.data = self.folder / "rollouts.data"
         self.text = self.folder / "rollouts.text"
         self.lanes = self.folder / "lanes.index"
+        self.scores, self.scores_data = self.folder / "scores.index", self.folder / "scores.data"
         self.names = self.folder / "names.jsonl"
 
     def schema_problem(self) -> str | None:
@@ -211,9 +221,12 @@ class RecordWriter:
         self._names = {(line["kind"], line["name"]): n for n, line in enumerate(read_jsonl(at.names), start=1)}
         self._numbers: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._new: list[dict[str, str]] = []
-        self._files = {path: _open_for_append(path) for path in (at.data, at.text, at.index, at.lanes)}
+        paths = (at.data, at.text, at.index, at.lanes, at.scores, at.scores_data)
+        self._files = {path: _open_for_append(path) for path in paths}
         self._keep_rows(count_complete_rows(self.rows(), *self.ends, len(self._names)))
         self._truncate(at.lanes, self.size(at.lanes) // LANE.itemsize * LANE.itemsize)
+        scores = map_rows(at.scores, SCORES)
+        self._keep_scores(int(np.searchsorted(scores["offset"] + scores["size"], self.size(at.scores_data), "right")))
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -260,13 +273,21 @@ class RecordWriter:
         self._write_names()
         write_all(self._files[self._at.lanes], b"".join(rows))
 
+    def append_scores(self, step: int, scores: TokenScores) -> None:
+        """What the trainer computed for the tokens of a step's batch."""
+        place, size = self.size(self._at.scores_data), len(scores.samples) + len(scores.tokens)
+        write_all(self._files[self._at.scores_data], scores.samples + scores.tokens)
+        write_all(self._files[self._at.scores], PACK_SCORES.pack(step, len(scores.samples) // 8, place, size))
+
     def truncate_after(self, step: int) -> None:
         """Take out what came after a step; all of it where the run begins anew, and then the time before it too."""
         if step <= 0:
             self._keep_rows(0)
+            self._keep_scores(0)
             self._replace(self._at.lanes, 0)
         else:
             self._keep_rows(int(np.searchsorted(self.rows()["step"], step, side="right")))
+            self._keep_scores(int(np.searchsorted(map_rows(self._at.scores, SCORES)["step"], step, side="right")))
 
     def close(self) -> None:
         for descriptor in self._files.values():
@@ -283,6 +304,13 @@ class RecordWriter:
         self._truncate(self._at.index, count * ROW.itemsize)
         for path, at in ((self._at.data, ""), (self._at.text, "text_")):
             self._truncate(path, int(rows[f"{at}offset"][count - 1] + rows[f"{at}size"][count - 1]) if count else 0)
+
+    def _keep_scores(self, count: int) -> None:
+        rows = map_rows(self._at.scores, SCORES)
+        if count < len(rows):
+            self._replace(self._at.scores, count * SCORES.itemsize)
+        self._truncate(self._at.scores, count * SCORES.itemsize)
+        self._truncate(self._at.scores_data, int(rows["offset"][count - 1] + rows["size"][count - 1]) if count else 0)
 
     def _replace(self, path: Path, size: int) -> None:
         """The same file, but its first bytes alone, under a new identity."""

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline.data.token_scores import TokenScores
 from paceline.observe.monitor.base import Gauges, Monitor, RunPlan
 from paceline.observe.record.body import encode
 from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, Facts, RecordWriter, rollout_facts
@@ -160,6 +161,10 @@ class RolloutRecorder(Monitor):
         self._queue.put(_FinishedRollouts(step, state, now, tuple(rollouts), tokens))
         if not state.startswith("dropped:"):
             self._hurry.set()
+
+    def token_scores(self, step: int, scores: TokenScores) -> None:
+        if not self._off and self.waiting_tokens <= MOST_QUEUED_TOKENS:
+            self._queue.put(lambda writer: writer.append_scores(step, scores))
 
     def spans(self, step: int, spans: Sequence[tuple[str, str, float, float]]) -> None:
         if not self._off and spans:

@@ -1,10 +1,12 @@
 """Explains one token: which losses train it, by which formula and with which numbers.
 
-The record holds the sampler's log probability and not the trainer's, so the ratio r = pi / old is known only where it
-must be 1. Elsewhere a card shows the term at r = 1, where the policy stands if it has not moved since, and from where
-on a bound would hold the token back. The terms are the trainer's own, on numpy arrays. Credit has the formulas of
-`paceline.algorithms`, on rewards that the record kept; tests hold the two together. Where they differ on a run, its
-rewards were changed after the credit was given, or one of the two is wrong; the card says so.
+The record holds the log probability of the sampler and that of the trainer in the step's own forward pass, so a card
+has the ratio and the term as they trained. Records of earlier versions lack the trainer's: there a card shows the term
+at r = 1, where the policy stands if it has not moved since, and from where on a bound would hold the token back. The
+same under `proximal` with several optimizer steps, whose start no file keeps. The terms are the trainer's own, on numpy
+arrays. Credit has the formulas of `paceline.algorithms`, on rewards that the record kept; tests hold the two together.
+Where they differ on a run, its rewards were changed after the credit was given, or one of the two is wrong; the card
+says so.
 """
 
 import math
@@ -25,8 +27,15 @@ from paceline.observe.analysis.text import format_four_digits as figure
 from paceline.observe.record import Query, Row, RunFolder, StoredRollout
 from paceline.observe.record.layout import RecordFiles, identity
 from paceline.observe.web.rollouts import TRAINED_STATES, state_text
-from paceline.observe.web.tokens import SHIPPED_STATES, TokenStrip, credit_config, loss_weights, shipped_rows
-from paceline.trainer.terms import KL_TERMS, Ratio, TrainedTokens, rl_term, teacher_kl_term
+from paceline.observe.web.tokens import (
+    SHIPPED_STATES,
+    TokenStrip,
+    credit_config,
+    loss_weights,
+    shipped_rows,
+    trainer_streams,
+)
+from paceline.trainer.terms import KL_TERMS, Ratio, TrainedTokens, rl_clip_reason, rl_term, teacher_kl_term
 
 UNKNOWN_CONFIG = (
     "This version of Paceline does not understand the run's config, so it cannot say which formulas it used."
@@ -70,6 +79,19 @@ class TokenValues:
     """log of what the ratio is measured from; None where it was not kept."""
     ref: float | None = None
     base: float | None = None
+    new: float | None = None
+    """log of the policy in the step's forward pass, or in gspo of what has the sequence's ratio to `old`; None where it
+    was not recorded, and the terms are those at r = 1."""
+    entropy: float | None = None
+
+    @property
+    def now(self) -> float | None:
+        """log pi, as far as it is known."""
+        return self.old if self.new is None else self.new
+
+    @property
+    def suffix(self) -> str:
+        return " at r = 1" if self.new is None else ""
 
 
 def token_card(run: RunFolder, rollout: StoredRollout, strip: TokenStrip, at: int) -> dict[str, Any]:
@@ -92,14 +114,18 @@ def _lines(
     trainer, lines = config.trainer, []
     names = {"advantage": "advantages", "old": "logprobs", "ref": "teacher_logprobs", "base": "kl_ref_logprobs"}
     token = TokenValues(**{k: float(strip.streams[name][at]) for k, name in names.items() if name in strip.streams})
+    scores = trainer_streams(run, rollout, strip)
+    if scores and not np.isnan(scores["trainer_logprobs"][at]):
+        token = replace(token, new=float(scores["trainer_logprobs"][at]), entropy=float(scores["entropy"][at]))
     share = sample_scales(run, rollout, strip.number, config) if weights else None
 
-    def with_share(line: CardLine, part: str) -> list[CardLine]:
-        return [line, *_share_lines(line, share, part, at, weights[part], config)]
+    def with_share(line: CardLine, part: str, of: TokenValues) -> list[CardLine]:
+        return [line, *_share_lines(line, share, part, at, weights[part], config, of.suffix)]
 
     if "rl" in weights:
-        lines += [_credit_line(run, rollout.row, token.advantage, config), _ratio_line(strip, config)]
-        lines += with_share(rl_line(trainer.loss, token), "rl")
+        lines += [_credit_line(run, rollout.row, token.advantage, config), _ratio_line(strip, config, scores, at)]
+        rl_token = replace(token, new=_rl_logprob(strip, token, scores, trainer))
+        lines += with_share(rl_line(trainer.loss, rl_token), "rl", rl_token)
         if not trainer.proximal and (edge := bound_note(trainer.loss, token)):
             lines.append(CardLine("bound", note=edge))
         if trainer.kl is not None and trainer.kl.how == "loss":
@@ -108,14 +134,27 @@ def _lines(
             note = "At train time kl.coef times the sample's mean of log π − log reference is taken off the advantage."
             lines.append(CardLine("kl shaping", note=note, replay=True))
         if trainer.entropy_coef:
-            note = "The entropy is computed at train time and not kept."
-            lines.append(CardLine("entropy term", "−entropy_coef · H", note=note, replay=True))
+            lines.append(entropy_line(trainer.entropy_coef, token))
     if "ce" in weights:
-        note = "log π is the trainer's and not recorded."
-        lines += with_share(CardLine("ce term", "−log π", note=note, replay=True), "ce")
+        lines += with_share(ce_line(token), "ce", token)
     if "teacher_kl" in weights:
-        lines += with_share(teacher_kl_line(token), "teacher_kl")
+        lines += with_share(teacher_kl_line(token), "teacher_kl", token)
+    if scores and scores["skipped"][at] == 1:
+        lines.append(CardLine("left out", note="The whole sample was left out (trainer.clip_skip_threshold)."))
     return lines
+
+
+def _rl_logprob(
+    strip: TokenStrip, token: TokenValues, scores: dict[str, NDArray], trainer: losses.TrainerConfig
+) -> float | None:
+    """log of the policy as the rl term compares it with `token.old`."""
+    if token.new is None or token.old is None or strip.sample is None:
+        return None
+    if trainer.proximal:  # from the batch's start, which is known where the only step begins there
+        return token.old if trainer.minibatches == 1 else None
+    if trainer.loss.type == "gspo":
+        return token.old + float(np.log(scores["ratio"][strip.sample.rl_token_weights != 0]).mean())
+    return token.new
 
 
 def rl_line(c: losses.LossConfig, token: TokenValues) -> CardLine:
@@ -130,19 +169,42 @@ def rl_line(c: losses.LossConfig, token: TokenValues) -> CardLine:
     needs = isinstance(c, losses.CISPOConfig | losses.ReinforceConfig)
     if needs and token.old is None:
         return CardLine("rl term", formula, note="The sampler's log probability was not kept.", replay=True)
-    loss, _ = rl_term(c)(*_on_policy_batch(token))
-    numbers = f"−({figure(a)}) · {figure((token.old or 0.0) if needs else 1.0)}"
-    return CardLine("rl term at r = 1", formula, numbers, float(loss[0]) + 0.0)  # without the sign of -0.0
+    ratio, tokens = _batch_of(token)
+    loss, clipped = rl_term(c)(ratio, tokens)
+    r, value = float(ratio.value[0]), float(loss[0]) + 0.0  # without the sign of -0.0
+    if token.new is None:
+        numbers = f"−({figure(a)}) · {figure((token.old or 0.0) if needs else 1.0)}"
+        return CardLine("rl term at r = 1", formula, numbers, value)
+    note = f"A = {figure(a)}, {'s' if c.type == 'gspo' else 'r'} = {figure(r)}."
+    if clipped[0]:
+        note += f" A bound held it back, {rl_clip_reason(c, r, r, float(ratio.difference[0]), a > 0)}."
+    return CardLine("rl term", formula, "", value, note=note)
 
 
-def _on_policy_batch(token: TokenValues) -> tuple[Ratio, TrainedTokens]:
-    """A batch of this token alone, for a policy that has not changed since it sampled."""
-    old, advantage, ref, base = (np.array([x or 0.0]) for x in (token.old, token.advantage, token.ref, token.base))
-    streams = dict.fromkeys(("logprobs", "rollout_logprobs", "prox_logprobs"), old)
+def ce_line(token: TokenValues) -> CardLine:
+    if token.new is None:
+        return CardLine("ce term", "−log π", note="log π is the trainer's and was not recorded.", replay=True)
+    return CardLine("ce term", "−log π", f"−({figure(token.new)})", -token.new)
+
+
+def entropy_line(coef: float, token: TokenValues) -> CardLine:
+    formula = "−entropy_coef · H"
+    if token.entropy is None:
+        return CardLine("entropy term", formula, note="The entropy was not recorded.", replay=True)
+    return CardLine("entropy term", formula, f"−{figure(coef)} · {figure(token.entropy)}", -coef * token.entropy)
+
+
+def _batch_of(token: TokenValues) -> tuple[Ratio, TrainedTokens]:
+    """A batch of this token alone, for the policy that trained it or, where that is not known, one that has not changed
+    since it sampled."""
+    old, advantage, ref, base, new = (
+        np.array([x or 0.0]) for x in (token.old, token.advantage, token.ref, token.base, token.now)
+    )
+    streams = dict.fromkeys(("rollout_logprobs", "prox_logprobs"), old) | {"logprobs": new}
     streams |= {"advantages": advantage, "teacher_logprobs": ref, "kl_ref_logprobs": base}
     streams |= dict.fromkeys(("rl_scale", "ce_scale", "teacher_kl_scale", "regulariser_scale"), np.ones(1))
     streams |= dict.fromkeys(("entropy", "versions", "segments"), np.zeros(1, np.int64))
-    return Ratio.from_logprobs(old, old), TrainedTokens(**streams, names=("",))
+    return Ratio.from_logprobs(new, old), TrainedTokens(**streams, names=("",))
 
 
 def bound_note(c: losses.LossConfig, token: TokenValues) -> str:
@@ -178,12 +240,15 @@ def teacher_kl_line(token: TokenValues) -> CardLine:
     formula = "−(log teacher − log π) · r"
     if token.ref is None or token.old is None:
         return CardLine("teacher_kl term", formula, note="The teacher's or the sampler's score was not kept.")
-    loss, _ = teacher_kl_term(*_on_policy_batch(token))
-    numbers = f"−({figure(token.ref)} − {figure(token.old)})"
+    ratio, tokens = _batch_of(token)
+    loss, _ = teacher_kl_term(ratio, tokens)
+    numbers = f"−({figure(token.ref)} − {figure(float(tokens.logprobs[0]))})"
+    if token.new is not None:
+        numbers += f" · {figure(float(ratio.value[0]))}"
     mu, up = math.exp(token.old), token.ref > token.old
     edge = mu + TEACHER_KL_TRUST if up else mu - TEACHER_KL_TRUST
     note = _edge_note("Dropped", edge, up, f"μ {figure(mu)}, trust {TEACHER_KL_TRUST}")
-    return CardLine("teacher_kl term at r = 1", formula, numbers, float(loss[0]) + 0.0, note=note)
+    return CardLine(f"teacher_kl term{token.suffix}", formula, numbers, float(loss[0]) + 0.0, note=note)
 
 
 def kl_line(c: losses.KLConfig, token: TokenValues) -> CardLine:
@@ -191,12 +256,13 @@ def kl_line(c: losses.KLConfig, token: TokenValues) -> CardLine:
     formula = f"kl.coef · ({shape}), d = log π − log reference"
     if token.base is None or token.old is None:
         return CardLine("kl term", formula, note="The reference is scored at train time.", replay=True)
-    term = KL_TERMS[c.kind](np.array([token.old]), np.array([token.base]))
-    numbers = f"{figure(c.coef)} · {c.kind}(d = {figure(token.old - token.base)})"
-    return CardLine("kl term at r = 1", formula, numbers, c.coef * float(term[0]))
+    now = token.old if token.new is None else token.new
+    term = KL_TERMS[c.kind](np.array([now]), np.array([token.base]))
+    numbers = f"{figure(c.coef)} · {c.kind}(d = {figure(now - token.base)})"
+    return CardLine(f"kl term{token.suffix}", formula, numbers, c.coef * float(term[0]))
 
 
-def _ratio_line(strip: TokenStrip, config: RunConfig) -> CardLine:
+def _ratio_line(strip: TokenStrip, config: RunConfig, scores: dict[str, NDArray], at: int) -> CardLine:
     trainer = config.trainer
     if "logprobs" not in strip.streams:
         return CardLine("ratio", "1: a frozen model sampled it", value=1.0)
@@ -204,11 +270,21 @@ def _ratio_line(strip: TokenStrip, config: RunConfig) -> CardLine:
         note = "It is measured from the batch's start, and the only step is taken from there. Who really sampled is "
         return CardLine("ratio", "π / π at the batch's start", value=1.0, note=f"{note}weighed at train time.")
     old = "π at the batch's start" if trainer.proximal else "μ"
-    note = "π is the trainer's probability at train time, which no file keeps."
+    if not trainer.proximal and scores:
+        new, sampled = float(scores["trainer_logprobs"][at]), float(strip.streams["logprobs"][at])
+        numbers = f"exp({figure(new)} − ({figure(sampled)}))"
+        return CardLine("ratio", "π / μ", numbers, float(scores["ratio"][at]), _bound_sentence(scores, at))
+    note = "π is the trainer's probability at train time, which this record does not have."
+    if scores:
+        note = "Of a later optimizer step; the policy at the batch's start is not recorded."
     if trainer.clip_skip_threshold is not None:
         share = figure(trainer.clip_skip_threshold)
         note += f" A sample with more than {share} of its ratios outside 0.8 to 1.2 is left out as a whole."
     return CardLine("ratio", f"π / {old}", note=note, replay=True)
+
+
+def _bound_sentence(scores: dict[str, NDArray], at: int) -> str:
+    return "A bound of the loss held it back." if scores["clipped"][at] == 1 else "No bound held it back."
 
 
 def _why_untrained(rollout: StoredRollout, strip: TokenStrip, at: int, config: RunConfig) -> str:
@@ -230,7 +306,13 @@ def _why_untrained(rollout: StoredRollout, strip: TokenStrip, at: int, config: R
 
 
 def _share_lines(
-    line: CardLine, share: tuple[Scales, NDArray] | None, part: str, at: int, weight: float, config: RunConfig
+    line: CardLine,
+    share: tuple[Scales, NDArray] | None,
+    part: str,
+    at: int,
+    weight: float,
+    config: RunConfig,
+    suffix: str,
 ) -> list[CardLine]:
     formula = {
         "token": "weight · term / tokens of the component",
@@ -251,7 +333,7 @@ def _share_lines(
         return [CardLine(f"{part} scale", "weight / normaliser", value=scale, note=note)]
     numbers = f"{figure(weight)} · {figure(line.value)} / {figure(weight / scale)}"
     name = "loss share" if part == "rl" else f"{part} loss share"
-    return [CardLine(f"{name} at r = 1", formula, numbers, scale * line.value, note=note)]
+    return [CardLine(f"{name}{suffix}", formula, numbers, scale * line.value, note=note)]
 
 
 def sample_scales(

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from paceline.config import RunConfig
 from paceline.config.model import QUICKSTART
 from paceline.data import Sample
+from paceline.data.token_scores import CLIPPED, SKIPPED, trained_mask
 from paceline.observe.record import Query, Row, RunFolder, StoredRollout, StoredTurn
 from paceline.observe.web.rollouts import TRAINED_STATES, state_text
 
@@ -187,6 +188,32 @@ def _turn_strip(number: int, turn: StoredTurn, fingerprints: dict[int, str]) -> 
     return TokenStrip("turn", number, turn.full_ids, aligned, [(start, end)], turn.finish, fingerprints)
 
 
+def trainer_streams(run: RunFolder, rollout: StoredRollout, strip: TokenStrip) -> dict[str, NDArray]:
+    """What the trainer computed when the sample trained: `trainer_logprobs`, `ratio` to the sampler and `entropy`, NaN
+    where nothing trains, and `clipped` and `skipped`, 1 where a bound held the token or its sequence back. Empty where
+    it was not recorded."""
+    if strip.sample is None or (place := batch_position(run, rollout, strip.number)) is None:
+        return {}
+    scores, positions = run.token_scores(rollout.row.step, place), np.flatnonzero(trained_mask(strip.sample))
+    if scores is None or len(scores) > len(positions):
+        return {}
+    positions = positions[: len(scores)]  # the trainer may have cut the sample
+
+    def spread(values: NDArray) -> NDArray:
+        stream = np.full(len(strip.ids), np.nan, np.float32)
+        stream[positions] = values
+        return stream
+
+    found = {"trainer_logprobs": spread(scores["logprob"])}
+    if (sampler := strip.streams.get("logprobs")) is not None:
+        sampled = np.where(strip.streams["loss_mask"], sampler, np.nan)
+        found["ratio"] = np.exp(found["trainer_logprobs"] - sampled)
+    found["entropy"] = spread(scores["entropy"])
+    for name, flag in (("clipped", CLIPPED), ("skipped", SKIPPED)):
+        found[name] = spread((scores["flags"] & flag) != 0)
+    return found
+
+
 def loss_weights(strip: TokenStrip) -> dict[str, NDArray]:
     """The weight of each loss component on each token of a sample; empty for a turn."""
     sample = strip.sample
@@ -257,7 +284,7 @@ def token_page(run: RunFolder, rollout: StoredRollout, strip: TokenStrip | None)
         "texts": texts,
         "parts": parts,
         "tokenizer": source,
-        "streams": strip.streams,
+        "streams": strip.streams | trainer_streams(run, rollout, strip),
         "trained": loss_weights(strip) if row.domain == "training" else {},
         "trains": row.state in TRAINED_STATES,
         "place": batch_position(run, rollout, strip.number) if strip.kind == "sample" else None,

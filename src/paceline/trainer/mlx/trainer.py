@@ -73,12 +73,12 @@ class MlxPolicy(PolicyBackend):
         for name in names:
             self.forward.dropout_draws = draws  # one micro-batch, one draw of noise
 
-            def one(name: str = name) -> tuple[mx.array, dict[str, mx.array]]:
+            def one(name: str = name) -> tuple[mx.array, tuple[dict[str, mx.array], mx.array | None]]:
                 by_name, sums = losses_of(self.tokens(micro_batch))
-                return by_name[name], sums.values
+                return by_name[name], (sums.values, sums.tokens)
 
             with accumulate_into(name):
-                sums = LossStats(self.optimizer.backward(one))
+                sums = LossStats(*self.optimizer.backward(one))
         return sums
 
     def value_model(self, c: config.OptimizerConfig, total_steps: int | None) -> "MlxValueModel":

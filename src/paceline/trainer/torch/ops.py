@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 LIBRARY, CALLED = torch, "a torch tensor"
@@ -27,3 +28,7 @@ def segment_sums(values: Tensor, segments: Tensor, count: int) -> Tensor:
 
 def no_grad(_: Tensor) -> AbstractContextManager:
     return torch.no_grad()
+
+
+def to_host(x: Tensor) -> NDArray:
+    return x.cpu().numpy()

@@ -36,9 +36,25 @@ export function streams(told, again = null) {
     ramp("log_z", "log Z", "what truncated sampling left of the distribution", on("log_z"), "--series-8"),
     ramp("temperatures", "temperature", "the sampling temperature", unlessConstant(on("temperatures")), "--series-7"),
   ].filter(Boolean);
+  if (kept.trainer_logprobs) return [...found, ...recorded(kept), ...(again ? [shareOfLoss(again)] : [])].filter(Boolean);
   if (again) return [...found, ...computed(again)].filter(Boolean);
-  const lost = "is the trainer's, computed at train time and not recorded";
+  const lost = "is the trainer's, and this record does not have it";
   return [...found, { key: "ratio", label: "ratio", missing: `The ratio ${lost}` }, { key: "entropy", label: "entropy", missing: `The entropy ${lost}` }];
+}
+
+/** What the trainer computed in the step's own forward pass. */
+function recorded(kept) {
+  return [
+    diverging("ratio", "ratio", "how much likelier (above 1) or less likely the trainer found the token than the sampler did", kept.ratio, { least: LEAST_RATIO, ratio: true }),
+    ramp("entropy", "entropy", "how undecided the trainer's policy was before the token, in nats", kept.entropy, "--series-8", { least: 1 }),
+    ramp("trainer_logprobs", "trainer's log probability", "log π in the step's own forward pass", kept.trainer_logprobs, "--series-6", { strong: STRONG_NATS }),
+    category("held", "clipped", "whether a bound of the loss held the token back", kept.clipped, (value) => (value ? "held back" : "free")),
+    category("skipped", "left out", "whether the whole sample was left out (trainer.clip_skip_threshold)", unlessConstant(kept.skipped), (value) => (value ? "left out" : "trained")),
+  ];
+}
+
+function shareOfLoss(again) {
+  return diverging("share", "share of the loss, replayed", "what the token adds to the step's loss, all components together", again.share);
 }
 
 /** What a replay adds. */
@@ -47,7 +63,7 @@ function computed(again) {
   return [
     diverging("ratio", "ratio, replayed", "how much likelier (above 1) or less likely the trainer found the token than the sampler did", again.ratio, { least: LEAST_RATIO, ratio: true }),
     category("held", "held back, replayed", "whether a bound of the loss left the token out or held it", held, (value) => (value ? "held back" : "free")),
-    diverging("share", "share of the loss, replayed", "what the token adds to the step's loss, all components together", again.share),
+    shareOfLoss(again),
     ramp("entropy", "entropy, replayed", "how undecided the trainer's policy was before the token", again.entropy, "--series-8", { least: 1 }),
     ramp("logprob", "trainer's log probability, replayed", "log π, as the step began", again.logprob, "--series-6", { strong: STRONG_NATS }),
   ];
@@ -210,11 +226,12 @@ export function lines(told, again) {
     else if (told.streams.loss_mask[at]) silent += 1;
     else given += 1;
   });
+  const held = told.streams.clipped?.filter((value) => value === 1).length ?? again?.rules.size;
   const tokens = (value) => `${count(value)} token${value === 1 ? "" : "s"}`;
   return h("span", { class: "token-scale" },
     [...sums].map(([name, value]) => h("span", { class: "token-case" },
       h("i", { class: "token-chip trains sign", vars: { "--by": partColour(name.split(" + ")) } }, "a"), `${told.trains ? "trained" : "would train"} by ${name}: ${tokens(value)}`)),
     silent ? h("span", { class: "token-case" }, h("i", { class: "token-chip silent sign" }, "a"), `sampled, not trained: ${tokens(silent)}`) : null,
     given ? h("span", { class: "token-case" }, h("i", { class: "token-chip given sign" }, "a"), `given, not trained: ${tokens(given)}`) : null,
-    again?.rules.size ? h("span", { class: "token-case" }, h("i", { class: "token-chip held sign" }, "a"), `held back by a bound: ${tokens(again.rules.size)}`) : null);
+    held ? h("span", { class: "token-case" }, h("i", { class: "token-chip held sign" }, "a"), `held back by a bound: ${tokens(held)}`) : null);
 }

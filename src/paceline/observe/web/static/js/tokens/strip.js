@@ -72,7 +72,7 @@ export class Strip {
     const sampled = this.told.streams.loss_mask[at];
     const by = componentsOf(this.told, at);
     const chip = document.createElement("span");
-    const held = this.again?.rules.has(at) ? "held" : "";
+    const held = (this.told.streams.clipped?.[at] === 1 || this.again?.rules.has(at)) ? "held" : "";
     chip.className = ["token-chip", kind, sampled ? "" : "given", by.length ? "trains" : sampled ? "silent" : "", held].filter(Boolean).join(" ");
     chip.id = `token-${at}`;
     chip.dataset.at = at;
