@@ -43,7 +43,10 @@ def _told(runs: Path) -> None:
         rollout(
             50,
             n,
-            [turn(_pictures(), said["content"], 3, said, tools=TOOLS, seconds=0.5), turn(onward, text, 4, seconds=1.5)],
+            [
+                turn(_pictures(), said["content"], 3, said, tools=TOOLS, seconds=0.5, started=0.25),
+                turn(onward, text, 4, seconds=1.5, started=1.75),
+            ],
             n / 2,
             metrics={"right": n / 2, "words": 3.0, "tools": 1.0, "asked": 2.0, "judge/kind": 0.25},
             target="a red square",
@@ -141,6 +144,12 @@ def test_a_line_of_the_list_says_what_was_asked_expected_and_measured_and_a_clic
         re.compile("Episode\\s*3.50 s\\s*Sampling\\s*2.00 s in 2 turns\\s*Environment\\s*1.50 s")
     )
     expect(page.locator(".message.assistant header").last).to_contain_text("1.50 s")
+    calls = took.get_by_role("list", name="Calls of the engine along the episode").get_by_role("listitem")
+    assert calls.all_inner_texts() == ["turn 1: from 0.25 s, 0.50 s long", "turn 2: from 1.75 s, 1.50 s long"]
+    bars = [one.bounding_box() for one in calls.all()]
+    (first, second), gap = bars, bars[1]["x"] - bars[0]["x"] - bars[0]["width"]
+    assert second["width"] / first["width"] == pytest.approx(3, rel=0.02)
+    assert gap / first["width"] == pytest.approx(2, rel=0.02), "the tool took a second between them"
 
 
 def test_the_grades_of_judges_add_up_to_the_reward_on_the_page(page, address):

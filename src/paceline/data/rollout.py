@@ -95,6 +95,8 @@ class Turn(_Packing):
     """The message it was handed on as, if that is not simply the text: with tool calls read out of it."""
     seconds: float = field(default=0.0, compare=False)
     """From the call to its last token, queueing included; 0 where it was not measured."""
+    started: float = field(default=0.0, compare=False)
+    """Seconds from the start of the episode to the call."""
 
     @classmethod
     def unsampled(cls, prompt_ids: list[int], completion_ids: list[int], **more: Any) -> "Turn":

@@ -57,6 +57,7 @@ class _BufferedTurn(msgspec.Struct, array_like=True):
     weights: dict[int, str] = {}
     """Not in files of earlier versions, as what follows it."""
     seconds: float = 0.0
+    started: float = 0.0
 
 
 class _Rollout(msgspec.Struct, array_like=True):

@@ -107,6 +107,8 @@ class Seat:
         """Grades of the environment's judges for what was said here."""
         self._sampling, self._recorder = sampling, recorder
         self._closed = self._has_address = False
+        self.opened = time.perf_counter()
+        """When the episode began, from which the starts of turns count."""
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Reply:
         """The policy's next message in this conversation; `tools` in OpenAI's form."""
@@ -215,6 +217,7 @@ class Seat:
             text=text,
             said=said,
             seconds=time.perf_counter() - began,
+            started=began - self.opened,
         )
         self.turns.append(turn)
         truncated, message = completion.finish == "length", copy_message(turn.message)
@@ -243,7 +246,7 @@ class SessionMap(dict[str, Seat]):
     ) -> None:
         super().__init__()
         self._client, self._seed_parts, self._priority = client, tuple(seed_parts), priority
-        self._seat_factories, self._closed = seat_factories or {}, False
+        self._seat_factories, self._closed, self._opened = seat_factories or {}, False, time.perf_counter()
         for actor in actors:
             self.open(actor)
 
@@ -259,7 +262,7 @@ class SessionMap(dict[str, Seat]):
         seed_parts = (*self._seed_parts, place) if place else self._seed_parts
         factory = self._seat_factories.get(actor)
         seat = factory(name) if factory else self._client.make_seat(seed_parts, self._priority, actor, model)
-        seat.parent, seat.kind, seat.trained = parent, kind, trained
+        seat.parent, seat.kind, seat.trained, seat.opened = parent, kind, trained, self._opened
         self[name] = seat
         return name
 

@@ -121,6 +121,7 @@ class ShortTurn(msgspec.Struct, array_like=True, gc=False):
     text: str
     said: Any
     seconds: float = 0.0
+    started: float = 0.0
 
 
 class ShortSample(msgspec.Struct, array_like=True, gc=False):
@@ -180,6 +181,7 @@ class _Turn(msgspec.Struct, array_like=True):
     text: str
     said: Any
     seconds: float = 0.0
+    started: float = 0.0
 
 
 class _Sample(msgspec.Struct, array_like=True):
@@ -294,7 +296,7 @@ class LongEncoder:
         self._tokens.append(TurnTokens(logprobs, versions, turn.temperature))
         numbers = sampled, logprobs, versions, None if turn.log_z is None else pack_floats(turn.log_z)
         facts = turn.finish, turn.temperature, turn.recomputed, dict(turn.weights)
-        conversation = repeated, messages, tools, turn.text, turn.said, turn.seconds
+        conversation = repeated, messages, tools, turn.text, turn.said, turn.seconds, turn.started
         return _Turn(like, shared, prompt[4 * shared :], *numbers, *facts, *conversation)
 
     def _goes_on(self, prompt: bytes, place: int) -> tuple[int, int]:

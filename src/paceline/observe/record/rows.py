@@ -110,6 +110,8 @@ class StoredTurn:
     said: Any = None
     seconds: float = 0.0
     """From the call to its last token; 0 where it was not measured, as in records of earlier versions."""
+    started: float = 0.0
+    """Seconds from the start of the episode to the call; 0 too in records of earlier versions."""
 
     @property
     def message(self) -> Any:

@@ -198,6 +198,7 @@ def turn_facts(at: int, turn: StoredTurn) -> dict[str, Any]:
         "finish": turn.finish,
         "temperature": turn.temperature,
         "seconds": turn.seconds,
+        "started": turn.started,
         "versions": sorted(set(turn.versions.tolist())),
     }
 

@@ -303,6 +303,7 @@ def one_rollout(run: OneRun, index: Index, query: OneQuery) -> Response:
             "target": rollout.target,
             "seconds": rollout.seconds,
             "turn_seconds": sum(turn.seconds for turn in rollout.turns),
+            "turn_times": [(turn.started, turn.seconds) for turn in rollout.turns],
             "seats": len(run.rollouts.episode(index)),
             "kept": run.rollouts.keeps_all,
         }

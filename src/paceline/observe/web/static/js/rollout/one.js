@@ -80,17 +80,29 @@ function details(run, told, query) {
     verdicts.length ? h("section", { "aria-label": "Parts of the reward" }, h("h2", {}, "Parts of the reward"), verdicts.map(verdict),
       verdicts.some(({ judge }) => judge === "task") ? h("p", { class: "soft" }, `${verdicts.map(product).join(" + ")} = ${number(told.reward)}`) : null) : null,
     facts(verdicts.length ? "Metrics" : "Why this reward", found, "mono"),
-    facts("Durations", took),
+    facts("Durations", took, null, turnTimes(told)),
     facts("Details", known),
     h("p", {}, h("a", { href: toList(run, { ...query, ticket: row.ticket, env: row.env }) }, "All rollouts of this ticket")),
   ];
 }
 
 /** What there is of these facts, under a heading. */
-function facts(title, pairs, style = null) {
+function facts(title, pairs, style = null, more = null) {
   const there = pairs.filter(([, value]) => value !== "" && value !== undefined);
-  return there.length ? h("section", { "aria-label": title }, h("h2", {}, title), h("dl", { class: "facts" }, there.map(([name, value, more]) =>
-    h("div", {}, h("dt", { class: style, title: more ?? null }, name), h("dd", {}, value))))) : null;
+  return there.length ? h("section", { "aria-label": title }, h("h2", {}, title), h("dl", { class: "facts" }, there.map(([name, value, about]) =>
+    h("div", {}, h("dt", { class: style, title: about ?? null }, name), h("dd", {}, value)))), more) : null;
+}
+
+/** When the engine was called and for how long, along the episode: what lies between is the environment's time. */
+function turnTimes({ seconds: whole, turn_times: turns }) {
+  if (!whole || turns.length < 2 || !turns.some(([started]) => started)) return null;
+  const share = (value) => `${(100 * Math.min(1, Math.max(0, value / whole))).toFixed(2)}%`;
+  return h("div", { class: "turn-times" },
+    h("ol", { class: "turn-lane", "aria-label": "Calls of the engine along the episode" }, turns.map(([started, took], at) => {
+      const words = `turn ${at + 1}: from ${seconds(started)}, ${seconds(took)} long`;
+      return h("li", { title: words, vars: { "--from": share(started), "--for": share(took) } }, h("span", { class: "unseen" }, words));
+    })),
+    h("p", { class: "soft" }, "Bars: calls of the engine. Between them: tools and environment."));
 }
 
 function product({ weight, score }) {
