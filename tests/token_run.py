@@ -57,6 +57,7 @@ def turn(said: list[int], prompt: list[int] = PROMPT, versions: list[int] | None
         messages=[{"role": "user", "content": "ab the"}],
         text="…",
         weights={0: "aa" * 8, 1: "bb" * 8},
+        top=[[(token, -0.25), (FACE, -1.75)] for token in said],
     )
 
 

@@ -279,6 +279,11 @@ def test_ratio_entropy_and_clipping_are_there_without_a_replay(page, folder, add
     assert "at r = 1" not in card.inner_text()
     assert page.locator(".token-strip .token-chip.held").count() == 1
     expect(page.locator(".token-main")).to_contain_text("held back by a bound: 1 token")
+    likely = card.locator(".alternatives li")
+    assert [one.split() for one in likely.all_inner_texts()] == [
+        ["the", "0.7788", "sampled"],
+        ["F0", "9F", "98", "0.1738"],
+    ]
     choice.select_option("entropy")
     expect(page.locator(".token-range")).to_have_text("here 0.75")
 

@@ -97,6 +97,9 @@ class RecordConfig(Section):
     all: bool = True
     """Keep every finished rollout in `record/`: conversation, tokens, samples with all their streams, and what became
     of it. The pages read it from there."""
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    """Most likely tokens that `record/` keeps beside each sampled one, for the token page. Some nine bytes each; on a
+    GPU sampling takes a slower path."""
     batches: int = Field(default=0, ge=0)
     """Keep the last n shipped batches with all their streams."""
     exporters: list[Literal["wandb", "tensorboard", "trackio"]] = Field(default_factory=list)

@@ -97,6 +97,8 @@ class Turn(_Packing):
     """From the call to its last token, queueing included; 0 where it was not measured."""
     started: float = field(default=0.0, compare=False)
     """Seconds from the start of the episode to the call."""
+    top: list[list[tuple[int, float]]] | None = field(default=None, compare=False)
+    """The most likely tokens at each place with their log probabilities; None unless `record.top_logprobs` asks."""
 
     @classmethod
     def unsampled(cls, prompt_ids: list[int], completion_ids: list[int], **more: Any) -> "Turn":

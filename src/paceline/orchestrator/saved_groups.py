@@ -58,6 +58,7 @@ class _BufferedTurn(msgspec.Struct, array_like=True):
     """Not in files of earlier versions, as what follows it."""
     seconds: float = 0.0
     started: float = 0.0
+    top: list[list[tuple[int, float]]] | None = None
 
 
 class _Rollout(msgspec.Struct, array_like=True):

@@ -29,6 +29,8 @@ class SamplingClient:
     sampling: SamplingConfig
     end_tokens: frozenset[int]
     recorder: "RecordingServer | None" = None
+    top_logprobs: int = 0
+    """Most likely tokens to record beside each sampled one."""
 
     def make_seat(self, seed_parts: Sequence[int], priority: int, actor: str, model: str) -> "Seat":
         return Seat(self, seed_parts, priority, actor=actor, model=model)
@@ -186,6 +188,7 @@ class Seat:
                 noise=noise,
                 order=self._priority,
                 model=self._model,
+                top_logprobs=self._client.top_logprobs,
             )
         )
         if self._closed:
@@ -218,6 +221,7 @@ class Seat:
             said=said,
             seconds=time.perf_counter() - began,
             started=began - self.opened,
+            top=completion.top,
         )
         self.turns.append(turn)
         truncated, message = completion.finish == "length", copy_message(turn.message)

@@ -195,7 +195,10 @@ class DriverParts:
     ) -> RunParts:
         """All parts, with clients that render and record as the run file says."""
         recorder = RecordingServer(**self.config.recording.model_dump())
-        make_client = sampling_clients(pool, self.tokenizer, ends, self.config.model, recorder)
+        top_logprobs = self.config.record.top_logprobs if self.config.record.all else 0
+        make_client = sampling_clients(
+            pool, self.tokenizer, ends, self.config.model, recorder, top_logprobs=top_logprobs
+        )
         return RunParts(pool, trainer, self.tokenizer, self.envs, make_client, device, parameters)
 
 
@@ -259,11 +262,12 @@ def sampling_clients(
     model: ModelConfig,
     recorder: RecordingServer | None = None,
     dropped_tools: OnDroppedTools = "refuse",
+    top_logprobs: int = 0,
 ) -> Callable[[SamplingConfig], SamplingClient]:
     """Makes clients that stop at the tokens that end a turn, and at those of their own config."""
     renderer = renderer_of(tokenizer, ends, model, dropped_tools)
     return lambda sampling: SamplingClient(
-        pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder
+        pool, renderer, sampling, frozenset((*ends, *sampling.stop_token_ids)), recorder, top_logprobs
     )
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 
 from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig
 from paceline.config.trainer import TrainerConfig
@@ -35,7 +36,7 @@ def test_every_rollout_of_a_run_is_there_with_what_became_of_it(tmp_path, monkey
         staleness=1,
         checkpoint=CheckpointConfig(every=2),
         eval=EvalConfig(every=2, examples=3),
-        record=RecordConfig(batches=STEPS),
+        record=RecordConfig(batches=STEPS, top_logprobs=3),
         trainer=TrainerConfig(on_bad_step="roll_back", threads=1),
     )
     result = session.train(config)
@@ -74,6 +75,12 @@ def test_every_rollout_of_a_run_is_there_with_what_became_of_it(tmp_path, monkey
         played = run.rollouts.get(row.index)
         assert played.target == played.messages[0]["content"].rpartition(" ")[2][::-1]
         assert 0 < sum(turn.seconds for turn in played.turns) <= played.seconds
+        (turn,) = played.turns
+        assert 0 <= turn.started <= turn.started + turn.seconds <= played.seconds
+        for token, logprob, ranked in zip(turn.completion_ids, turn.logprobs, turn.top, strict=True):
+            assert [pair[1] for pair in ranked] == sorted((pair[1] for pair in ranked), reverse=True)
+            assert dict(ranked).get(token, logprob) == pytest.approx(logprob, abs=1e-4)
+            assert len(ranked) == 3
     for step in run.batches():
         for place, sample in enumerate(run.batch(step)):
             scores = run.token_scores(step, place)

@@ -122,6 +122,7 @@ class ShortTurn(msgspec.Struct, array_like=True, gc=False):
     said: Any
     seconds: float = 0.0
     started: float = 0.0
+    top: list[list[tuple[int, float]]] | None = None
 
 
 class ShortSample(msgspec.Struct, array_like=True, gc=False):
@@ -182,6 +183,7 @@ class _Turn(msgspec.Struct, array_like=True):
     said: Any
     seconds: float = 0.0
     started: float = 0.0
+    top: list[list[tuple[int, float]]] | None = None
 
 
 class _Sample(msgspec.Struct, array_like=True):
@@ -296,7 +298,7 @@ class LongEncoder:
         self._tokens.append(TurnTokens(logprobs, versions, turn.temperature))
         numbers = sampled, logprobs, versions, None if turn.log_z is None else pack_floats(turn.log_z)
         facts = turn.finish, turn.temperature, turn.recomputed, dict(turn.weights)
-        conversation = repeated, messages, tools, turn.text, turn.said, turn.seconds, turn.started
+        conversation = repeated, messages, tools, turn.text, turn.said, turn.seconds, turn.started, turn.top
         return _Turn(like, shared, prompt[4 * shared :], *numbers, *facts, *conversation)
 
     def _goes_on(self, prompt: bytes, place: int) -> tuple[int, int]:

@@ -112,6 +112,8 @@ class StoredTurn:
     """From the call to its last token; 0 where it was not measured, as in records of earlier versions."""
     started: float = 0.0
     """Seconds from the start of the episode to the call; 0 too in records of earlier versions."""
+    top: list[list[tuple[int, float]]] | None = None
+    """The most likely tokens at each place, where `record.top_logprobs` asked for them."""
 
     @property
     def message(self) -> Any:

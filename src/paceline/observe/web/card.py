@@ -30,6 +30,7 @@ from paceline.observe.web.rollouts import TRAINED_STATES, state_text
 from paceline.observe.web.tokens import (
     SHIPPED_STATES,
     TokenStrip,
+    alternatives,
     credit_config,
     loss_weights,
     shipped_rows,
@@ -97,7 +98,7 @@ class TokenValues:
 def token_card(run: RunFolder, rollout: StoredRollout, strip: TokenStrip, at: int) -> dict[str, Any]:
     config, row = credit_config(run), rollout.row
     weights = {name: float(stream[at]) for name, stream in loss_weights(strip).items() if stream[at]}
-    card = {"at": at, "by": weights, "lines": [], "why": ""}
+    card = {"at": at, "by": weights, "lines": [], "why": "", "alternatives": alternatives(run, rollout, strip, at)}
     if config is None:
         return card | {"why": UNKNOWN_CONFIG}
     if strip.sample is None or row.domain != "training":

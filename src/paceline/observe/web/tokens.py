@@ -225,6 +225,27 @@ def loss_weights(strip: TokenStrip) -> dict[str, NDArray]:
     return {"rl": sample.rl_token_weights, "ce": ce, "teacher_kl": pull}
 
 
+def alternatives(run: RunFolder, rollout: StoredRollout, strip: TokenStrip, at: int) -> list[dict[str, Any]]:
+    """The most likely tokens where this one was sampled, the likeliest first; none where the run did not keep them
+    (`record.top_logprobs`)."""
+    span = next(((start, end) for start, end in strip.spans if start <= at < end), None)
+    if span is None:
+        return []
+    start, end = span
+    for turn in rollout.turns:
+        said = turn.completion_ids[: end - start]
+        if turn.top and len(turn.prompt_ids) == start and np.array_equal(said, strip.ids[start:end]):
+            break
+    else:
+        return []
+    ranked, vocabulary = turn.top[at - start], vocabulary_of(run)[0]
+    texts, parts = vocabulary.decode([token for token, _ in ranked]) if vocabulary else ([None] * len(ranked), {})
+    return [
+        {"id": token, "logprob": logprob, "text": text, "bytes": parts.get(place, {}).get("bytes")}
+        for place, ((token, logprob), text) in enumerate(zip(ranked, texts, strict=True))
+    ]
+
+
 SHIPPED_STATES = ("trained", "replayed", "skipped")
 """States of rollouts that were part of a batch."""
 

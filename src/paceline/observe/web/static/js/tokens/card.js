@@ -2,7 +2,7 @@
 import { ask } from "../api.js";
 import { fill, h, prose } from "../dom.js";
 import { toRun } from "../router.js";
-import { componentsOf, figure, piece, streamText } from "./streams.js";
+import { componentsOf, figure, piece, streamText, visible } from "./streams.js";
 
 /** Milliseconds a token must be pointed at before the server is asked. */
 const PATIENCE = 50;
@@ -93,7 +93,21 @@ export class Card {
       again.exact ? null : h("div", { class: "note" }, `Only near: replayed with the weights of ${again.from}, not those that the step began with.`));
   }
 
-  #made({ lines, why, by }) {
+  /** The most likely tokens at this place, the sampled one marked. */
+  #alternatives(ranked) {
+    const own = this.told.ids[this.shown];
+    return ranked.length ? [
+      h("h3", {}, "Most likely here"),
+      h("ol", { class: "alternatives" }, ranked.map(({ id, logprob, text, bytes }) => {
+        const share = Math.exp(logprob);
+        return h("li", { class: id === own ? "own" : "", title: `id ${id}, log probability ${figure(logprob)}` },
+          h("span", { class: "token-chip" }, text === null ? (bytes ?? `#${id}`) : visible(text)),
+          h("span", { class: "bar", vars: { "--share": `${(100 * share).toFixed(1)}%` } }),
+          h("b", {}, figure(share)), id === own ? h("span", { class: "unseen" }, "sampled") : null);
+      }))] : null;
+  }
+
+  #made({ lines, why, by, alternatives }) {
     const names = Object.entries(by).map(([part, weight]) => `${part} (weight ${figure(weight)})`);
     const { trains, rollout } = this.told;
     return [
@@ -103,6 +117,7 @@ export class Card {
       lines.length ? h("p", { class: "faint" }, SYMBOLS) : null,
       lines.some((line) => line.replay) && trains && !this.again
         ? h("p", {}, h("a", { href: toRun(this.run.name, "replay", { step: rollout.step }) }, `Replay step ${rollout.step}`), " to compute what is not recorded.") : null,
+      this.#alternatives(alternatives),
       !names.length && !why && !componentsOf(this.told, this.shown).length ? h("p", { class: "soft" }, "A turn as the engine answered it; its samples say how it trains.") : null,
     ];
   }
