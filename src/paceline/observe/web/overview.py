@@ -134,7 +134,8 @@ def live(
 ) -> Response:
     """Of one run `metrics`, `standing`, `status`, `files` and `gone`; without a run, of all of them `runs`."""
     watcher = FolderWatcher(runs) if run is None else RunWatcher(runs.open(run), last_event_id or mark)
-    return StreamingResponse(_stream(watcher), media_type="text/event-stream")
+    # Proxies would hold events back until they have enough of them.
+    return StreamingResponse(_stream(watcher), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
 async def _stream(watcher: FolderWatcher | RunWatcher) -> AsyncIterator[bytes]:
