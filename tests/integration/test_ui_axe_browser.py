@@ -1,5 +1,5 @@
-"""Every page in a real browser, light and dark, on a desktop and on a phone: no serious finding of axe, no message of the
-console, nothing that scrolls sideways. Skipped where `test_ui_browser.py` is, and where axe is not installed."""
+"""Every page in a real browser, light and dark, on a desktop and on a phone: no serious finding of axe, no message of
+the console, nothing that scrolls sideways. Skipped where `test_ui_browser.py` is, and where axe is not installed."""
 
 from pathlib import Path
 
