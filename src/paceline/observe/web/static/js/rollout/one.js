@@ -18,7 +18,7 @@ export async function render(root, run, params) {
   fill(root, h("div", { class: "stack" },
     h("div", {},
       h("div", { class: "head" }, h("h1", {}, `Rollout ${whole(row.index)}`), stateMark(row.state),
-        h("span", { class: "soft" }, [row.env, row.actor !== "policy" ? row.actor : "", row.kind, `step ${whole(row.step)}`].filter(Boolean).join(" · ")),
+        h("span", { class: "soft" }, [row.env, row.actor !== "policy" ? row.actor : "", row.kind, `step ${whole(row.step)}`, `reward ${number(told.reward)}`].filter(Boolean).join(" · ")),
         h("span", { class: "grow" }), neighbours(run, beside, query, view)),
       views(run, told, query, view)),
     place));
