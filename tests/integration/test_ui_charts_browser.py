@@ -359,3 +359,21 @@ def test_back_finds_the_table_of_runs_as_it_was_left(page, address):  # noqa: F8
     assert names == sorted(names)
     _comes_back_to(page, "tr[data-key=one-of-ten-7]", ".vitals")
     assert page.locator("table.runs td.name a").all_inner_texts() == names
+
+
+def test_a_chart_out_of_sight_is_drawn_when_it_is_scrolled_to(page, address):  # noqa: F811
+    page.set_viewport_size({"width": 800, "height": 400})
+    page.goto(f"{address}/#/run/many/overview")
+    blank = """(one) => { const context = one.getContext("2d", { willReadFrequently: true });
+      return context.getImageData(0, 0, one.width, one.height).data.every((value) => !value); }"""
+    first, last = (
+        page.locator(".chart canvas").first,
+        page.get_by_role("region", name="Throughput").locator("canvas").first,
+    )
+    first.scroll_into_view_if_needed()
+    page.wait_for_function("(one) => one.width !== 300", arg=first.element_handle())
+    assert last.evaluate("(one) => one.width") == 300, "as a canvas is made"
+    last.scroll_into_view_if_needed()
+    page.wait_for_function("(one) => one.width !== 300", arg=last.element_handle())
+    assert not last.evaluate(blank)
+    assert not first.evaluate(blank)

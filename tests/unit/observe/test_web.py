@@ -20,7 +20,7 @@ from paceline.config import ConfigError
 from paceline.observe.analysis.timeline import bin_spans, spans_from_metrics, spans_from_record
 from paceline.observe.analysis.vitals import family
 from paceline.observe.record import TimelineSpan
-from paceline.observe.web import UiOptions, build_app
+from paceline.observe.web import UiOptions, build_app, overview
 from paceline.observe.web.app import HEADERS, ROUTE_MODULES
 from paceline.observe.web.runs import encode_json
 from recorded_runs import Told, served, torn
@@ -122,6 +122,36 @@ def test_metrics_come_by_columns_and_a_mark_brings_only_what_is_new(tmp_path):
     assert longer["fresh"], "nor when the new lines are more than the old ones were"
     assert longer["columns"]["step"] == list(range(9))
     told.let_go()
+
+
+def test_compressed_metrics_are_those_of_now(tmp_path):
+    told = Told(tmp_path, "grows").step(3)
+    client = _client(tmp_path)
+    for steps in (3, 3, 4):
+        told.step(steps - told.done)
+        answer = client.get("/api/metrics", params={"run": "grows"}, headers={"Accept-Encoding": "gzip"})
+        assert answer.headers["content-encoding"] == "gzip"
+        plain = client.get("/api/metrics", params={"run": "grows"}, headers={"Accept-Encoding": "identity"})
+        assert answer.json() == plain.json()
+        assert answer.json()["columns"]["step"][-1] == steps
+    told.let_go()
+
+
+def test_curves_of_a_run_are_judged_once_and_again_when_it_grows(tmp_path, monkeypatch):
+    told = Told(tmp_path, "grows").step(3).let_go()
+    looks = []
+    real = overview.reward_trends
+    monkeypatch.setattr(overview, "reward_trends", lambda columns: looks.append(1) or real(columns))
+    client = _client(tmp_path)
+    ends = []
+    for _ in range(3):
+        ends.append(client.get("/api/metrics", params={"run": "grows", "mark": "0:0"}).json()["ends"])
+    assert (len(looks), ends[0]) == (1, ends[2])
+    line = json.dumps({"step": 4, "time": told.now, "reward/reverse-text/mean": 0.75})
+    with (told.path / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    later = client.get("/api/metrics", params={"run": "grows"}).json()["ends"]
+    assert later["reward"]["last"] != ends[0]["reward"]["last"]
 
 
 def test_a_mark_of_nonsense_brings_everything(client):

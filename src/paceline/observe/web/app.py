@@ -127,6 +127,7 @@ def build_app(folder: Path, key: str | None = None, root_path: str = "") -> Fast
         redirect_slashes=False,
     )
     app.state.runs = Runs(folder)
+    app.state.packed_metrics = overview.PackedMetrics()
     app.state.comparisons, app.state.replays = compare.ComparisonJobs(), replay.ReplayRunner()
     for group in ROUTE_MODULES:
         app.include_router(group.router, prefix="/api")
