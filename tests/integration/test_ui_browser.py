@@ -129,6 +129,7 @@ RUNS = "table.runs tbody tr"
 SIDEWAYS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 PAGES = {
     "overview": {"": ".vitals"},
+    "metrics": {"": ".chart canvas"},
     "advice": {"": ".advice table.list"},
     "rollouts": {
         "": "table.rollouts tbody tr",
@@ -149,6 +150,7 @@ FOLDER_PAGES = {
 }
 BARE = {
     "overview": ".vitals",
+    "metrics": "h1",
     "rollouts": ".empty",
     "tokens": ".empty:has-text('No rollout is recorded yet.')",
     "tickets": ".empty:has-text('No ticket yet')",

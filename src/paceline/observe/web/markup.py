@@ -1,8 +1,8 @@
 """Converts texts of models into trees that the page builds elements from: Markdown, code, JSON and boards of cells.
 
 A tree is a text or `[tag, attributes, children]`. It never becomes markup: the page builds elements from a short list
-of tags, links lead to http(s) and mail alone, and images are named, not loaded. HTML in a text stays text. Formulas keep
-their source, in the letters of code: what typesets them is megabytes.
+of tags, links lead to http(s) and mail alone, and images are named, not loaded. HTML in a text stays text. Formulas
+keep their source, in the letters of code: what typesets them is megabytes.
 """
 
 import json

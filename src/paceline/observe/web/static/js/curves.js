@@ -44,7 +44,9 @@ const OTHER = {
   eval: { title: "Other held-out measures" },
   failed: { title: "Failed episodes, by kind", unit: "episodes", format: count },
   league: { title: "League" },
+  length: { title: "Length penalty" },
   memory: { title: "Peak memory", unit: "bytes", format: count },
+  micro_batches: { title: "Micro-batches", format: count },
   mixture: { title: "Mixture of the data", hint: "share of the draws, and their mean reward" },
   nll: { title: "Negative log likelihood", unit: "nats a token" },
   optimizer_steps: { title: "Optimizer steps", unit: "steps", format: count },
@@ -52,6 +54,7 @@ const OTHER = {
   replay: { title: "Replayed groups" },
   retried: { title: "Retried episodes, by kind", unit: "episodes", format: count },
   reward: { title: "Other rewards", unit: "reward" },
+  reward_trained: { title: "Reward of what trained", unit: "reward" },
   sampling: { title: "Sampling" },
   time: { title: "Time of a step", unit: "seconds", format: seconds },
   skipped_samples: { title: "Skipped samples", unit: "samples", format: count },
@@ -79,6 +82,17 @@ export function arrange(names) {
     shorten(chart, curves);
   }
   return found;
+}
+
+/**
+ * The user's own among these metrics, sorted by prefix: [{prefix, name}]. They are what environments measure, and every key
+ * that neither a chart nor a family of Paceline's takes.
+ */
+export function ownMetrics(names) {
+  const isOwn = (name) => !NOT_CURVES.has(name) && (CHARTS.find((one) => one.pattern.test(name))?.id ?? (Object.hasOwn(OTHER, name.split("/")[0]) ? "" : "metric")) === "metric";
+  const prefixOf = (name) => name.slice(0, Math.max(0, name.lastIndexOf("/")));
+  const own = names.filter(isOwn).map((name) => ({ prefix: prefixOf(name), name }));
+  return own.sort((a, b) => (a.prefix === b.prefix ? (a.name < b.name ? -1 : 1) : a.prefix < b.prefix ? -1 : 1));
 }
 
 function withLabels(chart, name) {
