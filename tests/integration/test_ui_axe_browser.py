@@ -31,6 +31,7 @@ def talks(tmp_path_factory: pytest.TempPathFactory):
     """An app over the runs of the tests of rollouts: tools, pictures, errors, self-play, a league."""
     runs = tmp_path_factory.mktemp("talks")
     rollouts._told(runs)
+    rollouts.write_marked(runs)
     rated = rollouts.Told(runs, "rated").step(2)
     rated.recorder.step(3, {"league/duel/rating": 12.0})
     rollouts._league(rated.end().path)
@@ -70,6 +71,7 @@ def test_every_page_is_accessible_silent_and_fits_the_screen(tab, address, talks
     tab.set_viewport_size(SIZES[size])
     places = {f"{address}/{one}": wanted for one, wanted in EVERY_PAGE.items()}
     places |= {f"{talks}/#/run/{one}": wanted for one, wanted in rollouts.PLACES.items()}
+    places |= {f"{talks}/#/run/marked/rollouts?id=0": ".message.assistant .markup"}
     for place, wanted in (places | {report: "main"}).items():
         tab.goto(place)
         tab.wait_for_selector(wanted)

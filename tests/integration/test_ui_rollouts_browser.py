@@ -304,14 +304,18 @@ So $x_1 + y_2$ holds, see [a page](https://example.org/a).
 BOARD = " 0 | X | 2 \n---+---+---\n 3 | O | 5 \n---+---+---\n 6 | 7 | 8 "
 
 
-@pytest.fixture(scope="module")
-def marked(folder):
+def write_marked(runs: Path) -> None:
     """Replies in Markdown, a long one, a board, and JSON."""
-    Told(folder, "marked").step(1).end()
-    told = Talking(folder / "marked")
+    Told(runs, "marked").step(1).end()
+    told = Talking(runs / "marked")
     replies = [MARKED, "- point\n" * 400, '{"move": [1, 2]}', "no marks at all"]
     asks = asked(f"Board:\n{BOARD}\nYour move.")
     told.played(1, "trained", *[rollout(1, n, [turn(asks, text)], 1.0) for n, text in enumerate(replies)]).close()
+
+
+@pytest.fixture(scope="module")
+def marked(folder):
+    write_marked(folder)
 
 
 @pytest.mark.usefixtures("marked")
