@@ -129,6 +129,7 @@ RUNS = "table.runs tbody tr"
 SIDEWAYS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 PAGES = {
     "overview": {"": ".vitals"},
+    "metrics": {"": ".chart canvas"},
     "advice": {"": ".advice table.list"},
     "rollouts": {
         "": "table.rollouts tbody tr",
@@ -145,10 +146,11 @@ FOLDER_PAGES = {
     "runs": {"": RUNS},
     "compare": {"?run=seed-0&run=seed-1&run=seed-2&run=finished": ".chart canvas"},
     "diff": {"?a=seed-0&b=seed-1": "main table.differs", "?a=seed-0&b=seed-1&exact=1": "main .parting-side"},
-    "ab": {"?a=said-finished&b=said-crashed": ".charts canvas"},
+    "ab": {"?a=said-finished&b=said-crashed": ".charts .chart:not([hidden]) canvas"},
 }
 BARE = {
     "overview": ".vitals",
+    "metrics": "h1",
     "rollouts": ".empty",
     "tokens": ".empty:has-text('No rollout is recorded yet.')",
     "tickets": ".empty:has-text('No ticket yet')",

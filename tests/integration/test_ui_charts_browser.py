@@ -359,3 +359,47 @@ def test_back_finds_the_table_of_runs_as_it_was_left(page, address):  # noqa: F8
     assert names == sorted(names)
     _comes_back_to(page, "tr[data-key=one-of-ten-7]", ".vitals")
     assert page.locator("table.runs td.name a").all_inner_texts() == names
+
+
+def test_a_chart_out_of_sight_is_drawn_when_it_is_scrolled_to(page, address):  # noqa: F811
+    page.set_viewport_size({"width": 800, "height": 400})
+    page.goto(f"{address}/#/run/many/overview")
+    blank = """(one) => { const context = one.getContext("2d", { willReadFrequently: true });
+      return context.getImageData(0, 0, one.width, one.height).data.every((value) => !value); }"""
+    first, last = (
+        page.locator(".chart canvas").first,
+        page.get_by_role("region", name="Throughput").locator("canvas").first,
+    )
+    first.scroll_into_view_if_needed()
+    page.wait_for_function("(one) => one.width !== 300", arg=first.element_handle())
+    assert last.evaluate("(one) => one.width") == 300, "as a canvas is made"
+    last.scroll_into_view_if_needed()
+    page.wait_for_function("(one) => one.width !== 300", arg=last.element_handle())
+    assert not last.evaluate(blank)
+    assert not first.evaluate(blank)
+
+
+def test_every_metric_of_the_user_has_a_chart_titled_with_its_key(page, folder, address):  # noqa: F811
+    own = Told(folder, "own").step(3)
+    lines = {
+        "metric/reverse-text/palindromes": 0.5,
+        "tools/search/calls": 2.0,
+        "tools/search/failed": 1.0,
+        "my_figure": 3.0,
+    }
+    for _ in range(2):
+        own.done += 1
+        own.recorder.step(
+            own.done, lines | {"memory/trainer": 4e9, "critic/loss": 1.0, "eval/reverse-text/failed": 1.0}
+        )
+    page.goto(f"{address}/#/run/own/metrics")
+    _expect(page.locator(".section h2")).to_have_text(["Without a prefix", "metric/reverse-text", "tools/search"])
+    titles = ["my_figure", "metric/reverse-text/exact", *sorted(lines)[:1], "tools/search/calls", "tools/search/failed"]
+    _expect(page.locator(".chart h3")).to_have_text(titles)
+    _expect(page.locator(".chart .legend b").last).to_have_text("1")
+    page.get_by_label("Find a chart").fill("failed")
+    _expect(page.locator(".chart:visible h3")).to_have_text(["tools/search/failed"])
+    page.get_by_label("Find a chart").fill("")
+    own.recorder.step(own.done + 1, {"tools/browse/pages": 7.0})
+    _expect(page.locator(".section h2", has_text="tools/browse")).to_be_visible()
+    own.end()

@@ -292,6 +292,91 @@ def test_a_board_of_nine_letters_is_drawn_in_rows_and_other_words_are_not(page, 
             assert board.bounding_box()["height"] > 3 * board.locator("span").first.bounding_box()["height"]
 
 
+MARKED = """# Steps
+
+1. **first**, `x = 1`
+
+```python
+def double(x):
+    return 2 * x
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+So $x_1 + y_2$ holds, see [a page](https://example.org/a).
+[click](javascript:document.title='owned') <script>document.title="owned"</script>
+<a href="javascript:document.title='owned'" onclick="document.title='owned'">words</a>
+<img src=x onerror="document.title='owned'">
+![picture](https://example.org/cat.png)"""
+BOARD = " 0 | X | 2 \n---+---+---\n 3 | O | 5 \n---+---+---\n 6 | 7 | 8 "
+
+
+def write_marked(runs: Path) -> None:
+    """Replies in Markdown, a long one, a board, and JSON."""
+    Told(runs, "marked").step(1).end()
+    told = Talking(runs / "marked")
+    replies = [MARKED, "- point\n" * 400, '{"move": [1, 2]}', "no marks at all"]
+    asks = asked(f"Board:\n{BOARD}\nYour move.")
+    told.played(1, "trained", *[rollout(1, n, [turn(asks, text)], 1.0) for n, text in enumerate(replies)]).close()
+
+
+@pytest.fixture(scope="module")
+def marked(folder):
+    write_marked(folder)
+
+
+@pytest.mark.usefixtures("marked")
+def test_markdown_code_and_boards_are_drawn_and_nothing_in_them_runs(page, address):
+    _open(page, address, "marked/rollouts?id=0", ".message.assistant .markup")
+    reply = page.locator(".message.assistant .markup")
+    expect(reply.locator(".heading")).to_have_text("Steps")
+    expect(reply.locator("ol strong")).to_have_text("first")
+    expect(reply.locator("pre .code-keyword").first).to_have_text("def")
+    expect(reply.locator("td")).to_have_text(["1", "2"])
+    expect(reply.locator(".formula")).to_have_text("$x_1 + y_2$")
+    expect(page.locator(".message.user .grid td")).to_have_text(["0", "X", "2", "3", "O", "5", "6", "7", "8"])
+    assert reply.locator("a").evaluate_all("all => all.map((one) => one.href)") == ["https://example.org/a"]
+    assert page.locator("main script, main img").count() == 0
+    page.get_by_text("click", exact=False).last.click()
+    page.get_by_text("words", exact=False).last.click()
+    assert page.title() != "owned"
+
+
+@pytest.mark.usefixtures("marked")
+def test_raw_text_is_a_click_away_and_in_the_address(page, address):
+    _open(page, address, "marked/rollouts?id=0", ".message.assistant .markup")
+    page.get_by_role("link", name="Raw text").click()
+    expect(page.locator(".message.assistant .words")).to_have_text(MARKED)
+    assert "shown=raw" in page.url
+    page.reload()
+    expect(page.locator(".message.assistant .words")).to_have_text(MARKED)
+    assert page.locator(".markup").count() == 0
+    page.keyboard.press("k")
+    expect(page.locator("h1")).to_have_text("Rollout 1")
+    assert "shown=raw" in page.url, "it stays on the way through the list"
+    page.get_by_role("link", name="Rendered text").click()
+    expect(page.locator(".message.assistant .markup li")).to_have_count(400)
+    assert "shown=" not in page.url
+
+
+@pytest.mark.usefixtures("marked")
+def test_a_long_drawn_reply_is_folded_and_plain_words_have_no_other_view(page, address):
+    _open(page, address, "marked/rollouts?id=1", ".message.assistant .markup.folded")
+    reply = page.locator(".message.assistant")
+    folded = reply.bounding_box()["height"]
+    reply.get_by_role("button", name="Show all 3,200 characters").click()
+    assert reply.bounding_box()["height"] > 2 * folded
+    _open(page, address, "marked/rollouts?id=2", ".message.assistant .code-name")
+    expect(page.locator(".message.assistant pre")).to_contain_text('"move"')
+    _open(page, address, "marked/rollouts?id=3", "h1:has-text('Rollout 3')")
+    page.get_by_role("link", name="Raw text").click()
+    expect(page.locator(".message.user .words")).to_contain_text("---+---+---")
+    _open(page, address, "talk/rollouts?id=0", "h1:has-text('Rollout 0')")
+    expect(page.get_by_role("link", name="Raw text")).to_have_count(0)
+
+
 def test_an_episode_shows_every_seat_in_its_colour_in_the_order_of_speaking(page, address):
     _open(page, address, "talk/rollouts?id=83&view=episode", ".line li")
     assert page.locator(".seat header a").all_inner_texts() == ["buyer", "seller"]

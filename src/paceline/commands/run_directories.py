@@ -181,24 +181,26 @@ def diff(known: argparse.Namespace, rest: list[str]) -> int:
     arg("runs", metavar="RUNS", nargs="?", help="folder of run directories, or one of them (runs)"),
     arg("--host", help="address to listen on (127.0.0.1)"),
     arg("--port", type=int, help="port; 0 picks a free one and prints it (8200)"),
-    arg("--api-key", help="what a browser must know; needed off loopback (env PACELINE_UI_KEY)"),
+    arg("--api-key", "--token", help="what a browser must know; off loopback one is made (env PACELINE_UI_KEY)"),
+    arg("--root-path", help="path below which a reverse proxy shows it, such as /paceline"),
     deprecated_option("--key", "--api-key"),
 )
 def ui(known: argparse.Namespace, rest: list[str]) -> None:
     """Look at runs in a browser, live.
 
     Shows runs in a browser, live and after they ended or died; reads nothing but their directories. Opens no browser:
-    it prints the address. Other machines may look only where a key is set.
+    it prints the address. Other machines need a key: given, or made and printed with the address.
 
     examples:
       paceline ui                                              the folder `runs`, at http://127.0.0.1:8200/
       paceline ui runs/quickstart --port 0                     one run, at a free port
-      PACELINE_UI_KEY=KEY paceline ui --host 0.0.0.0           for other machines; the page asks for the key
+      paceline ui --host 0.0.0.0                               for other machines; the address has a key
+      PACELINE_UI_KEY=KEY paceline ui --root-path /paceline    behind a reverse proxy; the page asks for the key
     """
     from paceline.observe.web import KEY_VARIABLE, UiOptions, serve_ui
 
     key = known.api_key or os.environ.get(KEY_VARIABLE) or None
-    flags = {"runs": known.runs, "host": known.host, "port": known.port, "key": key}
+    flags = {"runs": known.runs, "host": known.host, "port": known.port, "key": key, "root_path": known.root_path}
     serve_ui(options_from_flags(UiOptions, flags))
 
 

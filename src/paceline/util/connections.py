@@ -131,7 +131,8 @@ def listen(host: str, port: int) -> socket.socket:
 def refusal_reason(headers: Iterable[tuple[bytes, bytes]], has_key: bool) -> str | None:
     """The reason to refuse a call with these headers, as a sentence, or None.
 
-    A page's own address stands in `Origin`; it must be the one the server was called by. And a page may point a name of
+    A page's own address stands in `Origin`; it must be the one the server was called by, or the one that a proxy was
+    called by and named in `X-Forwarded-Host`, which no foreign page can send. And a page may point a name of
     its own at 127.0.0.1: where no key is asked for, only loopback names are answered to.
 
     >>> refusal_reason([(b"host", b"127.0.0.1:8000")], has_key=False)
@@ -140,7 +141,8 @@ def refusal_reason(headers: Iterable[tuple[bytes, bytes]], has_key: bool) -> str
     >>> refusal_reason([(b"host", b"gpu1:8000"), (b"origin", b"https://page.example")], has_key=True)
     'a web page of https://page.example may not call this server'
     """
-    given = {name.lower(): value.decode("latin-1") for name, value in headers if name.lower() in (b"host", b"origin")}
+    wanted = (b"host", b"origin", b"x-forwarded-host")
+    given = {name.lower(): value.decode("latin-1") for name, value in headers if name.lower() in wanted}
     host = given.get(b"host", "")
     name = host_name(host)
     if not has_key and not is_loopback(name):
@@ -148,7 +150,8 @@ def refusal_reason(headers: Iterable[tuple[bytes, bytes]], has_key: bool) -> str
             f"`Host` is `{name}`: without a key only 127.0.0.1 and localhost are answered to; use those, or set a key"
         )
     origin = given.get(b"origin")
-    if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+    own = (host.lower(), given.get(b"x-forwarded-host", host).lower())
+    if origin is not None and urlsplit(origin).netloc.lower() not in own:
         return f"a web page of {origin} may not call this server"
     return None
 

@@ -5,7 +5,14 @@ import pytest
 from test_web import Client
 
 from paceline.observe.record import open_run
-from paceline.observe.record.paired import ALPHA, HeldOutDifference, held_out_difference, verdict
+from paceline.observe.record.paired import (
+    ALPHA,
+    HeldOutDifference,
+    held_out_difference,
+    held_out_differences,
+    verdict,
+)
+from paceline.observe.record.rollouts import Rollouts
 from paceline.observe.web import build_app
 from recorded_runs import Told, record_rewards
 
@@ -82,3 +89,16 @@ def test_the_route_of_the_page_has_the_held_out_rows(runs):
     assert [one["is_real"] for one in answer["held_out"]] == [False, True]
     assert "large is ahead on" in answer["held_out_sentence"]
     assert answer["draws"] == 0
+
+
+def test_the_record_is_read_once_for_any_number_of_evaluations(tmp_path, monkeypatch):
+    runs = []
+    for name in ("one", "other"):
+        path = Told(tmp_path, name).step(30).end().path
+        for step in range(1, 31):
+            record_rewards(path, step, "evaluated", np.arange(ROWS) % 2)
+        runs.append(open_run(path))
+    looks, view = [], Rollouts.view
+    monkeypatch.setattr(Rollouts, "view", lambda self: looks.append(self) or view(self))
+    assert len(held_out_differences(*runs)) == 30
+    assert len(looks) < 10

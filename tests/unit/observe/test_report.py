@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import html.parser
+import importlib.metadata
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from paceline import __version__
 from paceline.commands import main
 from paceline.observe.analysis.vitals import vitals
 from paceline.observe.record import open_run
@@ -310,3 +312,11 @@ def test_ticks_are_few_and_within(low, high):
 def test_whatever_a_template_is_given_is_escaped():
     made = TEMPLATES.from_string('<p title="{{ title }}">{{ text }}</p>').render(title='"<', text="<b>\x1b\n")
     assert made == '<p title="&#34;&lt;">&lt;b&gt;\\x1b\n</p>'
+
+
+def test_a_package_without_metadata_writes_a_report(runs, monkeypatch):
+    def missing(name: str):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    assert f"Written by Paceline {__version__} at" in render_report(open_run(runs / "finished"), 0)

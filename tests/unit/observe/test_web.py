@@ -20,7 +20,7 @@ from paceline.config import ConfigError
 from paceline.observe.analysis.timeline import bin_spans, spans_from_metrics, spans_from_record
 from paceline.observe.analysis.vitals import family
 from paceline.observe.record import TimelineSpan
-from paceline.observe.web import UiOptions, build_app
+from paceline.observe.web import UiOptions, build_app, overview
 from paceline.observe.web.app import HEADERS, ROUTE_MODULES
 from paceline.observe.web.runs import encode_json
 from recorded_runs import Told, served, torn
@@ -122,6 +122,36 @@ def test_metrics_come_by_columns_and_a_mark_brings_only_what_is_new(tmp_path):
     assert longer["fresh"], "nor when the new lines are more than the old ones were"
     assert longer["columns"]["step"] == list(range(9))
     told.let_go()
+
+
+def test_compressed_metrics_are_those_of_now(tmp_path):
+    told = Told(tmp_path, "grows").step(3)
+    client = _client(tmp_path)
+    for steps in (3, 3, 4):
+        told.step(steps - told.done)
+        answer = client.get("/api/metrics", params={"run": "grows"}, headers={"Accept-Encoding": "gzip"})
+        assert answer.headers["content-encoding"] == "gzip"
+        plain = client.get("/api/metrics", params={"run": "grows"}, headers={"Accept-Encoding": "identity"})
+        assert answer.json() == plain.json()
+        assert answer.json()["columns"]["step"][-1] == steps
+    told.let_go()
+
+
+def test_curves_of_a_run_are_judged_once_and_again_when_it_grows(tmp_path, monkeypatch):
+    told = Told(tmp_path, "grows").step(3).let_go()
+    looks = []
+    real = overview.reward_trends
+    monkeypatch.setattr(overview, "reward_trends", lambda columns: looks.append(1) or real(columns))
+    client = _client(tmp_path)
+    ends = []
+    for _ in range(3):
+        ends.append(client.get("/api/metrics", params={"run": "grows", "mark": "0:0"}).json()["ends"])
+    assert (len(looks), ends[0]) == (1, ends[2])
+    line = json.dumps({"step": 4, "time": told.now, "reward/reverse-text/mean": 0.75})
+    with (told.path / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    later = client.get("/api/metrics", params={"run": "grows"}).json()["ends"]
+    assert later["reward"]["last"] != ends[0]["reward"]["last"]
 
 
 def test_a_mark_of_nonsense_brings_everything(client):
@@ -349,7 +379,7 @@ def test_a_browser_that_gave_the_key_once_is_known_by_a_cookie_that_is_not_the_k
     client = _client(runs, "s3cret", base="http://10.0.0.4")
     answer = client.get("/?key=s3cret")
     assert answer.status_code == 303
-    assert answer.headers["location"] == "/"
+    assert answer.headers["location"] == "./"
     cookie = answer.headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "samesite=strict" in cookie.lower()
@@ -363,13 +393,13 @@ def test_a_browser_that_gave_the_key_once_is_known_by_a_cookie_that_is_not_the_k
 
 def test_a_key_in_a_strange_path_does_not_lead_to_another_host(runs):
     answer = _client(runs, "s3cret", base="http://10.0.0.4").get("//evil.example/?key=s3cret")
-    assert not answer.headers.get("location", "/").startswith("//")
+    assert answer.headers["location"] == "./", "relative to the path, whatever it is"
 
 
-def test_other_machines_are_let_in_only_with_a_key(runs):
-    with pytest.raises(ConfigError, match="PACELINE_UI_KEY"):
-        UiOptions(runs=str(runs), host="0.0.0.0")
-    assert UiOptions(runs=str(runs), host="0.0.0.0", key="k").key == "k"
+def test_options_of_nonsense_are_refused(runs):
+    for root_path in ("paceline", "//evil.example", "/a?b", "/a b"):
+        with pytest.raises(ConfigError, match="is no root path"):
+            UiOptions(runs=str(runs), root_path=root_path)
     with pytest.raises(ConfigError, match="there is no folder"):
         UiOptions(runs=str(runs / "nowhere"))
 
@@ -422,8 +452,54 @@ def test_the_command_says_where_it_listens_and_a_signal_ends_it_without_an_error
 def test_the_command_refuses_with_a_sentence(runs, capsys):
     assert main(["ui", str(runs / "nowhere")]) == 2
     assert "there is no folder" in capsys.readouterr().err
-    assert main(["ui", str(runs), "--host", "0.0.0.0"]) == 2
-    assert "give a key" in capsys.readouterr().err
+    assert main(["ui", str(runs), "--root-path", "paceline"]) == 2
+    assert "write it as /paceline" in capsys.readouterr().err
+
+
+def test_off_loopback_a_key_is_made_and_stands_in_the_address(runs):
+    command = [sys.executable, "-m", "paceline", "ui", str(runs), "--port", "0", "--host", "0.0.0.0"]
+    with Launched(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        found = re.search(r"http://0\.0\.0\.0:(\d+)/\?key=(\S{20,})$", process.stdout.readline().rstrip())
+        assert found
+        address = f"http://127.0.0.1:{found[1]}/api/runs"
+        assert httpx.get(address, timeout=240).status_code == 401
+        assert httpx.get(address, headers={"Authorization": f"Bearer {found[2]}"}, timeout=240).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=240)
+
+
+def test_a_root_path_is_served_whether_the_proxy_takes_it_off_or_not(runs):
+    client = Client(build_app(runs, root_path="/tools/ui"))
+    for prefix in ("", "/tools/ui"):
+        page = client.get(f"{prefix}/")
+        assert page.status_code == client.get(f"{prefix}/api/runs").status_code == 200
+        linked = re.findall(r'(?:href|src)="([^"#]+)"', page.text)
+        assert linked
+        for path in linked:
+            assert not path.startswith("/")
+            assert client.get(f"{prefix}/{path}").status_code == 200, path
+    assert client.get("/tools/ui").headers["location"] == "/tools/ui/"
+    assert client.get("/tools/uix/api/runs").status_code == 404
+    keyed = Client(build_app(runs, "s3cret", "/tools/ui"))
+    assert keyed.get("/tools/ui/api/runs").status_code == 401
+    assert keyed.get("/tools/ui/static/css/base.css").status_code == 200
+
+
+def test_the_page_is_one_compressed_module_and_one_style_sheet_that_may_be_kept(client):
+    files = re.findall(r'="(static/bundle-[0-9a-f]+\.(?:js|css))"', client.get("/").text)
+    assert [path.rpartition(".")[2] for path in files] == ["css", "js"]
+    for path in files:
+        answer = client.get(f"/{path}")
+        assert answer.headers["content-encoding"] == "gzip"
+        assert "immutable" in answer.headers["cache-control"]
+        assert not re.search(r"^(import|export)\b", answer.text, re.MULTILINE)
+    assert client.get("/api/config", params={"run": "late"}).headers["content-encoding"] == "gzip"
+
+
+def test_a_proxy_may_name_the_host_that_it_was_called_by(client):
+    origin = {"Origin": "https://lab.example"}
+    assert client.get("/api/runs", headers=origin).status_code == 403
+    assert client.get("/api/runs", headers=origin | {"X-Forwarded-Host": "lab.example"}).status_code == 200
 
 
 def test_importing_the_app_brings_neither_torch_nor_transformers():

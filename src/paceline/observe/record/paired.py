@@ -117,16 +117,13 @@ def held_out_differences(one: RunFolder, other: RunFolder) -> list[HeldOutDiffer
     `ALPHA` over all of them.
     """
     names = [name for name in one.rollouts.names("env") if name in other.rollouts.names("env")]
-    steps = sorted(set.intersection(*(_evaluation_steps(run) for run in (one, other))) - {0})
+    ours, theirs = (_evaluations(run, names) for run in (one, other))
     found = []
-    for step in steps:
-        (mine, _, _, rewards, _), (theirs, _, _, others, _) = (
-            _draws(run, names, EVALUATION, step) for run in (one, other)
-        )
-        _, left, right = np.intersect1d(mine, theirs, assume_unique=True, return_indices=True)
-        if not len(left):
-            continue
-        found.append(held_out_difference(step, rewards[left], others[right], len(found) + 1))
+    for step in sorted((ours.keys() & theirs.keys()) - {0}):
+        (mine, _, _, rewards, _), (yours, _, _, others, _) = ours[step], theirs[step]
+        _, left, right = np.intersect1d(mine, yours, assume_unique=True, return_indices=True)
+        if len(left):
+            found.append(held_out_difference(step, rewards[left], others[right], len(found) + 1))
     return found
 
 
@@ -139,11 +136,6 @@ def held_out_difference(
     wide = NormalDist().inv_cdf(1 - level / 2)
     radius = np.inf if few else wide * float(np.std(other - one, ddof=1)) / math.sqrt(len(one))
     return HeldOutDifference(step, len(one), float(one.mean()), float(other.mean()), radius)
-
-
-def _evaluation_steps(run: RunFolder) -> set[int]:
-    rows: NDArray[Any] = run.rollouts.view().rows
-    return set(np.unique(rows["step"][rows["domain"] == EVALUATION]).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,19 +191,38 @@ def verdict(one: RunFolder, other: RunFolder) -> Verdict | None:
     return Verdict(sequence.mean, sequence.radius, pairs, (one.name, other.name), held_out)
 
 
-def _draws(run: RunFolder, names: Sequence[str], domain: int, step: int | None = None) -> tuple[NDArray[Any], ...]:
-    """Of each draw its key (environment and ticket), row, first step, mean reward, and a rollout's number."""
+Draws = tuple[NDArray[Any], ...]
+"""Of each draw its key (environment and ticket), row, first step, mean reward, and a rollout's number."""
+
+
+def _draws(run: RunFolder, names: Sequence[str], domain: int) -> Draws:
+    return _by_draw(*_scored_rollouts(run, names, domain))
+
+
+def _evaluations(run: RunFolder, names: Sequence[str]) -> dict[int, Draws]:
+    """The draws of each evaluation by its step. The rows of the record are read once for all of them."""
+    env, rows, numbers = _scored_rollouts(run, names, EVALUATION)
+    order = np.argsort(rows["step"], kind="stable")
+    steps, starts = np.unique(rows["step"][order], return_index=True)
+    parts = zip(steps.tolist(), np.split(order, starts[1:]), strict=False)
+    return {step: _by_draw(env[part], rows[part], numbers[part]) for step, part in parts}
+
+
+def _scored_rollouts(run: RunFolder, names: Sequence[str], domain: int) -> tuple[NDArray[Any], ...]:
+    """The rollouts of these environments that have a reward: place of the environment, row of the record, number."""
     view = run.rollouts.view()
     rows: NDArray[Any] = view.rows
     number = {name: place for place, name in enumerate(names)}
     known = [number.get(name, -1) if kind == "env" else -1 for name, kind in zip(view.names, view.kinds, strict=True)]
     env = np.array(known or [-1], np.int64)[rows["env"]]
-    fits = (rows["domain"] == domain) & (env >= 0) & ~np.isnan(rows["reward"])
-    wanted = np.flatnonzero(fits if step is None else fits & (rows["step"] == step))
-    picked = rows[wanted]
+    wanted = np.flatnonzero((rows["domain"] == domain) & (env >= 0) & ~np.isnan(rows["reward"]))
+    return env[wanted], rows[wanted], wanted
+
+
+def _by_draw(env: NDArray[Any], rows: NDArray[Any], numbers: NDArray[Any]) -> Draws:
     key, first, inverse, counts = np.unique(
-        env[wanted] * TICKETS + picked["ticket"], return_index=True, return_inverse=True, return_counts=True
+        env * TICKETS + rows["ticket"], return_index=True, return_inverse=True, return_counts=True
     )
-    reward = np.bincount(inverse, weights=picked["reward"], minlength=len(key)) / counts
-    row, at = (picked[column][first].astype(np.int64) for column in ("row", "step"))
-    return key, row, at, reward, wanted[first]
+    reward = np.bincount(inverse, weights=rows["reward"], minlength=len(key)) / counts
+    row, at = (rows[column][first].astype(np.int64) for column in ("row", "step"))
+    return key, row, at, reward, numbers[first]

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -9,7 +10,6 @@ import shlex
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ def render_report(run: RunFolder, rollouts: int, now: float | None = None) -> st
         settings=[(one.key, _format_setting(one.value), _format_setting(one.default)) for one in run.changed_keys()],
         events=shown.events[-MOST_EVENTS:],
         commands=_commands(shown),
-        version=version("paceline"),
+        version=importlib.import_module("paceline").__version__,  # by name: its types import torch
         now=format_timestamp(shown.now),
     )
 

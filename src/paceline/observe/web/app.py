@@ -7,8 +7,11 @@ get in all the same, the headers tell the browser to run only ours and to contac
 import hashlib
 import hmac
 import logging
+import re
+import secrets
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from urllib.parse import parse_qs, urlencode
 
@@ -18,13 +21,15 @@ from fastapi.staticfiles import StaticFiles
 from pydantic import Field, model_validator
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, JSONResponse, RedirectResponse
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.config.base import Section
 from paceline.errors import PacelineError
 from paceline.observe.record import RolloutNotFound
 from paceline.observe.web import compare, overview, replay, rollouts, tickets
+from paceline.observe.web.bundle import bundle_page
 from paceline.observe.web.runs import Runs
 from paceline.util.connections import GracefulServer, is_loopback, listen, refusal_reason, server_config
 
@@ -43,6 +48,8 @@ HEADERS = {
     # Modules of an older version must not meet those of a newer one.
     "Cache-Control": "no-cache",
 }
+COMPRESSION = 1
+"""Of gzip: metrics of a long run are megabytes, and a higher level takes several times as long for a tenth less."""
 OPEN_PATHS = ("/static/css/", "/static/icon.svg")
 """Paths that need no key: those of the page that asks for it."""
 
@@ -50,9 +57,9 @@ OPEN_PATHS = ("/static/css/", "/static/icon.svg")
 class UiGuard:
     """ASGI middleware that checks key and origin. Not a BaseHTTPMiddleware, which would buffer server-sent events."""
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, root_path: str) -> None:
         self._app = app
-        self._key = key
+        self._key, self._root_path = key, root_path
         # The cookie proves that the key was known without being the key.
         self._proof = hmac.new(key.encode(), b"paceline ui", hashlib.sha256).hexdigest() if key else ""
 
@@ -68,7 +75,13 @@ class UiGuard:
                     headers.setdefault(name, value)
             await send(message)
 
-        await (self._refusal(scope) or self._app)(scope, receive, send_with_headers)
+        path = scope["path"]
+        if path.startswith(f"{self._root_path}/"):
+            scope = {**scope, "path": path.removeprefix(self._root_path)}
+        if self._root_path == path:  # the page's addresses are relative to it
+            await RedirectResponse(f"{path}/", 307)(scope, receive, send_with_headers)
+        else:
+            await (self._refusal(scope) or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
         path, request = scope["path"], Request(scope)
@@ -81,11 +94,11 @@ class UiGuard:
             return None
         query = parse_qs(scope["query_string"].decode("latin-1"))
         if _equal_secrets(query.pop("key", [""])[0], self._key):
-            # The same page without the key in its address, where a history or a screenshot would keep it. A path such
-            # as //elsewhere would lead to another host.
+            # The same page without the key in its address, where a history or a screenshot would keep it. The address
+            # is relative, as is the cookie's path: a proxy may show the page below a path that we do not know.
             rest = f"?{urlencode(query, doseq=True)}" if query else ""
-            redirect = RedirectResponse(f"/{path.lstrip('/')}{rest}", 303)
-            redirect.set_cookie(COOKIE, self._proof, httponly=True, samesite="strict", max_age=30 * 86_400)
+            redirect = RedirectResponse(f"./{path.rpartition('/')[2]}{rest}", 303)
+            redirect.set_cookie(COOKIE, self._proof, httponly=True, samesite="strict", max_age=30 * 86_400, path=None)
             return redirect
         if path.startswith("/api/"):
             return JSONResponse({"error": "the key is missing or wrong: open the page anew and give it"}, 401)
@@ -96,19 +109,43 @@ def _equal_secrets(received: str, expected: str) -> bool:
     return hmac.compare_digest(received.encode(), expected.encode())
 
 
-def build_app(folder: Path, key: str | None = None) -> FastAPI:
-    """The app over a folder of runs, or over one run."""
-    app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+class CompressedResponses(GZipMiddleware):
+    """Compresses all answers but live events, which must not wait for one another."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_live = scope["type"] == "http" and scope["path"].endswith("/api/live")
+        await (self.app if is_live else super().__call__)(scope, receive, send)
+
+
+def build_app(folder: Path, key: str | None = None, root_path: str = "") -> FastAPI:
+    """The app over a folder of runs, or one run. A proxy shows it below `root_path`, which it may take off or not."""
+    app = FastAPI(
+        title="Paceline",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
     app.state.runs = Runs(folder)
+    app.state.packed_metrics = overview.PackedMetrics()
     app.state.comparisons, app.state.replays = compare.ComparisonJobs(), replay.ReplayRunner()
     for group in ROUTE_MODULES:
         app.include_router(group.router, prefix="/api")
+    page, files = bundle_page(STATIC / "index.html")
+    for name, text in files.items():
+        app.add_api_route(f"/static/{name}", partial(_bundle, name, text), methods=["GET"], response_model=None)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    app.add_api_route("/", lambda: FileResponse(STATIC / "index.html"), methods=["GET"], response_model=None)
+    app.add_api_route("/", lambda: HTMLResponse(page), methods=["GET"], response_model=None)
     for kind in (HTTPException, RolloutNotFound, PacelineError, RequestValidationError, Exception):
         app.add_exception_handler(kind, _error_response)
-    app.add_middleware(UiGuard, key=key)
+    app.add_middleware(CompressedResponses, compresslevel=COMPRESSION)
+    app.add_middleware(UiGuard, key=key, root_path=root_path)
     return app
+
+
+def _bundle(name: str, text: str) -> Response:
+    kind = "text/css" if name.endswith(".css") else "text/javascript"
+    return Response(text, media_type=kind, headers={"Cache-Control": "private, max-age=31536000, immutable"})
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
@@ -143,19 +180,18 @@ class UiOptions(Section):
     runs: str = "runs"
     """Folder that holds run directories, or one run directory."""
     host: str = "127.0.0.1"
-    """Address to listen on; anything but loopback needs a key."""
+    """Address to listen on; anything but loopback has a key, which is made where none is given."""
     port: int = Field(default=8200, ge=0, le=65535)
     """0 picks a free port."""
     key: str | None = Field(default=None, min_length=1, repr=False)
     """Key that a browser must give to see anything."""
+    root_path: str = ""
+    """Path below which a reverse proxy shows the app, such as /paceline."""
 
     @model_validator(mode="after")
-    def _check_access(self) -> "UiOptions":
-        if not self.key and not is_loopback(self.host):
-            raise ValueError(
-                f"{self.host} can be reached from other machines: give a key (--api-key or {KEY_VARIABLE}), "
-                "or listen on 127.0.0.1"
-            )
+    def _check_paths(self) -> "UiOptions":
+        if not re.fullmatch(r"(/[\w.~-]+)*/?", self.root_path):
+            raise ValueError(f"`{self.root_path}` is no root path: write it as /paceline")
         if not Path(self.runs).is_dir():
             raise ValueError(f"there is no folder {self.runs}: name the folder that holds your runs, such as runs")
         return self
@@ -170,10 +206,16 @@ def serve_ui(options: UiOptions) -> None:
         raise PacelineError(f"{error}; choose another --port, 0 picks one") from None
     with listener:
         host = f"[{options.host}]" if ":" in options.host else options.host
-        ready = f"paceline: showing {options.runs} at http://{host}:{listener.getsockname()[1]}/"
-        if options.key:
-            ready += " (the page asks for the key)"
-        app = build_app(Path(options.runs), options.key)
+        root_path = options.root_path.rstrip("/")
+        address = f"http://{host}:{listener.getsockname()[1]}{root_path}/"
+        key = options.key
+        if key is not None:
+            address += " (the page asks for the key)"
+        elif not is_loopback(options.host):
+            key = secrets.token_urlsafe(18)
+            address += f"?key={key}"
+        ready = f"paceline: showing {options.runs} at {address}"
+        app = build_app(Path(options.runs), key, root_path)
         threading.Thread(target=app.state.runs.read_ahead, name="reading ahead", daemon=True).start()
         config = server_config(app, grace=1)  # live pages never close their connection themselves
         GracefulServer(config, lambda: print(ready, flush=True)).run(sockets=[listener])

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from paceline.data.sample import Ticket
 from paceline.observe.record import RolloutNotFound, Row, StoredRollout, StoredTurn
 from paceline.observe.record.rollouts import Rollouts
+from paceline.observe.web.markup import render
 
 MOST_TEXT, MOST_IMAGE = 1_000_000, 8 << 20
 """Characters of one text, and bytes of one image, that a page is sent."""
@@ -35,6 +36,15 @@ _KNOWN_KEYS = {"role", "name", "content", "tool_calls", "tool_call_id", *REASONI
 _MOST_NAME = 120
 
 Part = dict[str, Any]
+
+
+def rendered_view(message: Any) -> dict[str, Any]:
+    """The same with a tree for each text that has something to draw."""
+    view = message_view(message)
+    for part in view["parts"]:
+        if part["kind"] in ("text", "thought") and (trees := render(part["text"])):
+            part["rendered"] = trees
+    return view
 
 
 def message_view(message: Any) -> dict[str, Any]:
@@ -160,7 +170,7 @@ MOST_CONVERSATIONS = 20
 def conversations(rollout: StoredRollout) -> dict[str, Any]:
     """The conversations with their messages, and how many there are. The policy's replies carry facts of their turn."""
     if not rollout.turns:
-        found = [{"messages": [message_view(message) for message in rollout.messages]}] if rollout.messages else []
+        found = [{"messages": [rendered_view(message) for message in rollout.messages]}] if rollout.messages else []
         return {"total": len(found), "shown": found}
     last = _last_turns(rollout.turns)
     return {"total": len(last), "shown": [_conversation(at, rollout.turns) for at in last[-MOST_CONVERSATIONS:]]}
@@ -180,10 +190,10 @@ def _last_turns(turns: Sequence[StoredTurn]) -> list[int]:
 def _conversation(last: int, turns: Sequence[StoredTurn]) -> dict[str, Any]:
     ending = turns[last]
     if ending.messages is None:
-        reply = message_view(ending.message) | {"turn": turn_facts(last, ending)}
+        reply = rendered_view(ending.message) | {"turn": turn_facts(last, ending)}
         return {"prompt_tokens": len(ending.prompt_ids), "messages": [reply]}
     whole = _turn_messages(ending)
-    messages = [message_view(message) for message in whole]
+    messages = [rendered_view(message) for message in whole]
     for at, turn in enumerate(turns[: last + 1]):
         if turn.messages is not None and whole[: len(turn.messages) + 1] == _turn_messages(turn):
             messages[len(turn.messages)]["turn"] = turn_facts(at, turn)
@@ -232,8 +242,8 @@ def episode_timeline(rollouts: Rollouts, index: int) -> dict[str, Any]:
     line = []
     for seat, at in order_turns(spoken, _parent_seats(seats)):
         one = spoken[seat][at]
-        reply = message_view(one.turn.message) | {"turn": turn_facts(at, one.turn)}
-        line.append({"seat": seat, "heard": [message_view(message) for message in one.new_messages], "said": reply})
+        reply = rendered_view(one.turn.message) | {"turn": turn_facts(at, one.turn)}
+        line.append({"seat": seat, "heard": [rendered_view(message) for message in one.new_messages], "said": reply})
     return {
         "seats": [{"row": o.row, "parent": o.parent, "metrics": o.metrics, "error": o.error} for o in seats],
         "line": line,

@@ -5,11 +5,13 @@ that lost its connection gets what it missed, and one whose run was rolled back 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import gzip
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from paceline.config.fields import KeyPath, SchemaNode, node_at
@@ -20,7 +22,7 @@ from paceline.observe.analysis.vitals import headline, reward_trends, tags
 from paceline.observe.record import RunFolder
 from paceline.observe.record.advice import RULES, AdviceWindow, Advisory, advice_window
 from paceline.observe.record.advice.rules import advisories, inspect, silence_reason
-from paceline.observe.record.folder import key_text
+from paceline.observe.record.folder import Columns, key_text
 from paceline.observe.web.runs import AllRuns, FiniteJsonResponse, OneRun, Runs, encode_json, signature
 
 MOST_EVENTS = 500
@@ -42,8 +44,22 @@ def run_state(run: RunFolder, patient: bool) -> dict[str, Any]:
     }
 
 
+_DERIVED: WeakKeyDictionary[RunFolder, tuple[Columns, dict[Any, Any]]] = WeakKeyDictionary()
+
+
+def derived(run: RunFolder, columns: Columns, key: Any, compute: Callable[[], Any]) -> Any:
+    """What was computed from these metrics of a run, which take long to go through; forgotten when lines are added."""
+    known = _DERIVED.get(run)
+    if known is None or known[0] is not columns:
+        known = _DERIVED[run] = columns, {}
+    if key not in known[1]:
+        known[1][key] = compute()
+    return known[1][key]
+
+
 def run_health(run: RunFolder) -> RunHealth:
-    return judge_health(run.metrics(), run.config(), not run.status().alive)
+    columns, alive = run.metrics(), run.status().alive
+    return derived(run, columns, ("health", alive), lambda: judge_health(columns, run.config(), not alive))
 
 
 GROWING_FILES = ("tickets.jsonl", "rollouts.jsonl", "record/rollouts.index", "record/lanes.index")
@@ -63,8 +79,23 @@ def read_metrics(run: RunFolder, mark: str = "") -> tuple[dict[str, Any], str]:
     return {
         "columns": {name: values[start:] for name, values in columns.items()},
         "fresh": start == 0,
-        "ends": headline(*reward_trends(columns)),
+        "ends": derived(run, columns, "headline", lambda: headline(*reward_trends(columns))),
     }, f"{here}:{count}"
+
+
+class PackedMetrics:
+    """All metrics of the run that was asked for last, as compressed JSON: of ten thousand steps they are megabytes."""
+
+    def __init__(self) -> None:
+        self._last: tuple[RunFolder, Columns, bytes] | None = None
+
+    def read(self, run: RunFolder) -> bytes:
+        columns, last = run.metrics(), self._last
+        if last is None or last[0] is not run or last[1] is not columns:
+            read, mark = read_metrics(run)
+            body = gzip.compress(encode_json(read | {"mark": mark}), 1)
+            last = self._last = run, columns, body
+        return last[2]
 
 
 class RunWatcher:
@@ -134,7 +165,8 @@ def live(
 ) -> Response:
     """Of one run `metrics`, `standing`, `status`, `files` and `gone`; without a run, of all of them `runs`."""
     watcher = FolderWatcher(runs) if run is None else RunWatcher(runs.open(run), last_event_id or mark)
-    return StreamingResponse(_stream(watcher), media_type="text/event-stream")
+    # Proxies would hold events back until they have enough of them.
+    return StreamingResponse(_stream(watcher), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
 async def _stream(watcher: FolderWatcher | RunWatcher) -> AsyncIterator[bytes]:
@@ -163,8 +195,11 @@ def lanes(
 
 
 @router.get("/metrics")
-def metrics(run: OneRun, mark: str = "") -> Response:
+def metrics(request: Request, run: OneRun, mark: str = "", accept_encoding: Annotated[str, Header()] = "") -> Response:
     """Every metric as a list, beside `step` and `time`; with the mark of an earlier answer only what came since."""
+    if not mark and "gzip" in accept_encoding:
+        headers = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
+        return Response(request.app.state.packed_metrics.read(run), media_type="application/json", headers=headers)
     columns, mark = read_metrics(run, mark)
     return FiniteJsonResponse(columns | {"mark": mark})
 

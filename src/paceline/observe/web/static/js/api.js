@@ -8,7 +8,7 @@ export class RequestError extends Error {
   }
 }
 
-/** GET /api/<path> with these parameters, or POST a body; lists repeat their name, null and undefined are left out. */
+/** GET api/<path> with these parameters, or POST a body; lists repeat their name, null and undefined are left out. */
 export async function ask(path, parameters = {}, signal = undefined, body = undefined) {
   const sent = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
   const type = body === undefined ? {} : { "Content-Type": "application/json" };
@@ -25,6 +25,7 @@ export async function ask(path, parameters = {}, signal = undefined, body = unde
   return told;
 }
 
+/** Relative to the page, which a proxy may show below a path of its own. */
 export function address(path, parameters = {}) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
@@ -33,7 +34,7 @@ export function address(path, parameters = {}) {
     }
   }
   const text = query.toString();
-  return `/api/${path}${text ? `?${text}` : ""}`;
+  return `api/${path}${text ? `?${text}` : ""}`;
 }
 
 /**

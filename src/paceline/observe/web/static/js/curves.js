@@ -44,7 +44,9 @@ const OTHER = {
   eval: { title: "Other held-out measures" },
   failed: { title: "Failed episodes, by kind", unit: "episodes", format: count },
   league: { title: "League" },
+  length: { title: "Length penalty" },
   memory: { title: "Peak memory", unit: "bytes", format: count },
+  micro_batches: { title: "Micro-batches", format: count },
   mixture: { title: "Mixture of the data", hint: "share of the draws, and their mean reward" },
   nll: { title: "Negative log likelihood", unit: "nats a token" },
   optimizer_steps: { title: "Optimizer steps", unit: "steps", format: count },
@@ -52,6 +54,7 @@ const OTHER = {
   replay: { title: "Replayed groups" },
   retried: { title: "Retried episodes, by kind", unit: "episodes", format: count },
   reward: { title: "Other rewards", unit: "reward" },
+  reward_trained: { title: "Reward of what trained", unit: "reward" },
   sampling: { title: "Sampling" },
   time: { title: "Time of a step", unit: "seconds", format: seconds },
   skipped_samples: { title: "Skipped samples", unit: "samples", format: count },
@@ -79,6 +82,17 @@ export function arrange(names) {
     shorten(chart, curves);
   }
   return found;
+}
+
+/**
+ * The user's own among these metrics, sorted by prefix: [{prefix, name}]. They are what environments measure, and every key
+ * that neither a chart nor a family of Paceline's takes.
+ */
+export function ownMetrics(names) {
+  const isOwn = (name) => !NOT_CURVES.has(name) && (CHARTS.find((one) => one.pattern.test(name))?.id ?? (Object.hasOwn(OTHER, name.split("/")[0]) ? "" : "metric")) === "metric";
+  const prefixOf = (name) => name.slice(0, Math.max(0, name.lastIndexOf("/")));
+  const own = names.filter(isOwn).map((name) => ({ prefix: prefixOf(name), name }));
+  return own.sort((a, b) => (a.prefix === b.prefix ? (a.name < b.name ? -1 : 1) : a.prefix < b.prefix ? -1 : 1));
 }
 
 function withLabels(chart, name) {
@@ -123,12 +137,31 @@ function other(charts, name) {
   charts.get(id).curves.push({ name, what: words(name.slice(family.length + 1)) || words(name) });
 }
 
+const whole = new WeakMap(); // Of each axis how many of its places were looked at, and whether they all ascend.
+
+/** Whether an axis has no gap and never goes back. */
+function isWhole(along) {
+  let { length, fine } = whole.get(along) ?? { length: 0, fine: true };
+  for (; fine && length < along.length; length += 1) {
+    fine = along[length] !== null && along[length] !== undefined && !(length && along[length] < along[length - 1]);
+  }
+  whole.set(along, { length, fine });
+  return fine;
+}
+
 /** The points of a metric on an axis ("step" or "time"), without gaps: {xs, ys, heldOut}. */
 export function points(columns, name, axis) {
   const along = columns[axis] ?? [];
   const values = columns[name] ?? [];
   const start = axis === "time" ? along.find((value) => value !== null) ?? 0 : 0;
-  const [xs, ys] = [[], []];
+  let [xs, ys] = [[], []];
+  const first = values.findIndex((value) => value !== null);
+  if (first >= 0 && isWhole(along) && values.indexOf(null, first) < 0) { // as of most metrics: thousands of lines at once
+    ys = values.slice(first);
+    xs = along.slice(first, values.length);
+    if (start) xs = xs.map((x) => x - start);
+    return { xs, ys, heldOut: name.startsWith("eval/") };
+  }
   let last = -Infinity;
   for (let index = 0; index < values.length; index += 1) {
     const [x, y] = [along[index], values[index]];

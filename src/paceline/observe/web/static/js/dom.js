@@ -17,6 +17,11 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** A box that scrolls sideways by keys too, for a table without links or buttons. */
+export function scrollable(label, table) {
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, table);
+}
+
 /** A sentence in which `backticks` mark code. */
 export function prose(text) {
   return String(text).split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));

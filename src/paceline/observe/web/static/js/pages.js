@@ -8,6 +8,7 @@ import * as advice from "./pages/advice.js";
 import * as compare from "./pages/compare.js";
 import * as config from "./pages/config.js";
 import * as diff from "./pages/diff.js";
+import * as metrics from "./pages/metrics.js";
 import * as overview from "./pages/overview.js";
 import * as replay from "./pages/replay.js";
 import * as rollouts from "./pages/rollouts.js";
@@ -16,7 +17,7 @@ import * as tickets from "./pages/tickets.js";
 import * as tokens from "./pages/tokens.js";
 
 /** Pages of one run, in the order of their tabs; #/run/NAME/<key>. The first is where a run opens. */
-export const RUN_PAGES = { overview, advice, rollouts, tokens, tickets, replay, config };
+export const RUN_PAGES = { overview, metrics, advice, rollouts, tokens, tickets, replay, config };
 
 /** Pages of the whole folder, which get no run; #/<key>. */
 export const FOLDER_PAGES = { runs, compare, diff, ab };

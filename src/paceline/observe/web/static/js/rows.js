@@ -44,3 +44,9 @@ export function walkable(body, { open, tick }) {
     };
   };
 }
+
+/** Write the heading of its column on each cell of a row: on a phone, where rows are cards, it stands before the value. */
+export function named(row, headings) {
+  [...row.cells].forEach((cell, at) => (cell.dataset.heading = headings[at]));
+  return row;
+}

@@ -20,8 +20,8 @@ export class Vitals {
     fill(this.element, tiles.map(({ name, value, more, kind, moved, done }) => h("div", {},
       h("dt", {}, name),
       h("dd", { class: kind }, value, delta(moved)),
-      done !== undefined && h("div", { class: "progress", "aria-hidden": "true", vars: { "--done": `${done}%` } }, h("i")),
-      h("div", { class: "more" }, more))));
+      done !== undefined && h("dd", { class: "progress", "aria-hidden": "true", vars: { "--done": `${done}%` } }, h("i")),
+      h("dd", { class: "more" }, more))));
   }
 
   #tiles() {

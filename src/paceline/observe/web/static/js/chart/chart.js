@@ -18,7 +18,7 @@ export class Chart {
     this.series = [];
     this.hidden = new Set();
     this.log = false;
-    this.seen = true;
+    this.seen = false; // until it is known: most charts of a long page are out of sight
     this.#build();
     this.redraw = perFrame(() => this.draw());
     this.ended = new AbortController();

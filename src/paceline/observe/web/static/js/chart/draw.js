@@ -3,7 +3,7 @@ import { h } from "../dom.js";
 import { number } from "../format.js";
 import { firstAt, logTicks, paddedRange, shownValues, thin, ticks } from "./scale.js";
 
-const PALE = 0.45; // Opacity of the ninth part of a stack and those behind it.
+const PALE = 0.45; // Opacity of the ninth part of a stack to the 16th; those behind are hatched.
 export const MARGIN = { left: 48, right: 10, top: 8, bottom: 20 };
 const COLOURS = 8;
 const EDGE = 4; // Pixels beside the plot in which lines and points at its edge are drawn whole.
@@ -37,7 +37,10 @@ export function dashLengths(dash) {
 
 /** The sign of a series in a legend, in its colour and dash; `block` for one of a stack. */
 export function swatch({ colour: index, dash = 0 }, block = false) {
-  if (block) return h("span", { class: `swatch block${dash ? " pale" : ""}`, vars: { "--swatch": seriesColour(index) } });
+  if (block) {
+    const vars = dash > 1 ? { "--dashes": `repeating-linear-gradient(${dash % 2 ? 45 : 135}deg, var(--swatch) 0 2px, transparent 2px ${dash + 1}px)` } : {};
+    return h("span", { class: `swatch block${["", " pale"][dash] ?? " hatched"}`, vars: { "--swatch": seriesColour(index), ...vars } });
+  }
   const lengths = dashLengths(dash);
   let at = 0;
   const stops = lengths.map((length, place) => `${place % 2 ? "transparent" : "var(--swatch)"} ${at}px ${(at += length)}px`);
@@ -253,18 +256,34 @@ export function drawBars(context, plan, series) {
   context.beginPath();
   context.rect(area.left, area.top, area.width, area.height + 1);
   context.clip();
+  const fills = series.map(({ colour: index, dash }) => (dash > 1 ? hatched(context, seriesColour(index), dash) : seriesColour(index)));
   for (const { middle, parts } of bars) {
     let floor = 0;
     parts.forEach((value, place) => {
       if (!(value > 0)) return;
       const [top, bottom] = [toY(floor + value), toY(floor)];
-      context.fillStyle = seriesColour(series[place].colour);
-      context.globalAlpha = series[place].dash ? PALE : 1;
+      context.fillStyle = fills[place];
+      context.globalAlpha = series[place].dash === 1 ? PALE : 1;
       context.fillRect(toX(middle) - width / 2, top, width, bottom - top);
       floor += value;
     });
   }
   context.restore();
+}
+
+/** Stripes in a colour, with gaps and a slant for each dash. */
+function hatched(context, ink, dash) {
+  const size = 2 * (dash + 1);
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = size;
+  const pen = tile.getContext("2d");
+  pen.strokeStyle = ink;
+  pen.lineWidth = 1.6;
+  for (const shift of [-size, 0, size]) {
+    if (dash % 2) line(pen, shift, 0, shift + size, size);
+    else line(pen, shift, size, shift + size, 0);
+  }
+  return context.createPattern(tile, "repeat");
 }
 
 /** The line under the reader's eye, and a dot on every curve there. */

@@ -2,7 +2,7 @@
 import { ask, follow } from "../api.js";
 import { Chart } from "../chart/chart.js";
 import { Group } from "../chart/parts.js";
-import { announce, fill, h, perFrame } from "../dom.js";
+import { announce, fill, h, perFrame, scrollable } from "../dom.js";
 import { amount, number, whole } from "../format.js";
 import { toPage, toRun } from "../router.js";
 
@@ -21,7 +21,7 @@ export async function render(root, _, params) {
   const body = h("tbody");
   const far = h("section", { class: "section", "aria-label": "Draws they differ most on" },
     h("h2", {}, "Draws they differ most on"),
-    h("div", { class: "scroll" }, h("table", { class: "list" },
+    scrollable("Draws they differ most on", h("table", { class: "list" },
       h("caption", { class: "unseen" }, "The same draw in both runs, with the mean reward of its group in each"),
       h("thead", {}, h("tr", {}, ["Environment", "Ticket", "Step", a, b, "difference"].map((text) => h("th", { scope: "col" }, text)))),
       body)));

@@ -3,7 +3,7 @@ import { ask } from "../api.js";
 import { Chart } from "../chart/chart.js";
 import { Group } from "../chart/parts.js";
 import { arrange, points } from "../curves.js";
-import { announce, fill, h, prose } from "../dom.js";
+import { announce, fill, h, prose, scrollable } from "../dom.js";
 import { amount, number, whole } from "../format.js";
 import { toRun } from "../router.js";
 
@@ -81,7 +81,7 @@ function card(one, run, group, charts) {
 }
 
 function knobs(rows) {
-  return h("div", { class: "scroll" }, h("table", {},
+  return scrollable("Keys to turn", h("table", {},
     h("thead", {}, h("tr", {}, ["Key", "Now", "Try", "Why", "On the command line"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, rows.map((knob) => h("tr", {},
       h("th", { scope: "row", class: "mono" }, knob.key),
@@ -126,7 +126,7 @@ function measured({ env, value, missing }, { found, measured: all, name }) {
 
 function ruleList({ rules }) {
   return h("section", { class: "section", "aria-label": "All that was looked for" }, h("h2", {}, "All that was looked for"),
-    h("div", { class: "scroll" }, h("table", { class: "list" },
+    scrollable("Rules with their limits", h("table", { class: "list" },
       h("thead", {}, h("tr", {}, ["Question", "Found", "Limit", "Key of the limit", "Pauses (advice.pause)"].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, rules.map((rule) => h("tr", {},
         h("th", { scope: "row" }, rule.asks, h("span", { class: "faint help" }, prose(rule.help))),

@@ -5,7 +5,7 @@ import { Chart } from "../chart/chart.js";
 import { controls, Group } from "../chart/parts.js";
 import { swatch } from "../chart/draw.js";
 import { arrange, points, SECTIONS } from "../curves.js";
-import { fill, h, perFrame } from "../dom.js";
+import { fill, h, perFrame, scrollable } from "../dom.js";
 import { number } from "../format.js";
 import { toPage, toRun } from "../router.js";
 import { append } from "../run.js";
@@ -156,7 +156,7 @@ function differences(runs, tables, differing) {
   const shown = (text) => (text === undefined ? "–" : text.replace(/^"|"$/g, ""));
   return h("details", { class: "section", open: differing.length <= 8 },
     h("summary", {}, "Settings that differ", h("span", { class: "faint" }, number(differing.length) + (differing.length === 1 ? " key" : " keys"))),
-    h("div", { class: "scroll" }, h("table", { class: "list differs" },
+    scrollable("Keys in which the runs differ", h("table", { class: "list differs" },
       h("caption", { class: "unseen" }, "Keys in which the runs differ"),
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Key"), runs.map((run) => h("th", { scope: "col" }, run.name)))),
       h("tbody", {}, differing.map((key) => h("tr", {}, h("th", { scope: "row", class: "mono" }, key),

@@ -1,6 +1,6 @@
 // The resolved run file: every key, what it means, and what differs from the defaults.
 import { ask } from "../api.js";
-import { fill, h, memory, prose } from "../dom.js";
+import { fill, h, memory, prose, scrollable } from "../dom.js";
 import { amount } from "../format.js";
 
 export const title = "Config";
@@ -53,7 +53,7 @@ function table(rows) {
       h("td", { class: "was mono" }, row.changed ? (row.default === null || row.default === undefined ? "not set" : text(row.default)) : ""),
       h("td", { class: "help" }, row.known ? prose(row.help) : "this version does not know the key")));
   }
-  return h("div", { class: "scroll" }, h("table", { class: "list config" },
+  return scrollable("The run file, key by key", h("table", { class: "list config" },
     h("caption", { class: "unseen" }, "The run file, key by key"),
     h("thead", {}, h("tr", {}, ["Key", "Value", "Default", "Meaning"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, lines)));

@@ -4,7 +4,7 @@ import { spark } from "../chart/draw.js";
 import { announce, fill, h, patchRows } from "../dom.js";
 import { age, amount, moment, number, seconds, whole } from "../format.js";
 import { replaceAddress, toPage, toRun } from "../router.js";
-import { walkable } from "../rows.js";
+import { named, walkable } from "../rows.js";
 import { healthPill, statePill } from "../status.js";
 import { changeText, delta, since } from "../vitals.js";
 
@@ -20,7 +20,6 @@ const COLUMNS = [
   ["spark", "Progress", null],
   ["eval", "Held-out", (run) => run.eval?.last ?? -Infinity, "right"],
   ["seen", "Last update", (run) => run.seen ?? 0, "right"],
-  ["tags", "Tags", null],
 ];
 
 export async function render(root, _, params) {
@@ -149,19 +148,19 @@ export async function render(root, _, params) {
 function rowOf(run, tick, look) {
   const box = h("input", { type: "checkbox", tabindex: -1, "aria-label": `Compare ${run.name}`, on: { change: () => tick(run.name) } });
   const trouble = run.message || run.problems[0];
-  return h("tr", { data: { key: run.name }, tabindex: -1, class: ticked.has(run.name) ? "ticked" : null },
+  return named(h("tr", { data: { key: run.name }, tabindex: -1, class: ticked.has(run.name) ? "ticked" : null },
     h("td", { class: "pick" }, box),
     h("td", { class: "name" }, h("a", { href: toRun(run.name), tabindex: -1 }, run.name),
-      trouble && h("div", { class: run.message && run.state === "failed" ? "message" : "message warn", title: trouble }, trouble)),
+      trouble && h("div", { class: run.message && run.state === "failed" ? "trouble" : "trouble warn", title: trouble }, trouble),
+      h("div", { class: "tags" }, run.tags.map((tag) =>
+        h("button", { type: "button", class: "tag", tabindex: -1, title: `Show runs with ${tag}`, on: { click: () => look(tag) } }, tag)))),
     h("td", {}, statePill(run.state, run.health)),
     h("td", {}, healthPill(run.health)),
     h("td", { class: "right" }, progress(run)),
     h("td", { class: "right" }, trend(run.reward)),
     h("td", {}, run.spark.length > 1 ? h("canvas", { class: "spark", "aria-hidden": "true", data: { run: run.name } }) : h("span", { class: "faint" }, "–")),
     h("td", { class: "right" }, trend(run.eval)),
-    h("td", { class: "right", title: duration(run) }, h("span", { data: { seen: run.seen ?? "" } }, age(run.seen))),
-    h("td", { class: "wrap" }, h("span", { class: "tags" }, run.tags.map((tag) =>
-      h("button", { type: "button", class: "tag", tabindex: -1, title: `Show runs with ${tag}`, on: { click: () => look(tag) } }, tag)))));
+    h("td", { class: "right", title: duration(run) }, h("span", { data: { seen: run.seen ?? "" } }, age(run.seen)))), ["", ...COLUMNS.map(([, label]) => label)]);
 }
 
 function progress({ step, total_steps: total }) {

@@ -1,6 +1,6 @@
 // The result of a replay: the loss beside what was recorded, the weightiest tokens, and every sample with its tokens.
 import { ask } from "../api.js";
-import { fill, h } from "../dom.js";
+import { fill, h, scrollable } from "../dom.js";
 import { whole } from "../format.js";
 import { toRun } from "../router.js";
 import { strip } from "./strip.js";
@@ -50,7 +50,7 @@ function lossTable({ about, other, held_back: held, other_held_back: otherHeld }
       other ? [h("td", { class: "right" }, figure(there)), h("td", { class: "right soft" }, apart(replayed, there))] : null);
   };
   const heads = ["", "recorded", "replayed", "difference", ...(other ? ["with the change", "difference to replayed"] : [])];
-  return [other ? h("p", {}, "The change: ", h("code", {}, changed(other.changes))) : null, h("div", { class: "scroll" }, h("table", { class: "list losses" },
+  return [other ? h("p", {}, "The change: ", h("code", {}, changed(other.changes))) : null, scrollable("Figures of the step", h("table", { class: "list losses" },
     h("caption", { class: "unseen" }, "The step's figures as recorded and as replayed"),
     h("thead", {}, h("tr", {}, heads.map((head, at) => (head ? h("th", { scope: "col", class: at ? "right" : null }, head) : h("td", {}))))),
     h("tbody", {}, names.map(line)))),
@@ -85,7 +85,7 @@ function top(run, result, open) {
   draw(FIRST);
   const more = result.top.length > FIRST
     ? h("button", { type: "button", class: "quiet", on: { click: () => { draw(result.top.length); more.remove(); } } }, `show ${result.top.length - FIRST} more`) : null;
-  return [h("div", { class: "scroll" }, h("table", { class: "list weighty" },
+  return [scrollable("Tokens by their share of the loss", h("table", { class: "list weighty" },
     h("caption", { class: "unseen" }, "Tokens by their share of the loss"),
     h("thead", {}, h("tr", {}, heads.map((head, at) => h("th", { scope: "col", class: at && at < heads.length - words ? "right" : null }, head)))), body)), more];
 }

@@ -2,8 +2,8 @@
 import { ask } from "../api.js";
 import { h } from "../dom.js";
 import { amount, number, whole } from "../format.js";
-import { stateMark, toOne, versionWords } from "./words.js";
-import { message } from "./talk.js";
+import { otherText, stateMark, toOne, versionWords } from "./words.js";
+import { isRendered, message } from "./talk.js";
 
 const COLOURS = 8;
 
@@ -11,17 +11,20 @@ export async function content(run, row, query) {
   const { seats, line, total, absent } = await ask("rollouts/episode", { run: run.name, id: row.index });
   const names = seatNames(seats);
   const colour = (seat) => (seat % COLOURS) + 1;
+  const raw = query.shown === "raw";
+  const isDrawn = isRendered(line.flatMap(({ heard, said }) => [...heard, said]));
   return h("div", { class: "stack" },
     total > seats.length ? h("p", { class: "notice warn" }, `${whole(total)} seats; the first ${seats.length} are shown.`) : null,
     h("div", { class: "seats" }, seats.map((seat, at) => card(run, seat, names[at], colour(at), seat.row.index === row.index, query))),
     missing(absent, seats),
+    isDrawn && h("p", {}, otherText(run, row, query, "episode")),
     line.length ? h("section", { class: "section", "aria-label": "Turns in order" },
       h("h2", {}, "Turns in order", h("span", { class: "faint" }, seats.length > 1
         ? "each seat's turns are as recorded; the order between seats follows from what they quote of one another" : null)),
       h("ol", { class: "line" }, line.map((turn) => h("li", { vars: { "--who": `var(--series-${colour(turn.seat)})` } },
         turn.heard.length ? h("details", { open: textLength(turn.heard) < 300 }, h("summary", {}, `New to ${names[turn.seat]}: ${amount(textLength(turn.heard), "character")}`),
-          turn.heard.map((one) => message(one))) : null,
-        message(turn.said, { who: names[turn.seat], colour: colour(turn.seat) }))))) : h("div", { class: "empty" }, h("h2", {}, "No messages were kept")));
+          turn.heard.map((one) => message(one, { raw }))) : null,
+        message(turn.said, { who: names[turn.seat], colour: colour(turn.seat), raw }))))) : h("div", { class: "empty" }, h("h2", {}, "No messages were kept")));
 }
 
 /** Actors by their names, and by a number where one sits in several seats. */

@@ -23,9 +23,11 @@ export class Filters {
     const row = this.#input("row", { type: "number", step: 1, class: "narrow", "aria-label": "Row of the data" });
     this.inputs.push(ticket, row);
     this.clear = h("button", { type: "button", class: "quiet", on: { click: () => this.#reset() } }, "Clear filters");
+    this.more = h("div", { class: "more-filters", id: "more-filters" }, Object.values(this.selects).map(({ element }) => element), ranges,
+      h("label", {}, "Ticket", ticket), h("label", {}, "Row", row));
+    this.fold = h("button", { type: "button", class: "fold", "aria-expanded": "false", "aria-controls": "more-filters", on: { click: () => this.#unfold() } }, "Filters");
     this.element = h("form", { class: "filters", role: "search", "aria-label": "Filter rollouts", on: { submit: (event) => event.preventDefault() } },
-      search, Object.values(this.selects).map(({ element }) => element), ranges,
-      h("label", {}, "Ticket", ticket), h("label", {}, "Row", row), this.clear);
+      search, this.fold, this.more, this.clear);
     this.#show();
   }
 
@@ -95,6 +97,12 @@ export class Filters {
     for (const { select } of Object.values(this.selects)) select.value = "";
     this.#show();
     this.changed(this.query);
+  }
+
+  /** On a phone the rollouts come before the filters. */
+  #unfold() {
+    const open = this.more.classList.toggle("open");
+    this.fold.setAttribute("aria-expanded", String(open));
   }
 
   #show() {

@@ -1,6 +1,6 @@
 // The league: how strong each version is, how sure that is, and the result of each pair.
 import { ask } from "../api.js";
-import { fill, h } from "../dom.js";
+import { fill, h, scrollable } from "../dom.js";
 import { amount, whole } from "../format.js";
 import { toList } from "./words.js";
 
@@ -43,13 +43,13 @@ function league({ env, ratings, scores, games }) {
   return h("section", { class: "section league", "aria-label": `League of ${env}` },
     h("h2", {}, env, h("span", { class: "faint" }, `${amount(ratings.length, "player")}, ${amount(total, "game")}`)),
     h("div", { class: "pair" },
-      h("div", { class: "scroll" }, h("table", { class: "list" },
+      scrollable("Ratings", h("table", { class: "list" },
         h("caption", {}, "Ratings in Elo points around the mean of all, with the range that holds 95%"),
         h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Version"), ["Rating", "From", "To", "Games"].map((name) => h("th", { scope: "col", class: "right" }, name)), h("th", { scope: "col" }, "Range"))),
         h("tbody", {}, ratings.map(({ player, points, low: from, high: to, games: many }) => h("tr", {}, h("th", { scope: "row" }, player),
           [withSign(points), withSign(from), withSign(to), whole(many)].map((text) => h("td", { class: "right" }, text)),
           h("td", {}, h("span", { class: "span", "aria-hidden": "true", vars: { "--from": at(from), "--to": at(to), "--at": at(points) } }, h("i"), h("b")))))))),
-      h("div", { class: "scroll" }, h("table", { class: "list payoff" },
+      scrollable("Points of each pair", h("table", { class: "list payoff" },
         h("caption", {}, "Mean points a game that the row took from the column: a win is 1, a draw half"),
         h("thead", {}, h("tr", {}, h("td"), ratings.map(({ player }) => h("th", { scope: "col" }, player)))),
         h("tbody", {}, ratings.map(({ player }, row) => h("tr", {}, h("th", { scope: "row" }, player), ratings.map((other, column) => cell(scores[row][column], games[row][column])))))))));

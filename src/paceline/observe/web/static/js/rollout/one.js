@@ -5,8 +5,8 @@ import { amount, moment, number, seconds, whole } from "../format.js";
 import { toRun } from "../router.js";
 import * as episode from "./episode.js";
 import * as group from "./group.js";
-import { FINISH, measured, PAGE, queryOf, stateMark, stateMeaning, toList, toOne, versionWords } from "./words.js";
-import { conversations } from "./talk.js";
+import { FINISH, measured, otherText, PAGE, queryOf, stateMark, stateMeaning, toList, toOne, versionWords } from "./words.js";
+import { conversations, isRendered } from "./talk.js";
 
 export async function render(root, run, params) {
   const query = queryOf(params);
@@ -18,7 +18,7 @@ export async function render(root, run, params) {
   fill(root, h("div", { class: "stack" },
     h("div", {},
       h("div", { class: "head" }, h("h1", {}, `Rollout ${whole(row.index)}`), stateMark(row.state),
-        h("span", { class: "soft" }, [row.env, row.actor !== "policy" ? row.actor : "", row.kind, `step ${whole(row.step)}`].filter(Boolean).join(" · ")),
+        h("span", { class: "soft" }, [row.env, row.actor !== "policy" ? row.actor : "", row.kind, `step ${whole(row.step)}`, `reward ${number(told.reward)}`].filter(Boolean).join(" · ")),
         h("span", { class: "grow" }), neighbours(run, beside, query, view)),
       views(run, told, query, view)),
     place));
@@ -26,7 +26,7 @@ export async function render(root, run, params) {
   else if (view === "episode") fill(place, await episode.content(run, row, query));
   else {
     fill(place, h("div", { class: "rollout" },
-      h("div", { class: "talks" }, row.whole ? conversations(told.talks) : h("div", { class: "empty" }, h("h2", {}, "No conversation recorded"),
+      h("div", { class: "talks" }, row.whole ? conversations(told.talks, query.shown === "raw") : h("div", { class: "empty" }, h("h2", {}, "No conversation recorded"),
         h("p", {}, "The record fell behind the run at this point and kept this rollout's figures alone."))),
       h("aside", { "aria-label": "Details" }, details(run, told, query))));
   }
@@ -45,14 +45,16 @@ function neighbours(run, beside, query, view) {
     beside && step(beside.after, "Next", "j"));
 }
 
-function views(run, { row, tries, seats, kept }, query, view) {
+function views(run, { row, tries, seats, kept, talks }, query, view) {
   const link = (name, label) => h("a", { href: toOne(run, row.index, query, name), "aria-current": (view ?? "") === (name ?? "") ? "page" : null }, label);
   return h("nav", { class: "views", "aria-label": "Views of this rollout" },
     link(null, "Conversation"),
     tries > 1 && link("group", `Group of ${tries}`),
     (seats > 1 || row.actor !== "policy") && link("episode", `Episode, ${amount(seats, "seat")}`),
     kept && row.turns > 0 && h("a", { href: toRun(run.name, "tokens", { id: row.index, ...(query.stream ? { stream: query.stream } : {}) }) }, "Tokens"),
-    h("a", { href: toRun(run.name, "tickets", { ticket: row.ticket }) }, `Ticket ${whole(row.ticket)}`));
+    h("a", { href: toRun(run.name, "tickets", { ticket: row.ticket }) }, `Ticket ${whole(row.ticket)}`),
+    h("span", { class: "grow" }),
+    !view && isRendered(talks.shown.flatMap(({ messages }) => messages)) && otherText(run, row, query, view));
 }
 
 function details(run, told, query) {

@@ -3,7 +3,7 @@ import { ask } from "../api.js";
 import { announce, fill, h } from "../dom.js";
 import { amount, moment, number, whole } from "../format.js";
 import { replaceAddress, toRun } from "../router.js";
-import { walkable } from "../rows.js";
+import { named, walkable } from "../rows.js";
 import { Filters } from "./filters.js";
 import { FINISH, isFiltered, measured, PAGE, pageOf, queryOf, stateMark, toList, toOne, versionWords } from "./words.js";
 
@@ -140,7 +140,7 @@ export async function render(root, run, params) {
 
 function line(run, row, query) {
   const who = [row.env, row.actor !== "policy" ? row.actor : "", row.kind].filter(Boolean).join(" · ");
-  return h("tr", { data: { key: row.index }, tabindex: -1 },
+  return named(h("tr", { data: { key: row.index }, tabindex: -1 },
     h("td", { class: "right" }, h("a", { href: toOne(run, row.index, query), tabindex: -1 }, whole(row.index))),
     h("td", { class: "right", title: row.time ? moment(row.time) : null }, whole(row.step)),
     h("td", { class: "spare" }, who),
@@ -154,7 +154,7 @@ function line(run, row, query) {
     h("td", { class: "right", title: FINISH[row.finish] ?? null }, whole(row.tokens), row.finish === "length" && h("span", { class: "cut" }, " cut")),
     h("td", { class: "right wide" }, whole(row.turns)),
     h("td", { class: "right wide" }, `${whole(row.ticket)}, ${row.member}`),
-    h("td", { class: "right wide" }, versionWords(row)));
+    h("td", { class: "right wide" }, versionWords(row))), COLUMNS.map(([, label]) => label));
 }
 
 /** A few of what was measured; the rest shows when the pointer rests there, and on the rollout's page. */

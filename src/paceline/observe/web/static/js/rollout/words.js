@@ -51,8 +51,8 @@ export const FINISH = { stop: "ended by itself", length: "cut at the longest len
 /** Names as the server knows them; the page of the list comes besides. */
 const FILTERS = ["env", "actor", "state", "finish", "error", "domain", "step_from", "step_to", "reward_from", "reward_to",
   "length_from", "length_to", "ticket", "row", "text"];
-/** Besides filters: the order of the list, and by which stream tokens are coloured, kept for the way back to them. */
-const FIELDS = [...FILTERS, "sort", "stream"];
+/** Besides filters: the order of the list, whether texts are raw, and by which stream tokens are coloured, kept for the way back. */
+const FIELDS = [...FILTERS, "sort", "shown", "stream"];
 export const PAGE = 50;
 
 /** The query of an address: only what is set. */
@@ -82,4 +82,11 @@ export function isFiltered(query) {
 /** The same query without its filters. */
 export function unfiltered(query) {
   return Object.fromEntries(Object.entries(query).filter(([name]) => !FILTERS.includes(name)));
+}
+
+/** The link that shows texts as they were written, or what they draw. */
+export function otherText(run, row, query, view) {
+  const { shown, ...rest } = query;
+  return shown === "raw" ? h("a", { href: toOne(run, row.index, rest, view) }, "Rendered text")
+    : h("a", { href: toOne(run, row.index, { ...query, shown: "raw" }, view) }, "Raw text");
 }

@@ -1,0 +1,89 @@
+"""Pages on a phone and on a small laptop, in a real browser. Skipped where `test_ui_browser.py` is."""
+
+import pytest
+import test_ui_browser as ui
+import test_ui_rollouts_browser as rollouts
+
+from recorded_runs import Told
+
+pytestmark = ui.pytestmark
+folder, address, browser, tab, page = rollouts.folder, rollouts.address, ui.browser, ui.tab, ui.page
+expect = ui.playwright.expect
+PHONE, LAPTOP = {"width": 390, "height": 844}, {"width": 1300, "height": 900}
+INSIDE = """(one) => { const box = one.getBoundingClientRect();
+  return box.left >= 0 && box.right <= document.documentElement.clientWidth; }"""
+
+
+@pytest.fixture
+def phone(page):
+    page.set_viewport_size(PHONE)
+    return page
+
+
+def test_runs_are_cards_whose_values_say_what_they_are(phone, address):
+    phone.goto(f"{address}/#/")
+    card = phone.locator("tr[data-key=talk]")
+    expect(card).to_be_visible()
+    cells = card.locator("td")
+    assert cells.evaluate_all(f"all => all.map({INSIDE})") == [True] * cells.count()
+    headings = cells.evaluate_all("all => all.map((one) => getComputedStyle(one, '::before').content)")
+    assert [text for text in headings if text != "none"] == [
+        f'"{name} "' for name in ("State", "Health", "Step", "Reward", "Progress", "Held-out", "Last update")
+    ]
+    phone.get_by_role("button", name="Reward").click()
+    expect(phone.locator("th[aria-sort=descending]")).to_have_text("Reward ↓")
+    card.get_by_role("link", name="talk").click()
+    phone.wait_for_selector(".vitals")
+
+
+def test_rollouts_are_cards_and_come_before_the_filters(phone, address):
+    phone.goto(f"{address}/#/run/talk/rollouts")
+    first = phone.locator(rollouts.ROWS).first
+    expect(first).to_be_in_viewport()
+    assert first.bounding_box()["y"] < PHONE["height"] / 2
+    expect(phone.get_by_label("Reward from")).to_be_hidden()
+    for heading in ("Prompt", "Expected", "Reply", "Reward"):
+        expect(first.locator(f"td[data-heading={heading}]")).to_be_visible()
+    phone.get_by_role("button", name="Filters", exact=True).click()
+    phone.get_by_label("Reward from").fill("0.8")
+    expect(phone.get_by_role("status").filter(has_text="of 86")).to_be_visible()
+
+
+def test_the_conversation_of_a_rollout_comes_before_its_details(phone, address):
+    phone.goto(f"{address}/#/run/talk/rollouts?id=80")
+    talk, details = phone.locator(".talk").first, phone.get_by_role("complementary")
+    expect(talk).to_be_visible()
+    assert talk.bounding_box()["y"] < details.bounding_box()["y"]
+    expect(phone.locator(".head", has_text="reward 0")).to_be_visible()
+
+
+def test_tags_are_shown_whole_on_a_small_laptop(page, folder, address):
+    name = "a-run-whose-name-is-longer-than-most-are"
+    Told(folder, name).step(12).end("failed", "the loss is not finite: lower trainer.optimizer.lr")
+    page.set_viewport_size(LAPTOP)
+    page.goto(f"{address}/#/")
+    tags = page.locator(f"tr[data-key={name}] .tag")
+    expect(tags).to_have_text(["reverse-text", "grpo", "quickstart"])
+    assert tags.evaluate_all(f"all => all.map({INSIDE})") == [True] * 3
+    assert page.locator(".scroll").evaluate("(one) => one.scrollWidth <= one.clientWidth")
+
+
+def test_no_two_of_twenty_parts_of_a_stack_look_alike(page, address):
+    page.goto(f"{address}/#/")
+    page.wait_for_selector(ui.RUNS)
+    found = page.evaluate("""async () => {
+      const { distinct, drawBars, swatch } = await import('/static/js/chart/draw.js');
+      const series = distinct(Array.from({length: 20}, (_, at) => ({ label: String(at), colour: at })));
+      const canvas = Object.assign(document.createElement('canvas'), { width: 40, height: 800 });
+      const context = canvas.getContext('2d', { willReadFrequently: true });
+      const bars = [{ middle: 20, parts: series.map(() => 1) }];
+      const area = { left: 0, top: 0, width: 40, height: 800 };
+      drawBars(context, { area, bars, toX: (x) => x, toY: (y) => 800 - 40 * y }, series);
+      const drawn = series.map((_, at) => context.getImageData(8, 760 - 40 * at, 24, 40).data.join());
+      const signs = series.map((one) => { const sign = swatch(one, true); document.body.append(sign);
+        const { backgroundColor, backgroundImage, opacity } = getComputedStyle(sign);
+        sign.remove();
+        return backgroundColor + backgroundImage + opacity; });
+      return [new Set(drawn).size, new Set(signs).size];
+    }""")
+    assert found == [20, 20]
