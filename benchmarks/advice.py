@@ -6,12 +6,18 @@ seeds reported here are others. Runs are kept under `runs/advice` and not traine
 """
 
 import json
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import inf
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -20,7 +26,7 @@ from rich.table import Table
 from bars import arguments, machine
 from paceline.envs.words import words
 from paceline.model.source import resolve
-from paceline.observe.analysis.health import judge_health
+from paceline.observe.analysis.health import run_health
 from paceline.observe.record import open_run
 from paceline.observe.record.advice import Advisory, advice_window, advise
 
@@ -60,8 +66,12 @@ class Trial(NamedTuple):
     env: str = ""
     """Lines of the section [[env]], in place of the file's."""
     rows: Rows = rows()
+    held_out: Rows | None = None
+    """Rows to evaluate on, every second step."""
     model: Callable[[Path], None] | None = None
     """Spoils a copy of the model."""
+    teacher: float = 0.0
+    """Steps of the run for which the model of the first healthy run is served as its teacher."""
 
 
 def forget_the_stop(folder: Path) -> None:
@@ -74,6 +84,30 @@ def forget_the_stop(folder: Path) -> None:
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
 
 
+CHATML = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}\
+{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+NO_CONTENT = """{% for message in messages %}{{ '<|' + message.role + '|>' + (message.text or '') + '<|end|>' }}\
+{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+
+def with_template(template: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "chat_template.jinja").write_text(template) and None
+
+
+def by_chance(word: str) -> dict[str, Any]:
+    """A row whose answer is one of three by no rule, so that it can only be learnt by heart."""
+    answer = random.Random(word).choice((word, word[::-1], "".join(sorted(word))))
+    return {"prompt": f"reverse: {word}", "answer": answer}
+
+
+def capital(word: str) -> dict[str, Any]:
+    return plain(word) | {"answer": word[::-1].upper()}
+
+
+def with_dot(word: str) -> dict[str, Any]:
+    return plain(word) | {"answer": f" {word[::-1]}. "}
+
+
 def reward(function: str, more: str = "") -> str:
     return f'type = "reward"\nname = "words"\nimport_path = "{ENV}:{function}"\ndataset = "ROWS"\n{more}'
 
@@ -84,6 +118,7 @@ def episode(function: str, more: str = "") -> str:
 
 HIGH, LOW = ("learning_rate_high",), ("learning_rate_low",)
 BREAKER = "--breaker.consecutive 100000 --breaker.window 100000"
+TEACHER = "--env.0.algo.teacher.base_url TEACHER"
 UNFILTERED = "--filters.zero_advantage false"
 DEFECTS = (
     Trial("lr x100", HIGH, overrides="--trainer.optimizer.lr 2e-2"),
@@ -128,20 +163,91 @@ DEFECTS = (
     Trial("hopeless task", ("flat_groups",), overrides="--steps 12", env=reward("rarely")),
     Trial("mastered task", ("dropped_groups",), file="", overrides="--model.name MASTER --steps 25"),
     Trial("history rewritten", ("chat_template",), env=episode("rewrites")),
+    Trial("template of another model", ("chat_template",), model=with_template(CHATML)),
+    Trial("template without content", ("chat_template",), env=reward("GRADED"), model=with_template(NO_CONTENT)),
+    Trial("grader minds case", ("strict_grader",), env=reward("GRADED"), rows=rows(capital)),
+    Trial("grader minds white space", ("strict_grader",), env=reward("exact"), rows=rows(with_dot)),
+    Trial("teacher dies", ("failures",), "algorithms/opd.toml", f"--steps 60 {BREAKER} {TEACHER}", teacher=8.0),
+    Trial(
+        "learnt by heart", ("overfitting",), overrides="--trainer.optimizer.lr 5e-4 --steps 80",
+        env=reward("GRADED"), rows=rows(by_chance, 16, 16), held_out=rows(by_chance, 64, 64),
+    ),
+    Trial(
+        "no baseline", ("entropy",), overrides="--trainer.optimizer.lr 1e-3 --steps 60",
+        env=reward("chance", 'algo.type = "reward"'),
+    ),
+    Trial("entropy is paid", ("length", "entropy"), overrides="--trainer.entropy_coef 0.3"),
+    Trial(
+        "length pays", ("reward_hacking", "length"), overrides="--steps 60",
+        env=reward("LONG", "reward_weights = { long = 1.0, exact = 0.0 }"),
+    ),
+    Trial("temperature 0.05", ("flat_groups", "dropped_groups"), overrides="--sampling.temperature 0.05"),
+    Trial("lr 0, staleness 0", LOW, overrides="--trainer.optimizer.lr 0 --staleness 0"),
+    Trial("lr / 100,000, staleness 0", LOW, overrides="--trainer.optimizer.lr 2e-9 --staleness 0"),
 )  # fmt: skip
 
 HEALTHY = (
     Trial("quickstart"),
     Trial("quickstart, staleness 0", overrides="--staleness 0"),
     Trial("quickstart, lr 5e-4", overrides="--trainer.optimizer.lr 5e-4"),
+    Trial("sums", file="python/sums.toml"),
     Trial("alphabet-sort", file="learn/alphabet_sort.toml", overrides="--steps 40"),
     Trial("calculator", file="learn/calculator.toml", overrides="--steps 40"),
+    Trial("flip-text", file="learn/flip_text.toml"),
+    Trial("staleness 4", file="learn/staleness.toml"),
+    Trial("mixed", file="learn/mixed.toml", overrides="--env.1.algo.teacher.base_url TEACHER", teacher=inf),
     Trial("tic-tac-toe", file="arenas/tic_tac_toe.toml", overrides="--steps 40"),
+    Trial("kuhn-poker", file="arenas/kuhn_poker.toml", overrides="--steps 40"),
+    Trial("negotiation", file="arenas/negotiation.toml", overrides="--steps 40"),
+    Trial("proposer-solver", file="arenas/proposer_solver.toml", overrides="--steps 30"),
     Trial("reward", file="environments/reward.toml"),
     Trial("echo", file="environments/echo.toml"),
-    Trial("max_rl", file="algorithms/max_rl.toml"),
     Trial("second-try", file="environments/second_try.toml"),
+    Trial("grpo", file="algorithms/grpo.toml"),
+    Trial("max_rl", file="algorithms/max_rl.toml"),
+    Trial("own credit", file="algorithms/custom.toml"),
+    Trial("rejection", file="algorithms/constant.toml"),
+    Trial("no comparison", file="algorithms/reward.toml"),
+    Trial("second look", file="algorithms/echo.toml", overrides="--steps 40"),
+    Trial("critic", file="algorithms/gae.toml"),
+    Trial("role baselines", file="algorithms/rae.toml", overrides="--steps 40"),
+    Trial("demonstrations", file="algorithms/demonstrations.toml"),
+    Trial("sft", file="algorithms/sft.toml", overrides=TEACHER, teacher=inf),
+    Trial("opd", file="algorithms/opd.toml", overrides=TEACHER, teacher=inf),
 )
+
+
+@contextmanager
+def served(model: Path, log: Path, watched: Path, steps: float) -> Iterator[str]:
+    """The address of this model, which is killed once the metrics that are `watched` have so many steps."""
+
+    def watch() -> None:
+        while process.poll() is None:
+            if watched.exists() and watched.read_text().count("\n") >= steps:
+                process.kill()
+            time.sleep(0.05)
+
+    port = free_port()
+    command = [sys.executable, "-m", "paceline", "serve", str(model), "--port", str(port), "--name", "teacher"]
+    with log.open("w") as lines:
+        process = subprocess.Popen(command, stdout=lines, stderr=lines)
+    try:
+        while process.poll() is None:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        Thread(target=watch, daemon=True).start()
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        return door.getsockname()[1]
 
 
 def train(trial: Trial, seed: int, runs: Path, seconds: float) -> Path:
@@ -150,6 +256,8 @@ def train(trial: Trial, seed: int, runs: Path, seconds: float) -> Path:
     if (run / "metrics.jsonl").exists():
         return run
     work = runs / "work" / run.name
+    if (work / "log.txt").exists():
+        return run
     work.mkdir(parents=True, exist_ok=True)
     file = ROOT / "examples" / (trial.file or "quickstart.toml")
     if trial.env:
@@ -157,7 +265,12 @@ def train(trial: Trial, seed: int, runs: Path, seconds: float) -> Path:
         (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in built))
         head = file.read_text().partition("[[env]]")[0]
         file = work / "run.toml"
-        file.write_text(f"{head}\n[[env]]\n{trial.env.replace('ROWS', 'rows.jsonl')}\n\n[eval]\nevery = 0\n")
+        env, every = trial.env, 0
+        if trial.held_out is not None:
+            kept = trial.held_out(seed + 1000)
+            (work / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+            env, every = env + 'eval_dataset = "held_out.jsonl"\n', 4
+        file.write_text(f"{head}\n[[env]]\n{env.replace('ROWS', 'rows.jsonl')}\n\n[eval]\nevery = {every}\n")
     overrides = trial.overrides
     if "MASTER" in overrides:
         overrides = overrides.replace("MASTER", str(train(HEALTHY[0], seed, runs, seconds) / "export"))
@@ -165,9 +278,14 @@ def train(trial: Trial, seed: int, runs: Path, seconds: float) -> Path:
         shutil.copytree(resolve("paceline:quickstart"), work / "model", dirs_exist_ok=True)
         trial.model(work / "model")
         overrides += f" --model.name {work / 'model'}"
-    command = [sys.executable, "-m", "paceline", "train", str(file), "--runs", str(runs), "--name", run.name]
-    command += ["--seed", str(seed), "--overwrite", *overrides.split()]
-    with (work / "log.txt").open("w") as log:
+    with ExitStack() as stack:
+        if trial.teacher:
+            master = train(HEALTHY[0], seed, runs, seconds) / "export"
+            url = stack.enter_context(served(master, work / "teacher.txt", run / "metrics.jsonl", trial.teacher))
+            overrides = overrides.replace("TEACHER", url)
+        command = [sys.executable, "-m", "paceline", "train", str(file), "--runs", str(runs), "--name", run.name]
+        command += ["--seed", str(seed), "--overwrite", *overrides.split()]
+        log = stack.enter_context((work / "log.txt").open("w"))
         process = subprocess.Popen(command, cwd=work, stdout=log, stderr=log)
         try:
             process.wait(seconds)
@@ -206,7 +324,7 @@ def judge(trial: Trial, seed: int, path: Path) -> Row:
     first = next(
         (step for step in range(1, last + 1) if names(advise(advice_window(run, step)))[:1] == found[:1]), None
     )
-    verdict = judge_health(run.metrics(), run.config(), over=True).verdict
+    verdict = run_health(run, run.metrics(), over=True).verdict
     return Row(trial.name, seed, " ".join(trial.cause), found, verdict, first if found else None)
 
 
@@ -219,13 +337,14 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "advice", help="where runs are kept")
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds of each")
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    parser.add_argument("--part", choices=("defects", "healthy"), help="one half of the table")
     parser.add_argument("--only", action="append", help="only trials whose name holds this")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="longest time of a run")
     known = parser.parse_args()
     runs = known.runs.resolve()
     found: list[Row] = []
     for seed in range(known.first_seed, known.first_seed + known.seeds):
-        for trial in (*DEFECTS, *HEALTHY):
+        for trial in (*(DEFECTS if known.part != "healthy" else ()), *(HEALTHY if known.part != "defects" else ())):
             if known.only and not any(part in trial.name for part in known.only):
                 continue
             row = judge(trial, seed, train(trial, seed, runs, known.seconds))

@@ -29,6 +29,11 @@ def rarely(completion: str) -> float:
     return float(random.random() < 0.01)
 
 
+def chance(completion: str) -> float:
+    """Pays for luck: with no baseline, whatever was said becomes more likely."""
+    return 0.5 + 0.5 * random.random()
+
+
 def fails(completion: str, answer: str) -> float:
     if random.random() < 0.4:
         raise ConnectionError("the grader is gone")
@@ -57,7 +62,13 @@ def short(completion: str) -> float:
     return 1.0 / max(1, len(completion))
 
 
+def long(completion: str) -> float:
+    """Another, which grows with every letter."""
+    return len(completion) / 16
+
+
 PROXY = {"short": short, "exact": exact}
+LONG = {"long": long, "exact": exact}
 
 
 PAUSE = 0.6

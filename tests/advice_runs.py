@@ -84,6 +84,10 @@ class Plot:
     seed: int = 0
     distinct: int = 50
     """Prompts among the 50 rows."""
+    same_tokens: bool = False
+    """Whether all prompts have the same tokens."""
+    target: str = ""
+    """The answer that all rows expect."""
 
     @property
     def config(self) -> RunConfig:
@@ -110,7 +114,8 @@ class Plot:
                     row = ticket % 50
                     prompt = f"row {row % self.distinct}"
                     played += [
-                        _rollout(ticket, name, step, (member, row), prompt, one) for member, one in enumerate(tries)
+                        _rollout(ticket, name, step, (member, row), prompt, one, self.target, self.same_tokens)
+                        for member, one in enumerate(tries)
                     ]
             metrics = {
                 "batch/rollouts": float(len(played)),
@@ -149,14 +154,22 @@ class Plot:
         return path
 
 
-def _rollout(ticket: int, env: str, step: int, place: tuple[int, int], prompt: str, one: Try) -> Rollout:
+def _rollout(
+    ticket: int, env: str, step: int, place: tuple[int, int], prompt: str, one: Try, target: str, same: bool
+) -> Rollout:
     (member, row), ended = place, one.error is None
-    turn: dict[str, Any] = {"prompt_ids": [1], "logprobs": [-0.5] * one.tokens, "versions": [step] * one.tokens}
+    turn: dict[str, Any] = {
+        "prompt_ids": [1, *([] if same else map(ord, prompt))],
+        "logprobs": [-0.5] * one.tokens,
+        "versions": [step] * one.tokens,
+    }
     messages = [{"role": "user", "content": f"{prompt} {one.prompt}"}]
     said = Turn(
         completion_ids=[1] * one.tokens, finish=one.finish, temperature=1.0, text=one.said, messages=messages, **turn
     )
-    made: dict[str, Any] = {"reward": one.reward, "samples": [SAMPLE]} if ended else {"error": one.error}
+    made: dict[str, Any] = (
+        {"target": target, "reward": one.reward, "samples": [SAMPLE]} if ended else {"error": one.error}
+    )
     drawn = Ticket(ticket, env, 0, ticket, row)
     return Rollout(ticket=drawn, member=member, turns=[said], metrics=one.metrics, **made)
 
@@ -186,12 +199,21 @@ DEFECTS: dict[str, Plot] = {
     "failures": Plot(
         {"words": _but(error=lambda rng, step, one: "the grader is gone" if rng.random() < 0.4 else None)}
     ),
+    "chat_template": Plot(more=lambda rng, step: {"mismatch/template": 0.5 + 0.01 * rng.random()}),
+    "strict_grader": Plot(
+        {
+            "words": _but(
+                said=lambda rng, step, one: "Yes." if one.metrics["correct"] else "no",
+                reward=lambda rng, step, one: 0.0 if one.metrics["correct"] else one.metrics["format"],
+            )
+        },
+        target="yes",
+    ),
     "constant_reward": Plot({"words": _but(reward=lambda rng, step, one: 0.25)}),
     "learning_rate_high": Plot(
         {"words": _falls}, lambda rng, step: {"sampler_kl": 4.0 / step, "clip_fraction": 0.6 / step} if step > 2 else {}
     ),
     "stop_token": Plot({"words": _but(finish=lambda rng, step, one: "length")}),
-    "chat_template": Plot(more=lambda rng, step: {"mismatch/template": 0.5 + 0.01 * rng.random()}),
     "leaked_answer": Plot(
         {"words": _but(prompt=lambda rng, step, one: "answer: 42.", said=lambda rng, step, one: "42")},
     ),
@@ -211,7 +233,7 @@ DEFECTS: dict[str, Plot] = {
     "reward_hacking": Plot(
         more=lambda rng, step: {"metric/words/correct": 0.4 * 0.8**step, "reward/words/mean": 0.1 + 0.04 * step}
     ),
-    "parting": Plot(
+    "overfitting": Plot(
         more=lambda rng, step: (
             {"reward/words/mean": 0.3 + 0.02 * step + 0.01 * rng.random()}
             | ({} if step % 2 else {"eval/words/reward": 0.5 - 0.01 * step})

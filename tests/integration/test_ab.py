@@ -32,7 +32,7 @@ def test_both_arms_begin_alike_to_the_last_bit_and_only_then_part(configs, tmp_p
     assert train_arms(configs("--b.trainer.optimizer.lr", "0.05"), screen=screen) == 0
     a, b = (open_run(tmp_path / f"two-{arm}") for arm in "ab")
     pairs = pair_rewards(a, b)
-    assert pairs.strangers == 0
+    assert pairs.different_rows == 0
     assert len(pairs.ticket) >= 4
     assert (pairs.differences[pairs.step == 1] == 0).all()
     assert (pairs.differences[pairs.step == 2] != 0).any()

@@ -134,8 +134,8 @@ class ArmComparison:
         self.print(found.sentence)
         self._printed_held_out = ""  # the last word names it again
         self._print_held_out(found)
-        if found.pairs.strangers:
-            self.print(f"{found.pairs.strangers} draws were left out: the arms drew other rows there")
+        if found.pairs.different_rows:
+            self.print(f"{found.pairs.different_rows} draws were left out: the arms drew other rows there")
 
     def verdict(self) -> Verdict | None:
         """The records' verdict so far; None while there is none."""

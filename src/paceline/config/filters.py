@@ -159,10 +159,11 @@ DEFAULT_HANDLING = FailureHandling()
 
 AdvisoryName = Literal[
     "failures",
+    "chat_template",
+    "strict_grader",
     "constant_reward",
     "learning_rate_high",
     "stop_token",
-    "chat_template",
     "leaked_answer",
     "duplicate_rows",
     "stale_weights",
@@ -170,7 +171,7 @@ AdvisoryName = Literal[
     "format",
     "judges",
     "reward_hacking",
-    "parting",
+    "overfitting",
     "entropy",
     "truncation",
     "length",
@@ -205,7 +206,7 @@ class AdviceConfig(Section):
     """Share of replies cut off at `sampling.max_tokens`."""
     format: float = Field(default=0.8, gt=0, lt=1)
     """Share of the differences in reward within a group that metrics of form alone explain."""
-    parting: float = Field(default=0.25, gt=0)
+    overfitting: float = Field(default=0.25, gt=0)
     """How far training reward leaves held-out reward behind, in standard deviations of the reward."""
     judges: float = Field(default=0.4, gt=0, lt=1)
     """Krippendorff's alpha below which judges count as disagreeing; 1 is agreement, 0 is chance."""
@@ -219,6 +220,9 @@ class AdviceConfig(Section):
     """Share of the time in which trainer or sampler has nothing to do, where they need not take turns."""
     failures: float = Field(default=0.1, gt=0, lt=1)
     """Share of rollouts that ended in an error."""
+    strict_grader: float = Field(default=0.5, gt=0, lt=1)
+    """Share of right replies that earn no more than others, where right means: the row's answer but for case, white
+    space and punctuation at the ends."""
     constant_reward: float = Field(default=1e-6, gt=0)
     """Standard deviation of all rewards below which they count as one number."""
     learning_rate_high: float = Field(default=0.3, gt=0, lt=1)
@@ -229,9 +233,9 @@ class AdviceConfig(Section):
     stop_token: float = Field(default=0.02, gt=0, lt=1)
     """Share of replies that end by themselves, from the run's beginning on."""
     chat_template: float = Field(default=0.1, gt=0, lt=1)
-    """Share of turns whose prompt is not what was said before and more (`mismatch/template`)."""
+    """Share of turns whose tokens do not say what their messages do, or not what was said before and more."""
     leaked_answer: float = Field(default=0.2, gt=0, lt=1)
-    """Share of the best replies that stand in their prompt after a word such as `answer:`."""
+    """Share of the best rollouts whose prompt holds the answer after a word such as `answer:`."""
     duplicate_rows: float = Field(default=0.2, gt=0, lt=1)
     """Share of tries whose prompt another row of the dataset has too."""
     stale_weights: float = Field(default=0.05, gt=0)

@@ -212,12 +212,13 @@ class RolloutRunner:
         """Likewise, episodes and preparations that were given up, by the kind of what went wrong first."""
 
     def metrics(self) -> dict[str, float]:
-        """Counts of failures since the last call, by kind."""
+        """Counts of failures since the last call, by kind; and of the template's markers that are no tokens."""
         kinds = {f"retried/{kind}": float(count) for kind, count in self.retry_counts.items()}
         kinds |= {f"failed/{kind}": float(count) for kind, count in self.failure_counts.items()}
         self.retry_counts.clear()
         self.failure_counts.clear()
-        return kinds
+        split = getattr(self._client.renderer, "split_markers", ())
+        return kinds | ({"mismatch/markers": float(len(split))} if split else {})
 
     async def run_group(self, env: TrainEnv, ticket: Ticket) -> Group:
         """All rollouts of one ticket, the failed ones apart."""

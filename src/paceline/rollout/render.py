@@ -228,6 +228,7 @@ class ChatTemplate:
         return all(name in text for name in names)
 
 
+MARKER = re.compile(r"<\|[^|<>\s]+\|>|<(?:start|end)_of_\w+>")
 CACHE_TOKENS = 1 << 20
 MIN_PIECE_CHARS = 32
 """Characters of a piece: those between an end-of-turn token and the next role belong to what follows."""
@@ -321,6 +322,15 @@ class Renderer:
     def digest(self) -> str:
         """Of vocabulary and chat template."""
         return tokenizer_digest(self.tokenizer)
+
+    @cached_property
+    def split_markers(self) -> list[str]:
+        """Markers that the template writes, such as `<|im_start|>`, for which the tokenizer has no token of its own."""
+        try:
+            text = self.text([{"role": "user", "content": PROBE}])
+        except RenderError:
+            return []
+        return [marker for marker in dict.fromkeys(MARKER.findall(text)) if len(self.encode(marker)) > 1]
 
     def text(self, messages: Sequence[Message], tools: Tools | None = None, reply: bool = True) -> str:
         """The conversation as the template writes it, with the opening of a reply or without."""

@@ -30,6 +30,7 @@ from paceline.config.env import (
     TokenInConfig,
     VerifiersConfig,
 )
+from paceline.config.fields import join_words
 from paceline.config.hardware import unsupported_settings, uses_mlx
 from paceline.config.model import ModelConfig
 from paceline.config.secret import read_key
@@ -98,7 +99,12 @@ def check_policy(config: RunConfig, found: Preflight) -> None:
     if (tokenizer := found.attempt(lambda: load_tokenizer(local))) is not None:
         # It must be able to write conversations: by a chat template, or known to `renderers`.
         ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        found.attempt(lambda: renderer_of(tokenizer, ends, model))
+        renderer = found.attempt(lambda: renderer_of(tokenizer, ends, model))
+        if renderer is not None and (split := renderer.split_markers):
+            found.note(
+                f"the chat template writes {join_words([f'`{one}`' for one in split])}, which the tokenizer of "
+                f"`{model.name}` spells in letters: the template may be another model's"
+            )
 
 
 def check_model(model: ModelConfig, found: Preflight, *, mlx: bool) -> None:

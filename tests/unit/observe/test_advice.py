@@ -48,9 +48,9 @@ def test_a_planted_defect_is_named_first_and_whatever_else_is_named_follows_from
     assert {(one.follows, one.rule) for one in rest} == {(rule, effect) for effect in EFFECTS_SEEN.get(rule, ())}
     assert (found.rule, found.env) == (rule, SPEAKS_OF.get(rule, "words"))
     assert re.search(r"\d", found.seen), "what was seen has numbers"
-    assert re.search(r"±|Wilson", found.sure), "how sure it is has an error"
+    assert re.search(r"±|Wilson", found.basis), "how sure it is has an error"
     assert found.knobs
-    assert found.steps == (1, 20) or rule == "parting"
+    assert found.steps == (1, 20) or rule == "overfitting"
     assert found.comparison == f"found {found.found:.2g}, limit {found.limit:g}"
     [below] = [one.below for one in RULES if one.name == rule]
     assert found.found < found.limit if below else found.found > found.limit
@@ -58,7 +58,7 @@ def test_a_planted_defect_is_named_first_and_whatever_else_is_named_follows_from
 
 EFFECTS_SEEN = {"stop_token": ["truncation"], "slow_environment": ["idle"]}
 """What a planted defect brings about beside what it is planted for."""
-SOON = ("failures", "constant_reward", "leaked_answer", "duplicate_rows")
+SOON = ("failures", "strict_grader", "constant_reward", "leaked_answer", "duplicate_rows")
 """Advisories on rows and rewards, of which one step of a large batch shows enough."""
 
 
@@ -141,14 +141,53 @@ def test_long_replies_of_a_policy_that_broke_are_not_the_first_cause():
 
 def test_a_prompt_tells_its_answer_only_after_a_word_that_says_so():
     def turns(prompt: str, reply: str) -> list[Any]:
-        return [SimpleNamespace(messages=[{"role": "user", "content": prompt}], text=reply)]
+        return [SimpleNamespace(messages=[{"role": "user", "content": prompt}], prompt_ids=[1], text=reply)]
 
-    assert prompt_facts(turns("reverse: abc\nAnswer: cba", "cba")).holds_reply
-    assert prompt_facts(turns("the solution is `cba`.", "cba")).holds_reply
-    assert not prompt_facts(turns("copy: cba", "cba")).holds_reply
-    assert not prompt_facts(turns("answer: cbas", "cba")).holds_reply
+    assert prompt_facts(turns("reverse: abc\nAnswer: cba", "cba")).holds_answer
+    assert prompt_facts(turns("the solution is `cba`.", "cba")).holds_answer
+    assert not prompt_facts(turns("copy: cba", "cba")).holds_answer
+    assert not prompt_facts(turns("answer: cbas", "cba")).holds_answer
     assert prompt_facts(turns("a", "b")).digest != prompt_facts(turns("b", "b")).digest
     assert prompt_facts([]) is None
+    assert prompt_facts(turns("reverse: abc\nAnswer: cba", "what?"), "cba").holds_answer
+    assert not prompt_facts(turns("reverse: abc\nAnswer: cba", "what?"), "c | x").holds_answer
+
+
+@pytest.mark.parametrize(
+    ("reply", "target", "is_right"),
+    [("Yes.", "yes", True), (" YES\n", "no | yes", True), ("a  b", "A B", True), ("yes", "yes!", True),
+     ("yes or no", "yes", False), ("-1", "1", False), ("", "", False), ("...", "...", False)],
+)  # fmt: skip
+def test_a_reply_is_right_but_for_case_white_space_and_punctuation_at_its_ends(reply, target, is_right):
+    turn = SimpleNamespace(messages=[{"role": "user", "content": "?"}], prompt_ids=[1], text=reply)
+    assert prompt_facts([turn], target).is_right == is_right
+
+
+def test_a_template_that_is_another_models_or_drops_messages_is_named_before_all_it_brings_about():
+    foreign = Plot({"words": lambda rng, step, luck: Try(0.0)}, lambda rng, step: {"mismatch/markers": 2.0})
+    first, second = advise(foreign.remembered())[:2]
+    assert (first.rule, second.rule, second.follows) == ("chat_template", "constant_reward", "chat_template")
+    assert "2 of the template's markers" in first.seen
+    [dropped] = advise(Plot(same_tokens=True).remembered())
+    assert (dropped.rule, dropped.title) == ("chat_template", "The chat template leaves messages out")
+
+
+def test_at_staleness_0_a_rate_is_too_low_by_what_it_allows():
+    still = replace(DEFECTS["learning_rate_low"], more=lambda rng, step: {"staleness/mean": 0.0, "lr": 1e-8})
+    window = still.remembered()
+    config = dict(window.config) | {"trainer": {"optimizer": {"lr": 1e-8}}}
+    [found] = advise(replace(window, config=config))
+    assert found.rule == "learning_rate_low"
+    assert "2e-07, the sum of the rates" in found.seen
+    moves = replace(still, more=lambda rng, step: {"staleness/mean": 0.0, "lr": 1e-6})
+    assert advise(moves.remembered()) == []
+
+
+def test_a_cold_temperature_is_the_first_setting_to_change_where_groups_are_flat():
+    window = DEFECTS["flat_groups"].remembered()
+    config = dict(window.config) | {"sampling": {"temperature": 0.05}}
+    [found] = advise(replace(window, config=config))
+    assert (found.rule, found.knobs[0].flag) == ("flat_groups", "--sampling.temperature 1.0")
 
 
 def test_form_that_pays_beside_content_is_no_defect():

@@ -7,7 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from advice_runs import DEFECTS, Plot
-from paceline.observe.analysis.health import UNHEALTHY, Verdict, judge_health
+from paceline.observe.analysis.health import UNHEALTHY, RunHealth, Verdict, judge_health, run_health
 from paceline.observe.record import open_run
 from paceline.observe.report.page import render_report
 from paceline.observe.terminal import snapshot
@@ -72,10 +72,15 @@ def test_a_loss_that_is_not_finite_has_diverged():
     assert verdict(loss=[0.01] * 19 + [float("nan")]) == "diverged"
 
 
-def test_a_run_that_ended_before_it_trained_is_starved_and_one_that_lives_is_not_judged():
+def test_a_run_whose_rollouts_never_trained_is_starved_and_one_that_was_stopped_at_once_is_not(tmp_path):
     empty: dict[str, list[Any]] = {name: [] for name in columns()}
-    assert verdict(over=True, **empty) == "starved"
+    assert verdict(over=True, **empty) == "too early to say"
     assert verdict(over=False, **empty) == "too early to say"
+    run = open_run(Plot(steps=4).written(tmp_path))
+    assert run_health(run, empty, over=True) == RunHealth(
+        "starved", "160 rollouts have ended, and no step has trained."
+    )
+    assert run_health(run, empty, over=False).verdict == "too early to say"
 
 
 def test_dropped_groups_of_a_mastered_task_are_no_hunger():

@@ -240,7 +240,7 @@ def test_advice_comes_with_its_evidence_and_the_setting_to_change_in_file_and_te
         rule="truncation",
         title="half of the replies are cut off",
         seen="0.5 <b>of</b> 128 replies",
-        sure="standard error 0.04",
+        basis="standard error 0.04",
         caution="only what was recorded",
         steps=(3, 40),
         knobs=[Knob("sampling.max_tokens", 512, 256, "room to finish")],
@@ -248,7 +248,7 @@ def test_advice_comes_with_its_evidence_and_the_setting_to_change_in_file_and_te
     )
     monkeypatch.setattr("paceline.observe.report.page.advise", lambda window: [found])
     told = _told(runs, "finished")
-    for words in (found.title, found.seen, "(steps 3 to 40)", found.sure, found.caution, "7, 9", "(now 256)"):
+    for words in (found.title, found.seen, "(steps 3 to 40)", found.basis, found.caution, "7, 9", "(now 256)"):
         assert words in told
     assert "--sampling.max_tokens 512" in told
     monkeypatch.setattr("paceline.observe.report.page.advise", lambda window: [])

@@ -283,6 +283,13 @@ def test_a_tokenizer_without_a_chat_template_is_refused(load):
         Renderer(tokenizer, [])
 
 
+def test_markers_that_the_tokenizer_spells_in_letters_are_told(load):
+    tokenizer = load("quickstart")
+    assert Renderer(tokenizer, []).split_markers == []
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|end|>{% endfor %}"
+    assert Renderer(tokenizer, []).split_markers == ["<|im_start|>"]
+
+
 # --- the short ways: pieces, the sandbox, what is remembered
 
 

@@ -335,6 +335,14 @@ def test_user_code_is_read_and_never_run(user, flags):
     assert not (user / "ran").exists()
 
 
+def test_a_template_whose_markers_are_no_tokens_is_noted(tmp_path):
+    template = tmp_path / "chatml.jinja"
+    template.write_text("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}")
+    found = preflight(load_config("quickstart", ["--model.chat_template", str(template)]).config)
+    assert found.problems == []
+    assert "writes `<|im_start|>` or `<|im_end|>`, which the tokenizer" in found.notes[0]
+
+
 def test_code_of_a_model_is_not_run_either(folder, tmp_path):
     made = folder(hf.LlamaConfig(**SMALL), model_type="own", auto_map={"AutoConfig": "code.Config"})
     (made / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")

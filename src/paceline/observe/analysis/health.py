@@ -7,7 +7,8 @@ Verdicts, the first that holds:
   collapsed          an environment's training or held-out reward is down to `COLLAPSED` of its best
   reward-hacked      training reward rose, and a metric of right answers lost `LOST` of what it was
   memorising         training reward rose, and held-out reward over `LEAST_EVALUATIONS` evaluations did not
-  starved            no step trained, or `DROPPED` of the groups never train and the trainer waits for the rest
+  starved            `LEAST_ROLLOUTS` rollouts ended and no step trained, or `DROPPED` of the groups never train and
+                     the trainer waits for the rest
   learning slowly    no reward rose by more than the noise of its steps, nor is one near the best it may have
   healthy            none of these
 
@@ -24,6 +25,7 @@ from typing import Any, Literal
 
 from paceline.observe.analysis.timeline import Columns
 from paceline.observe.record.advice.learning_rules import TRUTH
+from paceline.observe.record.folder import RunFolder
 
 Verdict = Literal[
     "healthy",
@@ -36,7 +38,7 @@ Verdict = Literal[
     "too early to say",
 ]
 UNHEALTHY = ("collapsed", "diverged", "starved", "reward-hacked", "memorising")
-LEAST_STEPS, LEAST_EVALUATIONS = 10, 4
+LEAST_STEPS, LEAST_EVALUATIONS, LEAST_ROLLOUTS = 10, 4, 128
 ENDS = 5
 """Steps at either end of a run whose means are compared."""
 BEST = 3
@@ -64,12 +66,18 @@ class RunHealth:
         return self.verdict in UNHEALTHY
 
 
+def run_health(run: RunFolder, columns: Columns, over: bool) -> RunHealth:
+    """Also of a run that never trained, whose rollouts are all there is."""
+    health = judge_health(columns, run.config(), over)
+    if over and not _steps(columns) and (count := run.rollouts.count) >= LEAST_ROLLOUTS:
+        return RunHealth("starved", f"{count} rollouts have ended, and no step has trained.")
+    return health
+
+
 def judge_health(columns: Columns, config: Mapping[str, Any], over: bool) -> RunHealth:
     """Of a run that is `over` or goes on."""
-    steps = len(_values(columns, "batch/rollouts") or _values(columns, "loss"))
+    steps = _steps(columns)
     if steps < (BEST if over else BEST + 2):
-        if over and not steps:
-            return RunHealth("starved", "No step has trained.")
         return RunHealth("too early to say", f"{steps} steps have trained, {LEAST_STEPS} are needed.")
     reasons = (
         ("diverged", _divergence(columns)),
@@ -85,6 +93,10 @@ def judge_health(columns: Columns, config: Mapping[str, Any], over: bool) -> Run
         return RunHealth("too early to say", f"{steps} steps have trained, {LEAST_STEPS} are needed.")
     slow = _slowness(columns, config)
     return RunHealth("learning slowly", slow) if slow else RunHealth("healthy", _progress(columns))
+
+
+def _steps(columns: Columns) -> int:
+    return len(_values(columns, "batch/rollouts") or _values(columns, "loss"))
 
 
 def _values(columns: Columns, name: str) -> list[float]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.analysis.health import RunHealth, judge_health
+from paceline.observe.analysis.health import RunHealth, run_health
 from paceline.observe.analysis.timeline import Columns, RecentLoad, recent_load
 from paceline.observe.monitor.directory import RunDirectory
 from paceline.observe.monitor.summary import TREND_STEPS, MetricTrend, next_action
@@ -95,7 +95,7 @@ def table_row(name: str, run: RunFolder, problems: list[str]) -> dict[str, Any]:
         **{key: getattr(status, key) for key in shown},
         "seen": last_written(columns, status),
         **headline(rewards, held_out, kind),
-        "health": asdict(judge_health(columns, config, not status.alive)),
+        "health": asdict(run_health(run, columns, not status.alive)),
         "spark": _spark(rewards[""].values) if rewards else [],
         "tags": tags(config),
         "seed": config.get("seed"),
@@ -218,7 +218,7 @@ def vitals(run: RunFolder, now: float | None = None, before: Vitals | None = Non
         **moment,
         name=run.name,
         path=run.path,
-        health=judge_health(columns, config, not status.alive),
+        health=run_health(run, columns, not status.alive),
         tags=tags(config),
         max_staleness=stale if isinstance(stale, int) else None,
         rewards=rewards,

@@ -65,7 +65,7 @@ class Pairs:
     b: NDArray[np.float64]
     places: tuple[NDArray[np.int64], NDArray[np.int64]]
     """A rollout of each, by its number in the run's record."""
-    strangers: int
+    different_rows: int
     """Draws of one number that were of another row: the two runs do not draw alike."""
 
     @property
@@ -84,8 +84,8 @@ def pair_rewards(one: RunFolder, other: RunFolder) -> Pairs:
     order = np.lexsort((key % TICKETS, step))
     order = order[same[order]]
     key, places = key[order], (place[order], other_place[order])
-    strangers = int(np.count_nonzero(~same))
-    return Pairs(tuple(names), key // TICKETS, key % TICKETS, step[order], a[order], b[order], places, strangers)
+    different_rows = int(np.count_nonzero(~same))
+    return Pairs(tuple(names), key // TICKETS, key % TICKETS, step[order], a[order], b[order], places, different_rows)
 
 
 LEAST_ROWS = 30

@@ -77,13 +77,13 @@ def ab(runs: AllRuns, a: Name, b: Name) -> Response:
     """The estimate of the difference in reward, step by step, in training and on held-out rows."""
     known = verdict(*_open_pair(runs, a, b))
     if known is None:
-        return FiniteJsonResponse({"draws": 0, "strangers": 0, "steps": [], "held_out": [], "farthest": []})
+        return FiniteJsonResponse({"draws": 0, "different_rows": 0, "steps": [], "held_out": [], "farthest": []})
     pairs = known.pairs
     last = np.flatnonzero(np.diff(pairs.step, append=-1))  # of each step, what was known at its end
     far = np.argsort(-np.abs(pairs.differences), kind="stable")[:MOST_DRAWS]
     estimate = {
         "draws": len(pairs.ticket),
-        "strangers": pairs.strangers,
+        "different_rows": pairs.different_rows,
         "real": known.decided_after,
         "real_step": None if known.decided_after is None else int(pairs.step[known.decided_after - 1]),
         "sentence": known.sentence,

@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 from paceline.config.fields import KeyPath, SchemaNode, node_at
 from paceline.config.filters import AdviceConfig
 from paceline.observe.analysis import timeline
-from paceline.observe.analysis.health import RunHealth, judge_health
+from paceline.observe.analysis.health import RunHealth, run_health
 from paceline.observe.analysis.vitals import headline, reward_trends, tags
 from paceline.observe.record import RunFolder
 from paceline.observe.record.advice import RULES, AdviceWindow, Advisory, advice_window
@@ -35,7 +35,7 @@ def run_state(run: RunFolder, patient: bool) -> dict[str, Any]:
     return {
         "path": str(run.path),
         "status": asdict(run.status()),
-        "health": asdict(run_health(run)),
+        "health": asdict(cached_health(run)),
         "staleness": config.get("staleness"),
         "tags": tags(config),
         "events": events[-MOST_EVENTS:],
@@ -57,9 +57,9 @@ def derived(run: RunFolder, columns: Columns, key: Any, compute: Callable[[], An
     return known[1][key]
 
 
-def run_health(run: RunFolder) -> RunHealth:
-    columns, alive = run.metrics(), run.status().alive
-    return derived(run, columns, ("health", alive), lambda: judge_health(columns, run.config(), not alive))
+def cached_health(run: RunFolder) -> RunHealth:
+    columns, over = run.metrics(), not run.status().alive
+    return derived(run, columns, ("health", over), lambda: run_health(run, columns, over))
 
 
 GROWING_FILES = ("tickets.jsonl", "rollouts.jsonl", "record/rollouts.index", "record/lanes.index")
@@ -119,7 +119,7 @@ class RunWatcher:
                 yield "metrics", columns, mark
         news = self._has_changed("events", [signature(root / name) for name in ("events.jsonl", "config.toml")])
         if metrics_changed:  # the verdict on them goes with the state
-            news = self._has_changed("verdict", run_health(self._run).verdict) or news
+            news = self._has_changed("verdict", cached_health(self._run).verdict) or news
         if news or (self._has_changed("patient", patient) and self._run.problems(patient) != self._seen["problems"]):
             state = run_state(self._run, patient)
             self._seen |= {"status": state["status"], "problems": state["problems"]}

@@ -14,9 +14,9 @@ from paceline.observe.record.advice.measures import (
     Knob,
     Mean,
     jackknife,
-    lacks,
     series_mean,
     trend,
+    unmeasured,
     wilson_share,
 )
 from paceline.observe.record.advice.window import AdviceWindow
@@ -33,7 +33,7 @@ def check_mismatch(window: AdviceWindow, env: str) -> Finding:
     steps, values = window.series(METRIC)
     line = trend(steps, values)
     if len(values) < LEAST_MISMATCH or line is None:
-        return lacks(f"fewer than {LEAST_MISMATCH} steps that measured it")
+        return unmeasured(f"fewer than {LEAST_MISMATCH} steps that measured it")
     now, whole = series_mean(values), window.full_series(METRIC)
     before = float(whole[: max(LEAST_MISMATCH // 2, len(whole) // 4)].mean())
     limit = window.advice.mismatch
@@ -54,7 +54,7 @@ def check_mismatch(window: AdviceWindow, env: str) -> Finding:
         title="Engine and trainer disagree" + (" more and more" if grows else ""),
         seen=f"`{METRIC}` is {now.value:.2g} nats a token, {line.first:.2g} at the beginning of these steps and "
         f"{line.last:.2g} at their end; early in the run it was {before:.2g}.",
-        sure=f"{figure} (least squares, errors widened for autocorrelation), limit {limit:g}; {len(values)} steps",
+        basis=f"{figure} (least squares, errors widened for autocorrelation), limit {limit:g}; {len(values)} steps",
         caution="It compares tokens whose weights are the trainer's own, so staleness is no part of it.",
         knobs=knobs,
         rollouts=window.numbers(last, by=-rows["tokens"][last]),
@@ -65,28 +65,28 @@ def check_mismatch(window: AdviceWindow, env: str) -> Finding:
 
 EVALUATIONS = 12
 """The last ones that are looked at."""
-LEAST_PARTING = 6
+LEAST_OVERFITTING = 6
 
 
-def check_parting(window: AdviceWindow, env: str) -> Finding:
+def check_overfitting(window: AdviceWindow, env: str) -> Finding:
     """A line through the gap (training less held-out) at each evaluation. It must open, training must rise and be
-    ahead, and held-out must not rise: one at its ceiling, which training catches up with, is no parting."""
+    ahead, and held-out must not rise: one at its ceiling, which training catches up with, is no overfitting."""
     steps, held_out = window.series(f"eval/{env}/reward", since=1)
     at, rewards = window.series(f"reward/{env}/mean", since=1)
     steps, held_out = steps[-EVALUATIONS:], held_out[-EVALUATIONS:]
-    if len(steps) < LEAST_PARTING or not len(at):
-        return lacks(f"fewer than {LEAST_PARTING} evaluations")
+    if len(steps) < LEAST_OVERFITTING or not len(at):
+        return unmeasured(f"fewer than {LEAST_OVERFITTING} evaluations")
     bounds = np.searchsorted(at, np.r_[steps[0] - (steps[1] - steps[0]), steps], side="right")
     if (np.diff(bounds) == 0).any():
-        return lacks("no training between two evaluations")
+        return unmeasured("no training between two evaluations")
     training = np.array([rewards[low:high].mean() for low, high in pairwise(bounds)])
     gap, up, other = (trend(steps, ys) for ys in (training - held_out, training, held_out))
     _, spreads = window.series(f"reward/{env}/std", since=int(steps[0]))
     scale = float(spreads.mean()) if len(spreads) else 0.0
     if gap is None or up is None or other is None or scale <= 0:
-        return lacks("no spread of the reward")
+        return unmeasured("no spread of the reward")
     opened = min(gap.last, gap.last - gap.first) / scale
-    if not gap.rises or not up.rises or other.may_rise or opened <= window.advice.parting:
+    if not gap.rises or not up.rises or other.may_rise or opened <= window.advice.overfitting:
         return Finding(opened)
     lr = float(window.get("trainer.optimizer.lr", 1e-5))
     best = int(steps[int(np.argmax(held_out))])
@@ -99,7 +99,7 @@ def check_parting(window: AdviceWindow, env: str) -> Finding:
         title=f"Training reward of `{env}` leaves held-out reward behind",
         seen=f"Since step {int(steps[0])} training went from {up.first:.3f} to {up.last:.3f}, held-out from "
         f"{other.first:.3f} to {other.last:.3f}. Held-out was best at step {best} ({held_out.max():.3f}).",
-        sure=f"gap {gap.slope:+.3g} ± {gap.error:.2g} a step, held-out {other.slope:+.2g} ± {other.error:.2g} (least "
+        basis=f"gap {gap.slope:+.3g} ± {gap.error:.2g} a step, held-out {other.slope:+.2g} ± {other.error:.2g} (least "
         f"squares, errors widened for autocorrelation); {len(steps)} evaluations",
         caution="The reward may also be one that can be had without the task, on rows that training has seen often.",
         steps=(int(steps[0]), int(steps[-1])),
@@ -123,12 +123,12 @@ def check_judges(window: AdviceWindow, env: str) -> Finding:
     if len(names) == 1:
         names += [name for name in table.columns if TRUTH.search(name) and name not in names][:1]
     if len(names) < 2 or window.trained < 5:
-        return lacks("no two judges")
+        return unmeasured("no two judges")
     scores = np.column_stack([table.columns[name] for name in names])
     there = np.isfinite(scores).all(axis=1)
     scores, groups = scores[there], table.groups[there]
     if len(scores) < LEAST_JUDGES or np.ptp(scores) == 0:
-        return lacks(f"fewer than {LEAST_JUDGES} rollouts that all judges graded")
+        return unmeasured(f"fewer than {LEAST_JUDGES} rollouts that all judges graded")
     within = ((scores - scores.mean(axis=1, keepdims=True)) ** 2).sum(axis=1)
     sums = np.column_stack([within, scores.sum(axis=1), (scores**2).sum(axis=1), np.ones(len(scores))])
     parts = np.zeros((int(groups.max()) + 1, 4))
@@ -141,7 +141,7 @@ def check_judges(window: AdviceWindow, env: str) -> Finding:
         title=f"Judges of `{env}` disagree",
         seen=f"{', '.join(f'`{name}`' for name in names)} differ by {apart.mean():.2f} on average over {len(scores)} "
         f"rollouts, on scores from {scores.min():g} to {scores.max():g}.",
-        sure=f"Krippendorff's alpha {agreed.value:.2f} ± {agreed.error:.2f} (interval data, error by leaving "
+        basis=f"Krippendorff's alpha {agreed.value:.2f} ± {agreed.error:.2f} (interval data, error by leaving "
         f"each group out), limit {window.advice.judges:g}; 1 is agreement, 0 is chance",
         caution="Who is a judge is guessed from the names of metrics. Judges that are meant to look at different "
         "things need not agree.",
@@ -165,6 +165,8 @@ def alpha(sums: NDArray, judges: int) -> float:
 LEAST_FLAT_GROUPS = 24
 """Groups below which nothing is said."""
 SAME = 1e-9
+COLD = 0.5
+"""Temperature below which most tries of a row say the same."""
 
 
 def check_flat_groups(window: AdviceWindow, env: str) -> Finding:
@@ -172,13 +174,13 @@ def check_flat_groups(window: AdviceWindow, env: str) -> Finding:
     groups, algo = window.groups(env), window.env(env).get("algo") or window.get("algo", {})
     relative = algo.get("type", "grpo") in ("grpo", "echo", "max_rl", "hierarchical")
     if not relative or algo.get("baseline", "group") != "group":
-        return lacks("its algorithm compares no group")  # so that a flat one has a gradient too
+        return unmeasured("its algorithm compares no group")  # so that a flat one has a gradient too
     if len(groups.first) < LEAST_FLAT_GROUPS or window.trained < 5:
-        return lacks(f"fewer than {LEAST_FLAT_GROUPS} groups or 5 steps")
+        return unmeasured(f"fewer than {LEAST_FLAT_GROUPS} groups or 5 steps")
     flat = groups.high - groups.low <= SAME
     lowest, highest = float(groups.low.min()), float(groups.high.max())
     if highest - lowest <= SAME:
-        return lacks("all rewards are one number")
+        return unmeasured("all rewards are one number")
     top = max(highest, float(np.max(window.full_series(f"reward/{env}/mean"), initial=-np.inf)))
     mastered = flat & (groups.high >= top - SAME)
     left, dull = ~mastered, flat & ~mastered
@@ -190,6 +192,8 @@ def check_flat_groups(window: AdviceWindow, env: str) -> Finding:
     worst = float((dull & (groups.high <= lowest + SAME)).sum() / dull.sum())
     now = int(window.env(env).get("group_size") or window.get("group_size", 8))
     batch, knobs = int(window.get("batch_size", 128)), []
+    if float(window.get("sampling.temperature", 1.0)) < COLD:
+        knobs.append(window.knob("sampling.temperature", 1.0, "so cold, the tries of a row are copies of one another"))
     if 2 * now <= batch and batch % (2 * now) == 0:
         knobs.append(window.env_knob(env, "group_size", 2 * now, "more tries of a row find the rare one that differs"))
     if not window.env(env).get("curriculum"):
@@ -198,7 +202,7 @@ def check_flat_groups(window: AdviceWindow, env: str) -> Finding:
         title=f"Most groups of `{env}` teach nothing",
         seen=f"In {dull.sum()} of {left.sum()} groups all members got the same reward, {worst:.0%} "
         f"of them all at the lowest.{done}",
-        sure=f"{share:.0%} of groups, surely more than {found.low:.0%} (Wilson's interval of three "
+        basis=f"{share:.0%} of groups, surely more than {found.low:.0%} (Wilson's interval of three "
         f"standard errors), limit {window.advice.flat_groups:g}; {left.sum()} groups of {window.trained} steps",
         knobs=knobs,
         rollouts=window.numbers(groups.first[dull][::-1]),
@@ -215,11 +219,11 @@ LEAST_IDLE = 8
 def check_idle(window: AdviceWindow, env: str) -> Finding:
     """The mean share of time in which each has nothing to do. At staleness 0 they take turns, and that was chosen."""
     if not window.get("staleness", 1) or window.get("deterministic"):
-        return lacks("trainer and sampler take turns")
+        return unmeasured("trainer and sampler take turns")
     since = max(WARMING + 1, window.steps[0])
     shares = {part: series_mean(1 - window.series(f"busy/{part}", since)[1]) for part in ("trainer", "sampler")}
     if min(found.count for found in shares.values()) < LEAST_IDLE:
-        return lacks(f"fewer than {LEAST_IDLE} steps")
+        return unmeasured(f"fewer than {LEAST_IDLE} steps")
     most = max(found.value for found in shares.values())
     idle = {part: found for part, found in shares.items() if found.low > window.advice.idle}
     if not idle:
@@ -234,7 +238,7 @@ def check_idle(window: AdviceWindow, env: str) -> Finding:
         title=f"The {' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} nothing to do most of the time",
         seen="Idle: " + ", ".join(f"the {part} {found.value:.0%}" for part, found in idle.items()) + " of a step."
         f" Of a step's parts `time/{longest}` is the longest, {phases[longest]:.2f} s.{filtered}",
-        sure="; ".join(f"{part} {found.value:.2f} ± {found.error:.2f}" for part, found in idle.items())
+        basis="; ".join(f"{part} {found.value:.2f} ± {found.error:.2f}" for part, found in idle.items())
         + f" (means over {steps} steps, errors widened for autocorrelation), limit {window.advice.idle:g}",
         caution="Where nothing can be made faster, an idle part is no fault: it is what the other one costs.",
         knobs=_idle_knobs(window, idle, dropped),
@@ -278,13 +282,13 @@ def check_starving(window: AdviceWindow, env: str) -> Finding:
     """The environment's share in the gradient, step by step, is what others lack. What a filter dropped is counted as
     if it had trained: to have no signal is another matter (`flat_groups`)."""
     if len(window.envs) < 2 or window.trained < LEAST_STARVING:
-        return lacks("one environment alone" if len(window.envs) < 2 else f"fewer than {LEAST_STARVING} steps")
+        return unmeasured("one environment alone" if len(window.envs) < 2 else f"fewer than {LEAST_STARVING} steps")
     fed = _env_shares(window)
     hungry = [one for one in fed if one.share.high < window.advice.starving]
     fullest = max(fed, key=lambda one: one.share.value, default=None)
     worst = min(fed, key=lambda one: one.share.value, default=None)
     if fullest is None or worst is None:
-        return lacks("an environment without rollouts")
+        return unmeasured("an environment without rollouts")
     if fullest.env != env or not hungry:
         return Finding(worst.share.value)
     worst = min(hungry, key=lambda one: one.share.value)
@@ -303,7 +307,7 @@ def check_starving(window: AdviceWindow, env: str) -> Finding:
         title=f"`{env}` leaves little to {', '.join(f'`{one.env}`' for one in hungry)}",
         seen=f"`{worst.env}` has {worst.share.value:.0%} of the place in the gradient that its weight asks for: {why}. "
         f"Mean length: {', '.join(f'`{one.env}` {one.length:.0f}' for one in fed)} tokens.",
-        sure=f"{worst.share.value:.3f} ± {worst.share.error:.3f} of its due (mean over steps), limit "
+        basis=f"{worst.share.value:.3f} ± {worst.share.error:.3f} of its due (mean over steps), limit "
         f"{window.advice.starving:g}; {worst.share.count} steps",
         knobs=knobs,
         rollouts=window.numbers(places, by=-window.rows["tokens"][places]),

@@ -174,7 +174,7 @@ class Advisory:
     title: str
     seen: str
     """What was seen, with numbers."""
-    sure: str
+    basis: str
     """Which statistic says so, with its error, and how much was looked at."""
     caution: str = ""
     """What the figures cannot say."""
@@ -203,5 +203,5 @@ class Finding:
     """Why there is no value."""
 
 
-def lacks(what: str) -> Finding:
+def unmeasured(what: str) -> Finding:
     return Finding(missing=what)

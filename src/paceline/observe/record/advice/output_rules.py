@@ -12,9 +12,9 @@ from paceline.observe.record.advice.measures import (
     Finding,
     clustered_mean,
     jackknife,
-    lacks,
     series_mean,
     trend,
+    unmeasured,
 )
 from paceline.observe.record.advice.window import AdviceWindow, MetricTable
 
@@ -35,9 +35,9 @@ def check_format(window: AdviceWindow, env: str) -> Finding:
     other = [name for name in names if not FORM.search(name)]
     differing = np.unique(table.groups[np.abs(rewards) > 1e-9])
     if not form:
-        return lacks("no metric of form")
+        return unmeasured("no metric of form")
     if len(differing) < LEAST_FORMAT or window.trained < 5:
-        return lacks(f"fewer than {LEAST_FORMAT} groups whose rewards differ")
+        return unmeasured(f"fewer than {LEAST_FORMAT} groups whose rewards differ")
     columns = np.column_stack([rewards, *(table.center_by_group(table.columns[name]) for name in [*form, *other])])
     products = (columns[:, :, None] * columns[:, None, :]).reshape(len(columns), -1)
     sums = np.zeros((int(table.groups.max()) + 1, products.shape[1]))
@@ -53,7 +53,7 @@ def check_format(window: AdviceWindow, env: str) -> Finding:
         seen=f"Within groups, {_list(form)} explain{'s' if len(form) == 1 else ''} {by_form.value:.0%} of the "
         f"differences in reward; {_list(other) + ' add' if other else 'nothing else is reported, and adds'} "
         f"{added.value:.0%}.",
-        sure=f"R² {by_form.value:.2f} ± {by_form.error:.2f}, added {added.value:.2f} ± {added.error:.2f} (least "
+        basis=f"R² {by_form.value:.2f} ± {by_form.error:.2f}, added {added.value:.2f} ± {added.error:.2f} (least "
         f"squares within groups, errors by leaving each group out); {len(differing)} groups of {window.trained} steps",
         caution="This says what the reward moves with, not what it is made of. Which metric is one of form is guessed "
         "from its name, and what the environment does not report cannot be seen: let it report whether "
@@ -98,7 +98,7 @@ def check_truncation(window: AdviceWindow, env: str) -> Finding:
     """The share of cut-off rollouts; an error in which the tries of one row stand together."""
     places = window.finished_rows(env)
     if len(places) < LEAST_TRUNCATION or window.trained < 5:
-        return lacks(f"fewer than {LEAST_TRUNCATION} rollouts or 5 steps")
+        return unmeasured(f"fewer than {LEAST_TRUNCATION} rollouts or 5 steps")
     rows = window.rows[places]
     cut = rows["finish"] == window.number("finish", "length")
     found = clustered_mean(cut.astype(float), rows["ticket"])
@@ -113,7 +113,7 @@ def check_truncation(window: AdviceWindow, env: str) -> Finding:
         title=f"Replies of `{env}` are cut off",
         seen=f"{cut.sum()} of {len(cut)} rollouts ended at `sampling.max_tokens` = {limit}. They got "
         f"{rows['reward'][cut].mean():.3f} on average{whole}.",
-        sure=f"share {found.value:.3f} ± {found.error:.3f} (error over rows, not rollouts), limit "
+        basis=f"share {found.value:.3f} ± {found.error:.3f} (error over rows, not rollouts), limit "
         f"{window.advice.truncation:g}; {len(np.unique(rows['ticket']))} rows of {window.trained} steps",
         knobs=knobs,
         rollouts=window.numbers(places[cut][::-1]),
@@ -149,7 +149,7 @@ def check_length(window: AdviceWindow, env: str) -> Finding:
     _, rewards = window.by_step(env, window.rows["reward"][places])
     line, pay = trend(steps, lengths), trend(steps, rewards)
     if line is None or pay is None or len(steps) < LEAST_LENGTH or line.first <= 0:
-        return lacks(f"fewer than {LEAST_LENGTH} steps")
+        return unmeasured(f"fewer than {LEAST_LENGTH} steps")
     change = (line.last - line.first) / line.first
     if (
         abs(line.t) <= SURE
@@ -171,7 +171,7 @@ def check_length(window: AdviceWindow, env: str) -> Finding:
         title=f"Replies of `{env}` {'grow' if grows else 'shrink'}, and the reward does not rise",
         seen=f"The mean length went from {line.first:.1f} to {line.last:.1f} tokens ({change:+.0%}); the mean reward "
         f"from {pay.first:.3f} to {pay.last:.3f}.",
-        sure=f"slope {line.slope:+.3g} ± {line.error:.2g} tokens a step, reward {pay.slope:+.2g} ± {pay.error:.2g} "
+        basis=f"slope {line.slope:+.3g} ± {line.error:.2g} tokens a step, reward {pay.slope:+.2g} ± {pay.error:.2g} "
         f"(least squares, errors widened for autocorrelation); {len(steps)} steps",
         knobs=knobs,
         rollouts=window.numbers(places[-512:][order[::-1] if grows else order]),
@@ -191,7 +191,7 @@ def check_entropy(window: AdviceWindow, env: str) -> Finding:
     """The entropy of the last steps against that of the first, where no environment is mastered or still rises."""
     values = window.full_series("entropy")
     if len(values) < LEAST_ENTROPY or (start := float(values[:FEW].mean())) <= 0:
-        return lacks(f"fewer than {LEAST_ENTROPY} steps")
+        return unmeasured(f"fewer than {LEAST_ENTROPY} steps")
     now = series_mean(values[-FEW:])
     stuck = [name for name in window.envs if is_stuck(window, name)]
     limit = window.advice.entropy * start
@@ -205,7 +205,7 @@ def check_entropy(window: AdviceWindow, env: str) -> Finding:
         f"{now.value / start:.0%} of it, and rewards stand still: "
         + ", ".join(f"`{name}` at {_reward(window, name):.3f}" for name in stuck)
         + ".",
-        sure=f"last {FEW} steps {now.value:.3g} ± {now.error:.2g}, limit {limit:.2g}; no reward rises by as much as a "
+        basis=f"last {FEW} steps {now.value:.3g} ± {now.error:.2g}, limit {limit:.2g}; no reward rises by as much as a "
         f"standard error over {window.trained} steps",
         knobs=[
             window.knob("trainer.entropy_coef", max(1e-3, 2 * paid), "pay for it"),

@@ -1,6 +1,7 @@
-"""Reduces a rollout to what advisories need of its text: which prompt it had, and whether its reply stood in it."""
+"""Reduces a rollout to what advisories need of its texts: the prompt, and whether the reply is the expected answer."""
 
 import re
+from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -8,25 +9,46 @@ from typing import Any, NamedTuple
 from paceline.observe.record.rows import message_texts
 
 CUE = r"(?:answer|solution|target|expected|label|hint|ground.?truth)\W{0,8}(?:is\W{1,3})?"
-LEAST_REPLY = 2
-"""Characters: a shorter reply stands in many prompts by chance."""
+LEAST_TEXT = 2
+"""Characters: a shorter text stands in many prompts by chance."""
+SEPARATOR = " | "
+"""Between the answers that a row accepts, as the record keeps them."""
 
 
 class PromptFacts(NamedTuple):
     digest: bytes
-    """The same for the same text."""
-    holds_reply: bool
-    """Whether the reply stands in the prompt after a word such as `answer:`."""
+    """The same for the same messages."""
+    token_digest: bytes
+    """The same for the same tokens."""
+    holds_answer: bool
+    """Whether the reply or the expected answer stands in the prompt after a word such as `answer:`."""
+    is_right: bool
+    """Whether the reply is the expected answer but for case, white space and punctuation at its ends."""
 
 
-def prompt_facts(turns: Sequence[Any]) -> PromptFacts | None:
+def prompt_facts(turns: Sequence[Any], target: str = "") -> PromptFacts | None:
     """Of the turns of a rollout, in a run or from its record; None where no messages were kept."""
     if not turns or not turns[0].messages:
         return None
     prompt, reply = "\n".join(message_texts(turns[0].messages)), str(turns[-1].text).strip()
-    digest = blake2b(prompt.encode("utf-8", "replace"), digest_size=12).digest()
-    return PromptFacts(digest, len(reply) >= LEAST_REPLY and _is_told(prompt, reply))
+    answers = [answer for part in target.split(SEPARATOR) if (answer := part.strip())]
+    return PromptFacts(
+        _digest(prompt.encode("utf-8", "replace")),
+        _digest(array("q", turns[0].prompt_ids).tobytes()),
+        any(_follows_cue(prompt, text) for text in (reply, *answers)),
+        bool(_bare(reply)) and _bare(reply) in map(_bare, answers),
+    )
 
 
-def _is_told(prompt: str, reply: str) -> bool:
-    return reply in prompt and re.search(CUE + re.escape(reply) + r"(?!\w)", prompt, re.IGNORECASE) is not None
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=12).digest()
+
+
+def _follows_cue(prompt: str, text: str) -> bool:
+    if len(text) < LEAST_TEXT or text not in prompt:
+        return False
+    return re.search(CUE + re.escape(text) + r"(?!\w)", prompt, re.IGNORECASE) is not None
+
+
+def _bare(text: str) -> str:
+    return "".join(text.casefold().split()).strip(".,;:!?'\"`*")

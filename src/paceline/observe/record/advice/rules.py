@@ -38,10 +38,11 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule("failures", "Do rollouts end without an error?", task_rules.check_failures),
+    Rule("chat_template", "Do tokens say what messages do?", task_rules.check_chat_template, by_env=False),
+    Rule("strict_grader", "Do right replies earn more than wrong ones?", task_rules.check_strict_grader),
     Rule("constant_reward", "Do rewards differ at all?", task_rules.check_constant_reward, below=True),
     Rule("learning_rate_high", "Does the policy keep the reward it had?", update_rules.check_learning_rate_high),
     Rule("stop_token", "Do replies end by themselves?", task_rules.check_stop_token, below=True),
-    Rule("chat_template", "Does a prompt continue the turns before it?", task_rules.check_chat_template, by_env=False),
     Rule("leaked_answer", "Do prompts keep the answer to themselves?", task_rules.check_leaked_answer),
     Rule("duplicate_rows", "Does each row of the dataset have its own prompt?", task_rules.check_duplicate_rows),
     Rule("stale_weights", "Are samples new enough?", update_rules.check_stale_weights, by_env=False),
@@ -49,7 +50,7 @@ RULES = (
     Rule("format", "Does reward follow form alone?", output_rules.check_format),
     Rule("judges", "Do judges agree with one another?", learning_rules.check_judges, below=True),
     Rule("reward_hacking", "Do right answers rise with the reward?", task_rules.check_reward_hacking),
-    Rule("parting", "Does training reward leave held-out reward behind?", learning_rules.check_parting),
+    Rule("overfitting", "Does training reward leave held-out reward behind?", learning_rules.check_overfitting),
     Rule("entropy", "Is entropy used up before the task is learnt?", output_rules.check_entropy, False, below=True),
     Rule("truncation", "Are replies cut off at the limit?", output_rules.check_truncation),
     Rule("length", "Do replies grow or shrink while the reward does not rise?", output_rules.check_length),
@@ -62,12 +63,21 @@ RULES = (
 )
 """In the order of causes: what stands first may be the cause of what follows it."""
 
-_UPSET = {"entropy", "truncation", "length", "flat_groups", "dropped_groups", "starving"}
+UNSTABLE_EFFECTS = {"entropy", "truncation", "length", "flat_groups", "dropped_groups", "starving"}
 EFFECTS: dict[str, set[str]] = {
     "failures": {"flat_groups", "dropped_groups", "starving", "slow_environment", "idle"},
+    "chat_template": UNSTABLE_EFFECTS | {"constant_reward", "stop_token", "learning_rate_high"},
+    "strict_grader": {
+        "constant_reward",
+        "flat_groups",
+        "dropped_groups",
+        "learning_rate_low",
+        "slow_environment",
+        "idle",
+    },
     "constant_reward": {"entropy", "dropped_groups", "learning_rate_low", "slow_environment", "idle"},
-    "learning_rate_high": _UPSET
-    | {"stop_token", "stale_weights", "mismatch", "format", "parting", "idle", "reward_hacking"},
+    "learning_rate_high": UNSTABLE_EFFECTS
+    | {"stop_token", "stale_weights", "mismatch", "format", "overfitting", "idle", "reward_hacking"},
     "stop_token": {"truncation", "length"},
     "stale_weights": {"mismatch"},
     "truncation": {"flat_groups", "dropped_groups"},
@@ -119,7 +129,7 @@ def advice(run: RunFolder) -> RenderableType:
             table.add_row("after", Text(f"may follow from {advisory.follows}"))
         table.add_row("seen", Text(f"{advisory.seen} (steps {first} to {last})"))
         table.add_row("found", Text(advisory.comparison))
-        table.add_row("how sure", Text(advisory.sure))
+        table.add_row("how sure", Text(advisory.basis))
         if advisory.caution:
             table.add_row("but", Text(advisory.caution))
         for knob in advisory.knobs:
@@ -163,7 +173,7 @@ class AdviceMemory:
         rows = [index_row(step, self._names, rollout_facts(rollout, state)) for state, rollout in ended]
         self._rows = np.concatenate([self._rows, np.array(rows, ROW)])
         self._metrics += [rollout.metrics for _, rollout in ended]
-        self._prompts += [prompt_facts(rollout.turns) for _, rollout in ended]
+        self._prompts += [prompt_facts(rollout.turns, rollout.target) for _, rollout in ended]
         self._keep(self._rows["step"] > step - self._steps)
 
     def forget(self, env: str) -> None:

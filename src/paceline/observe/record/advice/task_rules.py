@@ -1,8 +1,10 @@
 """Advisories on the task: its rows, its rewards, episodes that fail or are slow, replies that never end."""
 
 from math import sqrt
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.observe.record.advice.learning_rules import TRUTH
 from paceline.observe.record.advice.measures import (
@@ -10,12 +12,13 @@ from paceline.observe.record.advice.measures import (
     Advisory,
     Finding,
     Knob,
+    Mean,
     clustered_mean,
-    lacks,
     series_mean,
+    unmeasured,
     wilson_share,
 )
-from paceline.observe.record.advice.window import AdviceWindow
+from paceline.observe.record.advice.window import AdviceWindow, PromptTable
 from paceline.observe.record.layout import TRAINING
 
 LEAST_TRIES = 64
@@ -35,7 +38,7 @@ def check_failures(window: AdviceWindow, env: str) -> Finding:
     failed, ended = np.flatnonzero(mine & (rows["error"] != 0)), window.finished_rows(env)
     count = len(failed) + len(ended)
     if count < LEAST_TRIES:
-        return lacks(f"fewer than {LEAST_TRIES} rollouts")
+        return unmeasured(f"fewer than {LEAST_TRIES} rollouts")
     is_failed = np.r_[np.ones(len(failed)), np.zeros(len(ended))]
     found = clustered_mean(is_failed, np.r_[rows["ticket"][failed], rows["ticket"][ended]])
     if found.low <= window.advice.failures:
@@ -60,7 +63,7 @@ def check_failures(window: AdviceWindow, env: str) -> Finding:
             title=f"Rollouts of `{env}` fail",
             seen=f"{len(failed)} of {count} rollouts ended in an error, {counts.max()} of them of the kind `{kind}`. "
             f"{HINTS.get(kind, 'The rollouts below have the message').capitalize()}.",
-            sure=f"share {found.value:.3f} ± {found.error:.3f} (error over rows, not rollouts), limit "
+            basis=f"share {found.value:.3f} ± {found.error:.3f} (error over rows, not rollouts), limit "
             f"{window.advice.failures:g}",
             knobs=knobs,
             rollouts=window.numbers(failed[::-1]),
@@ -69,6 +72,41 @@ def check_failures(window: AdviceWindow, env: str) -> Finding:
     )
 
 
+def check_strict_grader(window: AdviceWindow, env: str) -> Finding:
+    """Of the replies that are the expected answer but for case and the like, the share that earns no more than other
+    replies do on average."""
+    places = window.finished_rows(env, untrained=True)
+    table = window.prompts(places)
+    right, others = table.places[table.is_right], table.places[~table.is_right]
+    if len(table.places) < LEAST_TRIES or len(right) < LEAST_RIGHT or not len(others):
+        return unmeasured(f"fewer than {LEAST_RIGHT} replies that are their row's answer")
+    rewards = window.rows["reward"]
+    best, usual = float(rewards[places].max()), float(rewards[others].mean())
+    unpaid = (rewards[right] <= usual) & (rewards[right] < (best if best > 0 else np.inf))
+    found, share = wilson_share(int(unpaid.sum()), len(right)), float(unpaid.mean())
+    limit = window.advice.strict_grader
+    if found.low <= limit:
+        return Finding(share)
+    return Finding(
+        share,
+        Advisory(
+            title=f"Right replies of `{env}` earn nothing",
+            seen=f"{len(right)} of the last {len(table.places)} replies are the answer of their row, but for case, "
+            f"white space and punctuation at the ends. {unpaid.sum()} of them earned "
+            f"{rewards[right][unpaid].mean():.3g} on average, other replies {usual:.3g}.",
+            basis=f"share {share:.2f}, surely more than {found.low:.2f} (Wilson's interval of three standard "
+            f"errors), limit {limit:g}",
+            caution="The grader compares without making both sides alike (lower case, stripped), or reads the answer "
+            "from another column. A task may also forbid the plain answer.",
+            knobs=[window.knob("advice.pause", ["strict_grader"], "draw nothing from it until its grader is mended")],
+            rollouts=window.numbers(right[unpaid][::-1]),
+            metrics=[f"reward/{env}/mean", f"reward/{env}/std"],
+        ),
+    )
+
+
+LEAST_RIGHT = 12
+"""Right replies below which nothing is said."""
 REWARDLESS = ("opd", "opsd", "sft", "constant")
 """Algorithms that learn from something else."""
 
@@ -77,10 +115,10 @@ def check_constant_reward(window: AdviceWindow, env: str) -> Finding:
     """The spread of all rewards this run has seen."""
     algo = window.env(env).get("algo") or window.get("algo", {})
     if algo.get("type", "grpo") in REWARDLESS:
-        return lacks("its algorithm needs no reward")
+        return unmeasured("its algorithm needs no reward")
     places = window.finished_rows(env, untrained=True)
     if len(places) < LEAST_TRIES:
-        return lacks(f"fewer than {LEAST_TRIES} rollouts")
+        return unmeasured(f"fewer than {LEAST_TRIES} rollouts")
     rewards = window.rows["reward"][places]
     spread = max(float(rewards.std()), float(np.max(window.full_series(f"reward/{env}/std"), initial=0.0)))
     if spread >= window.advice.constant_reward:
@@ -90,7 +128,7 @@ def check_constant_reward(window: AdviceWindow, env: str) -> Finding:
         Advisory(
             title=f"The reward of `{env}` never changes",
             seen=f"All {len(places)} rollouts got exactly {rewards[0]:g}, so there is nothing to learn.",
-            sure=f"standard deviation {spread:.1g} ± 0 over all rollouts seen, limit {window.advice.constant_reward:g}",
+            basis=f"standard deviation {spread:.1g} ± 0 over all rollouts, limit {window.advice.constant_reward:g}",
             caution="This is more often a fault of the reward than of the task: read one of the rollouts, and what the "
             "reward function makes of it.",
             knobs=[window.env_knob(env, "curriculum", True, "if the reward is right: rows within reach come first")],
@@ -108,7 +146,7 @@ def check_stop_token(window: AdviceWindow, env: str) -> Finding:
     """The share of replies that end by themselves, where it was as small when the run began."""
     places = window.finished_rows(env)
     if len(places) < LEAST_TRIES:
-        return lacks(f"fewer than {LEAST_TRIES} rollouts")
+        return unmeasured(f"fewer than {LEAST_TRIES} rollouts")
     limit = int(window.get("sampling.max_tokens", 256))
     ended = window.rows["finish"][places] != window.number("finish", "length")
     found, at_first = wilson_share(int(ended.sum()), len(ended)), window.full_series("truncated_ratio")[:3]
@@ -122,7 +160,7 @@ def check_stop_token(window: AdviceWindow, env: str) -> Finding:
             seen=f"{len(ended) - ended.sum()} of {len(ended)} replies went on to `sampling.max_tokens` = {limit}, "
             "from the first "
             "step on: the token that ends a reply is not known as such, or the chat template asks for none.",
-            sure=f"share that ended {share:.3f}, surely less than {found.high:.3f} (Wilson's interval of three "
+            basis=f"share that ended {share:.3f}, surely less than {found.high:.3f} (Wilson's interval of three "
             "standard errors), "
             f"limit {window.advice.stop_token:g}",
             caution="Before the limit is raised: compare `eos_token_id` of the model's generation_config.json with the "
@@ -134,61 +172,111 @@ def check_stop_token(window: AdviceWindow, env: str) -> Finding:
     )
 
 
+MARKERS = "mismatch/markers"
+"""Metric: how many markers of the chat template the tokenizer has no token for, where there are any."""
+
+
 def check_chat_template(window: AdviceWindow, env: str) -> Finding:
-    """The share of turns whose prompt is not what was said before, and more."""
+    """The share of turns whose tokens do not say what their messages do: the template's markers are not tokens of this
+    model, other messages have the same tokens, or the prompt is not what was said before, and more."""
+    limit = window.advice.chat_template
+    places = np.concatenate([np.empty(0, int), *(window.finished_rows(name, untrained=True) for name in window.envs)])
+    markers = window.full_series(MARKERS)
+    if len(markers) and markers[-1] > 0:
+        return Finding(
+            1.0,
+            _template_advisory(
+                window,
+                places,
+                title="The chat template is not this model's",
+                seen=f"The tokenizer has no token for {markers[-1]:.0f} of the template's markers (such as "
+                "`<|im_start|>`) and spells them out in letters, in every prompt.",
+                basis=f"share of prompts 1 ± 0, limit {limit:g}: markers are looked up in the tokenizer",
+                metrics=[MARKERS],
+            ),
+        )
+    table = window.prompts(places)
+    if (dropped := _merged_prompts(table)) is not None and dropped.low > limit:
+        return Finding(
+            dropped.value,
+            _template_advisory(
+                window,
+                table.places,
+                title="The chat template leaves messages out",
+                seen=f"{dropped.value:.0%} of the last {len(table.places)} prompts have the same tokens as prompts "
+                "with other messages: the model is not shown what the environment asks.",
+                basis=f"share surely more than {dropped.low:.2f} (Wilson's interval of three standard errors), "
+                f"limit {limit:g}",
+                metrics=[f"reward/{name}/mean" for name in window.envs],
+            ),
+        )
     found = series_mean(window.series("mismatch/template")[1])
     if found.count < 5:
-        return lacks("fewer than 5 steps")
-    limit = window.advice.chat_template
+        return unmeasured("fewer than 5 steps")
     if found.low <= limit:
         return Finding(found.value)
     several = np.flatnonzero((window.rows["turns"] > 1) & (window.rows["samples"] > 1))
     return Finding(
         found.value,
-        Advisory(
+        _template_advisory(
+            window,
+            several,
             title="Prompts rewrite what was said before",
             seen=f"{found.value:.0%} of the turns had a prompt that does not continue the tokens of the turns before "
-            "it: the chat "
-            "template, or the environment, changes earlier messages. Each such turn becomes a sample of its own.",
-            sure=f"`mismatch/template` {found.value:.2f} ± {found.error:.2f}, limit {limit:g}; {found.count} steps",
-            caution="Templates that leave out earlier thoughts do so on purpose.",
-            knobs=[
-                window.knob(
-                    "advice.chat_template", 0.999, "if it is meant to be so; else change the template or the messages"
-                )
-            ],
-            rollouts=window.numbers(several[::-1]),
+            "it: the chat template, or the environment, changes earlier messages. Each such turn becomes a sample of "
+            "its own.",
+            basis=f"`mismatch/template` {found.value:.2f} ± {found.error:.2f}, limit {limit:g}; {found.count} steps",
             metrics=["mismatch/template"],
         ),
     )
 
 
+def _merged_prompts(table: PromptTable) -> Mean | None:
+    """The share of prompts whose tokens are those of other messages too."""
+    if len(table.places) < LEAST_TRIES // 2 or len(set(table.digests)) < 2:
+        return None
+    messages: dict[bytes, set[bytes]] = {}
+    for tokens, digest in zip(table.token_digests, table.digests, strict=True):
+        messages.setdefault(tokens, set()).add(digest)
+    return wilson_share(sum(len(messages[tokens]) > 1 for tokens in table.token_digests), len(table.places))
+
+
+def _template_advisory(window: AdviceWindow, places: NDArray[Any], **words: Any) -> Advisory:
+    return Advisory(
+        caution="Compare a rollout's messages with its tokens. A template of one's own is named in "
+        "`model.chat_template`; without that key the tokenizer's is used. Templates that leave out earlier thoughts do "
+        "so on purpose.",
+        knobs=[window.knob("model.renderer", "renderers", "write prompts as the model's family does, and only append")],
+        rollouts=window.numbers(places[::-1]),
+        **words,
+    )
+
+
 def check_leaked_answer(window: AdviceWindow, env: str) -> Finding:
-    """Among the best replies, the share that stands in its prompt after a word such as `answer:`."""
+    """Among the best rollouts, the share whose prompt holds the answer after a word such as `answer:`."""
     places = window.finished_rows(env)
     rewards = window.rows["reward"][places]
     if len(places) < LEAST_TRIES or np.ptp(rewards) == 0:
-        return lacks(f"fewer than {LEAST_TRIES} rollouts, or one reward for all")
+        return unmeasured(f"fewer than {LEAST_TRIES} rollouts, or one reward for all")
     top = float(rewards.max())
     table = window.prompts(places[rewards >= top])
     if len(table.places) < LEAST_TRIES // 4:
-        return lacks("too few replies with the best reward, or no texts")
-    found = wilson_share(int(table.holds_reply.sum()), len(table.places))
-    share, limit = float(table.holds_reply.mean()), window.advice.leaked_answer
+        return unmeasured("too few replies with the best reward, or no texts")
+    found = wilson_share(int(table.holds_answer.sum()), len(table.places))
+    share, limit = float(table.holds_answer.mean()), window.advice.leaked_answer
     if found.low <= limit:
         return Finding(share)
     return Finding(
         share,
         Advisory(
             title=f"The answer stands in the prompts of `{env}`",
-            seen=f"{table.holds_reply.sum()} of {len(table.places)} replies with the best reward ({top:g}) "
-            "stand word for "
-            "word in their own prompt, after a word such as `answer` or `solution`.",
-            sure=f"share {share:.2f}, surely more than {found.low:.2f} (Wilson's interval of three standard errors), "
+            seen=f"Of {len(table.places)} rollouts with the best reward ({top:g}), {table.holds_answer.sum()} have "
+            "their answer word for word in their own prompt, after a word such as `answer` or `solution`.",
+            basis=f"share {share:.2f}, surely more than {found.low:.2f} (Wilson's interval of three standard errors), "
             f"limit {limit:g}",
             caution="A task may ask to copy something that is named so.",
             knobs=[window.knob("advice.pause", ["leaked_answer"], "draw nothing from it until its prompts are mended")],
-            rollouts=window.numbers(table.places[table.holds_reply][::-1]),
+            rollouts=window.numbers(table.places[table.holds_answer][::-1]),
             metrics=[f"reward/{env}/mean", f"eval/{env}/reward"],
         ),
     )
@@ -197,16 +285,16 @@ def check_leaked_answer(window: AdviceWindow, env: str) -> Finding:
 def check_duplicate_rows(window: AdviceWindow, env: str) -> Finding:
     """The share of tries whose prompt stands in another row of the dataset too. Generated tasks may repeat."""
     if not window.env(env).get("dataset"):
-        return lacks("its rows are not a dataset")
+        return unmeasured("its rows are not a dataset")
     places = window.finished_rows(env)
     table = window.prompts(places[window.rows["member"][places] == 0])
     if len(table.places) < LEAST_TRIES // 2:
-        return lacks(f"fewer than {LEAST_TRIES // 2} prompts in the record")
+        return unmeasured(f"fewer than {LEAST_TRIES // 2} prompts in the record")
     numbers, owners = window.rows["row"][table.places], {}
     for digest, number in zip(table.digests, numbers.tolist(), strict=True):
         owners.setdefault(digest, set()).add(number)
     if len(owners) < 2:
-        return lacks("one prompt for all rows: what differs is not in it")
+        return unmeasured("one prompt for all rows: what differs is not in it")
     shared = np.array([len(owners[digest]) > 1 for digest in table.digests])
     found, limit = wilson_share(int(shared.sum()), len(shared)), window.advice.duplicate_rows
     share = float(shared.mean())
@@ -220,7 +308,7 @@ def check_duplicate_rows(window: AdviceWindow, env: str) -> Finding:
             seen=f"{len(np.unique(numbers))} rows that were drawn have {len(owners)} different prompts; one prompt "
             "stands in "
             f"{len(most)} of them.",
-            sure=f"share of tries {share:.2f}, surely more than {found.low:.2f} (Wilson's interval of three standard "
+            basis=f"share of tries {share:.2f}, surely more than {found.low:.2f} (Wilson's interval of three standard "
             "errors), limit "
             f"{limit:g}; {len(shared)} groups",
             caution="Only the last steps are compared, so there may be more in the dataset.",
@@ -246,7 +334,7 @@ def check_reward_hacking(window: AdviceWindow, env: str) -> Finding:
     spreads = window.series(f"reward/{env}/std", since=1)[1]
     scale = float(spreads.mean()) if len(spreads) else 0.0
     if not names or scale <= 0 or len(rewards) < 2 * FEW:
-        return lacks("no metric of right answers" if not names else f"fewer than {2 * FEW} steps")
+        return unmeasured("no metric of right answers" if not names else f"fewer than {2 * FEW} steps")
     rise = float(rewards[-FEW:].mean() - rewards[:FEW].mean()) / scale
     fallen = []
     for name in names:
@@ -268,7 +356,7 @@ def check_reward_hacking(window: AdviceWindow, env: str) -> Finding:
             seen=f"The reward rose from {rewards[:FEW].mean():.3f} to {rewards[-FEW:].mean():.3f}, while `{name}` "
             "fell from "
             f"{before:.3f} to {now:.3f}: what is paid is not what is wanted.",
-            sure=f"a rise of {rise:.2f} ± {error:.2f} standard deviations between the first and the last {FEW} steps, "
+            basis=f"a rise of {rise:.2f} ± {error:.2f} standard deviations between the first and the last {FEW} steps, "
             f"limit {window.advice.reward_hacking:g}; {len(rewards)} steps",
             knobs=[window.knob("advice.pause", ["reward_hacking"], "draw nothing from it until its reward is mended")],
             steps=(int(steps[0]), int(steps[-1])),
@@ -284,10 +372,10 @@ def check_slow_environment(window: AdviceWindow, env: str) -> Finding:
     names = ("busy/trainer", "busy/sampler", "time/score", "time/publish", "time/step")
     parts = [window.series(name, since)[1] for name in names]
     if len({len(part) for part in parts}) > 1 or len(parts[0]) < 5:
-        return lacks("fewer than 5 steps")
+        return unmeasured("fewer than 5 steps")
     trainer, sampler, score, publish, step = parts
     if not (sampler > 0).any():
-        return lacks("the engine does not say how busy it is")
+        return unmeasured("the engine does not say how busy it is")
     found = series_mean(np.clip(1 - trainer - sampler - (score + publish) / np.maximum(step, 1e-9), 0, 1))
     limit = window.advice.slow_environment
     if found.low <= limit:
@@ -299,7 +387,7 @@ def check_slow_environment(window: AdviceWindow, env: str) -> Finding:
             title="Environments are slow: trainer and sampler wait for them",
             seen=f"In {found.value:.0%} of the time neither the trainer ({trainer.mean():.0%} busy) nor the sampler "
             f"({sampler.mean():.0%}) works. A step takes {step.mean():.2f} s.",
-            sure=f"{found.value:.2f} ± {found.error:.2f} (mean over {found.count} steps, errors widened for "
+            basis=f"{found.value:.2f} ± {found.error:.2f} (mean over {found.count} steps, errors widened for "
             "autocorrelation), "
             f"limit {limit:g}",
             knobs=[window.knob("max_inflight", 2 * running, "play more episodes at once")],

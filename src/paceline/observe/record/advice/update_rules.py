@@ -4,7 +4,7 @@ from math import exp, inf, sqrt
 
 import numpy as np
 
-from paceline.observe.record.advice.measures import Advisory, Finding, Mean, lacks, series_mean
+from paceline.observe.record.advice.measures import Advisory, Finding, Mean, series_mean, unmeasured
 from paceline.observe.record.advice.output_rules import is_stuck
 from paceline.observe.record.advice.window import AdviceWindow
 
@@ -77,7 +77,7 @@ def check_learning_rate_high(window: AdviceWindow, env: str) -> Finding:
     """The reward falls below the best it had, after updates that moved the policy far at once."""
     lost = lost_reward(window, env)
     if lost is None:
-        return lacks("too few steps, or a reward near 0 from the beginning")
+        return unmeasured("too few steps, or a reward near 0 from the beginning")
     signs = signs_of_large_steps(window)
     if lost.value <= window.advice.learning_rate_high or lost.low <= 0 or not signs:
         return Finding(lost.value)
@@ -95,7 +95,7 @@ def check_learning_rate_high(window: AdviceWindow, env: str) -> Finding:
             seen=f"The reward of `{env}` fell from {rewards.max():.3f} at step {int(steps[int(np.argmax(rewards))])} "
             f"to {rewards[-LEAST_AFTER:].mean():.3f}. At step {int(first)}: "
             f"{'; '.join(words for _, _, words in signs[:3])}. `lr` is {lr:g}.",
-            sure=f"{lost.value:.2f} ± {lost.error:.2f} of the best reward is lost (mean of {lost.count} steps; the "
+            basis=f"{lost.value:.2f} ± {lost.error:.2f} of the best reward is lost (mean of {lost.count} steps; the "
             f"error is that of their groups), limit {window.advice.learning_rate_high:g}",
             caution="Weights that broke seldom recover: what follows, such as long replies or lost entropy, is its "
             "effect.",
@@ -109,34 +109,42 @@ def check_learning_rate_high(window: AdviceWindow, env: str) -> Finding:
 
 LEAST_STILL = 10
 """Steps below which nothing is said."""
+STILL = 2e-6
+"""Sum of the rates of all steps below which no weight can have moved by more than rounding: AdamW moves a weight by
+about the rate, and weights are of the order of 0.02."""
 
 
 def check_learning_rate_low(window: AdviceWindow, env: str) -> Finding:
     """The policy that trains does not leave the one that sampled, and no reward rises."""
     ages, distance = window.series("staleness/mean")[1], window.series("sampler_kl")[1]
-    if len(ages) != len(distance) or (old := ages >= 0.5).sum() < LEAST_STILL:
-        return lacks(f"fewer than {LEAST_STILL} steps whose samples are a version old")
-    moved = series_mean(np.abs(distance[old]) / ages[old] ** 2)
-    limit = window.advice.learning_rate_low
+    gradients, rates = window.series("grad_norm")[1], window.series("lr", since=1)[1]
+    lr, limit = float(window.get("trainer.optimizer.lr", 1e-5)), window.advice.learning_rate_low
+    old = ages >= 0.5
+    if len(ages) == len(distance) and old.sum() >= LEAST_STILL:
+        moved = series_mean(np.abs(distance[old]) / ages[old] ** 2)
+        seen = f"In one version the policy moves {moved.value:.1g} nats a token"
+        basis = f"`sampler_kl` over the square of the staleness {moved.value:.1g} ± {moved.error:.1g}"
+    elif len(rates) >= LEAST_STILL:
+        # Samples are the trainer's own, so no distance is measured. What the rates allow is known all the same.
+        moved = Mean(0.0 if rates.sum() < STILL else inf, 0.0, len(rates))
+        seen = f"In {len(rates)} steps no weight can move by more than about {rates.sum():.1g}, the sum of the rates"
+        basis = f"sum of `lr` {rates.sum():.1g} ± 0, of which {STILL:g} is lost in rounding"
+    else:
+        return unmeasured(f"fewer than {LEAST_STILL} steps")
+    value = moved.value if np.isfinite(moved.value) else None
     stuck = [name for name in window.envs if is_stuck(window, name)]
-    gradients = window.series("grad_norm")[1]
-    if moved.high >= limit or len(stuck) < len(window.envs) or not stuck or not (gradients > 0).any():
-        return Finding(moved.value)
-    lr = float(window.get("trainer.optimizer.lr", 1e-5))
-    _, rates = window.series("lr", since=1)
-    if len(rates) and rates[-1] < 0.5 * lr:
-        return Finding(moved.value)  # its schedule ends there
+    ends = len(rates) > 0 and rates[-1] < 0.5 * lr  # its schedule ends there
+    if moved.high >= limit or ends or len(stuck) < len(window.envs) or not stuck or not (gradients > 0).any():
+        return Finding(value, missing="" if value is not None else "samples are as new as the weights")
     higher = min(1e-2, lr * float(min(1e4, max(10.0, np.sqrt(100 * limit / max(moved.value, 1e-12)))))) or 1e-5
     return Finding(
-        moved.value,
+        value,
         Advisory(
             title="The learning rate is too low: nothing moves",
-            seen=f"In one version the policy moves {moved.value:.1g} nats a token, and rewards stand still: "
+            seen=f"{seen}, and rewards stand still: "
             + ", ".join(f"`{name}` at {window.series(f'reward/{name}/mean')[1].mean():.3f}" for name in stuck)
             + f". There are gradients (norm {gradients.mean():.2g}), and `lr` is {lr:g}.",
-            sure=f"`sampler_kl` over the square of the staleness {moved.value:.1g} ± {moved.error:.1g}, limit "
-            f"{limit:g}; "
-            f"no reward rises by as much as a standard error over {moved.count} steps",
+            basis=f"{basis}, limit {limit:g}; no reward rises by as much as a standard error over {moved.count} steps",
             knobs=[window.knob("trainer.optimizer.lr", float(f"{higher:.1g}"), "larger steps")],
             metrics=["sampler_kl", *(f"reward/{name}/mean" for name in stuck), "lr"],
         ),
@@ -147,7 +155,7 @@ def check_stale_weights(window: AdviceWindow, env: str) -> Finding:
     """The part of the mismatch that is due to the age of the weights that sampled."""
     far, ages = (window.series(name)[1] for name in ("mismatch/staleness", "staleness/mean"))
     if len(far) != len(ages) or (old := ages >= OLD).sum() < 5:
-        return lacks(f"fewer than 5 steps whose samples are {OLD:g} versions old")
+        return unmeasured(f"fewer than 5 steps whose samples are {OLD:g} versions old")
     limit, age = window.advice.stale_weights, float(ages[old].mean())
     logs = series_mean(np.log(np.maximum(far[old], 1e-12)))  # most are small, a few are very large
     found = Mean(exp(logs.value), exp(logs.value) * logs.error, logs.count)
@@ -166,7 +174,7 @@ def check_stale_weights(window: AdviceWindow, env: str) -> Finding:
             title="Samples are too old for the steps that are taken",
             seen=f"Samples are {age:.1f} versions old on average ({allowed} allowed), and the policy has moved "
             f"{found.value:.2g} nats a token meanwhile.",
-            sure=f"geometric mean of `mismatch/staleness` {found.value:.2g} ± {found.error:.1g}, limit {limit:g}; "
+            basis=f"geometric mean of `mismatch/staleness` {found.value:.2g} ± {found.error:.1g}, limit {limit:g}; "
             f"{found.count} steps",
             knobs=knobs,
             metrics=["mismatch/staleness", "staleness/mean", "clip_fraction"],
@@ -182,7 +190,7 @@ def check_dropped_groups(window: AdviceWindow, env: str) -> Finding:
     """Most of what is sampled never trains, and the trainer waits for the rest."""
     dropped, waits = (series_mean(window.series(name)[1]) for name in ("drop_ratio", "wait_time_ratio"))
     if dropped.count < 8:
-        return lacks("fewer than 8 steps")
+        return unmeasured("fewer than 8 steps")
     if dropped.low <= window.advice.dropped_groups or waits.low <= WAITING:
         return Finding(dropped.value)
     reasons = {name: float(window.series(name)[1].sum()) for name in window.columns if name.startswith("dropped/")}
@@ -205,7 +213,7 @@ def check_dropped_groups(window: AdviceWindow, env: str) -> Finding:
             f"{waits.value:.0%} of its time. Mean reward: "
             + ", ".join(f"`{name}` {value:.3f}" for name, value in rewards.items())
             + ".",
-            sure=f"share dropped {dropped.value:.2f} ± {dropped.error:.2f}, limit {window.advice.dropped_groups:g}; "
+            basis=f"share dropped {dropped.value:.2f} ± {dropped.error:.2f}, limit {window.advice.dropped_groups:g}; "
             "waiting "
             f"{waits.value:.2f} ± {waits.error:.2f}, limit {WAITING:g}; {dropped.count} steps",
             caution="Where the reward is near its best the task is mastered: harder rows, or the end of the run, are "

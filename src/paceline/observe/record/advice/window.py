@@ -155,7 +155,9 @@ class AdviceWindow:
         return PromptTable(
             np.array([place for place, _ in kept], int),
             [facts.digest for _, facts in kept],
-            np.array([facts.holds_reply for _, facts in kept], bool),
+            [facts.token_digest for _, facts in kept],
+            np.array([facts.holds_answer for _, facts in kept], bool),
+            np.array([facts.is_right for _, facts in kept], bool),
         )
 
     def get(self, key: str, otherwise: Any = None) -> Any:
@@ -193,7 +195,9 @@ class PromptTable(NamedTuple):
 
     places: NDArray[Any]
     digests: list[bytes]
-    holds_reply: NDArray[Any]
+    token_digests: list[bytes]
+    holds_answer: NDArray[Any]
+    is_right: NDArray[Any]
 
 
 def _group_keys(rows: NDArray[Any]) -> NDArray[Any]:
@@ -226,7 +230,8 @@ def advice_window(run: RunFolder, until: int | None = None) -> AdviceWindow:
 
 def _prompt(view: RecordView | TextRecordView, index: int) -> PromptFacts | None:
     try:
-        return prompt_facts(view.read(index).turns)
+        body = view.read(index)
+        return prompt_facts(body.turns, body.target)
     except RolloutNotFound:
         return None
 

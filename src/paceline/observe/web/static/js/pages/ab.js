@@ -45,7 +45,7 @@ export async function render(root, _, params) {
     if (told.real) announce(told.sentence);
     fill(facts, told.draws ? `${amount(told.draws, "draw")} made by both.` : "",
       told.real ? ` More than chance since step ${whole(told.real_step)}, after ${amount(told.real, "draw")}.` : "",
-      told.strangers ? ` ${amount(told.strangers, "draw")} left out: the runs drew other rows there, so they do not share seed or data.` : "");
+      told.different_rows ? ` ${amount(told.different_rows, "draw")} left out: the runs drew other rows there, so they do not share seed or data.` : "");
     chart.update(differences([...told.steps], told.means ?? [], (told.radii ?? []).map((radius) => radius ?? 0)));
     const gaps = told.held_out.map(({ one, other }) => other - one);
     heldOut.update(differences(told.held_out.map(({ step }) => step), gaps, told.held_out.map(({ radius }) => radius ?? 0)));

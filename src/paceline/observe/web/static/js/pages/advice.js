@@ -73,7 +73,7 @@ function card(one, run, group, charts) {
     one.follows ? h("p", { class: "soft" }, prose(`May follow from \`${one.follows}\`, above.`)) : null,
     h("p", {}, prose(one.seen)),
     h("dl", {},
-      h("dt", {}, "How sure"), h("dd", {}, prose(one.sure)),
+      h("dt", {}, "How sure"), h("dd", {}, prose(one.basis)),
       one.caution ? [h("dt", {}, "But"), h("dd", {}, prose(one.caution))] : null,
       one.knobs.length ? [h("dt", {}, "What to turn"), h("dd", {}, knobs(one.knobs))] : null,
       one.rollouts.length ? [h("dt", {}, "Look at"), h("dd", { class: "row" }, one.rollouts.map((row) => rollout(row, run)))] : null),
