@@ -167,16 +167,16 @@ DEFECTS = (
     Trial("template without content", ("chat_template",), env=reward("GRADED"), model=with_template(NO_CONTENT)),
     Trial("grader minds case", ("strict_grader",), env=reward("GRADED"), rows=rows(capital)),
     Trial("grader minds white space", ("strict_grader",), env=reward("exact"), rows=rows(with_dot)),
-    Trial("teacher dies", ("failures",), "algorithms/opd.toml", f"--steps 60 {BREAKER} {TEACHER}", teacher=8.0),
+    Trial("teacher dies", ("unreachable",), "algorithms/opd.toml", f"--steps 60 {BREAKER} {TEACHER}", teacher=8.0),
     Trial(
         "learnt by heart", ("overfitting",), overrides="--trainer.optimizer.lr 5e-4 --steps 80",
         env=reward("GRADED"), rows=rows(by_chance, 16, 16), held_out=rows(by_chance, 64, 64),
     ),
     Trial(
-        "no baseline", ("entropy",), overrides="--trainer.optimizer.lr 1e-3 --steps 60",
+        "no baseline, top_p", ("entropy",), overrides="--trainer.optimizer.lr 5e-4 --steps 60 --sampling.top_p 0.7",
         env=reward("chance", 'algo.type = "reward"'),
     ),
-    Trial("entropy is paid", ("length", "entropy"), overrides="--trainer.entropy_coef 0.3"),
+    Trial("entropy is paid", ("entropy_high",), overrides="--trainer.entropy_coef 0.3"),
     Trial(
         "length pays", ("reward_hacking", "length"), overrides="--steps 60",
         env=reward("LONG", "reward_weights = { long = 1.0, exact = 0.0 }"),

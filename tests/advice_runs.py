@@ -10,6 +10,7 @@ import numpy as np
 from paceline.config import RunConfig, dump
 from paceline.config.env import RewardEnvConfig
 from paceline.config.filters import AdviceConfig
+from paceline.config.trainer import TrainerConfig
 from paceline.data import Sample, Ticket
 from paceline.observe.monitor import RunDirectory, RunOutcome, RunPlan, RunRecorder
 from paceline.observe.record import RolloutRecorder
@@ -84,6 +85,8 @@ class Plot:
     seed: int = 0
     distinct: int = 50
     """Prompts among the 50 rows."""
+    entropy_coef: float = 0.0
+    notes: Sequence[str] = ()
     same_tokens: bool = False
     """Whether all prompts have the same tokens."""
     target: str = ""
@@ -97,6 +100,7 @@ class Plot:
             group_size=GROUP,
             env=[RewardEnvConfig(name=name, import_path="m:f", dataset="rows.jsonl") for name in self.plays],
             advice=AdviceConfig(steps=STEPS),
+            trainer=TrainerConfig(entropy_coef=self.entropy_coef),
         )
 
     def told(self) -> Iterator[tuple[int, dict[str, float], Sequence[Rollout]]]:
@@ -135,7 +139,7 @@ class Plot:
         memory = AdviceMemory(self.config.model_dump())
         for step, metrics, played in self.told():
             memory.take(step, metrics, [("trained", played)])
-        return memory.window()
+        return replace(memory.window(), notes=self.notes)
 
     def written(self, runs: Path, name: str = "told") -> Path:
         """The same as a run directory, by the real recorder and keeper."""
@@ -196,6 +200,9 @@ def _falls(rng: Rng, step: int, luck: float) -> Try:
 
 
 DEFECTS: dict[str, Plot] = {
+    "unreachable": Plot(
+        notes=["waiting for `teacher` at http://t since 90 s: 0 of 8 samples are scored: no engine is left"]
+    ),
     "failures": Plot(
         {"words": _but(error=lambda rng, step, one: "the grader is gone" if rng.random() < 0.4 else None)}
     ),
@@ -210,6 +217,7 @@ DEFECTS: dict[str, Plot] = {
         target="yes",
     ),
     "constant_reward": Plot({"words": _but(reward=lambda rng, step, one: 0.25)}),
+    "entropy_high": Plot({"words": _but()}, lambda rng, step: {"entropy": 0.5 * 1.1**step}, entropy_coef=0.1),
     "learning_rate_high": Plot(
         {"words": _falls}, lambda rng, step: {"sampler_kl": 4.0 / step, "clip_fraction": 0.6 / step} if step > 2 else {}
     ),
@@ -235,7 +243,7 @@ DEFECTS: dict[str, Plot] = {
     ),
     "overfitting": Plot(
         more=lambda rng, step: (
-            {"reward/words/mean": 0.3 + 0.02 * step + 0.01 * rng.random()}
+            {"reward/words/mean": 0.1 + 0.04 * step + 0.01 * rng.random()}
             | ({} if step % 2 else {"eval/words/reward": 0.5 - 0.01 * step})
         )
     ),
@@ -257,8 +265,8 @@ DEFECTS: dict[str, Plot] = {
     "idle": Plot(more=lambda rng, step: {"busy/trainer": 0.1 + 0.02 * rng.random()}),
 }
 WHOLE_RUN = (
-    "chat_template", "stale_weights", "mismatch", "entropy", "dropped_groups", "learning_rate_low", "slow_environment",
-    "idle",
+    "unreachable", "chat_template", "entropy_high", "stale_weights", "mismatch", "entropy", "dropped_groups",
+    "learning_rate_low", "slow_environment", "idle",
 )  # fmt: skip
 SPEAKS_OF = dict.fromkeys(WHOLE_RUN, "") | {"starving": "essays"}
 """The environment that an advisory names where it is not `words`."""

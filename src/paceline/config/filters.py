@@ -158,10 +158,12 @@ DEFAULT_HANDLING = FailureHandling()
 
 
 AdvisoryName = Literal[
+    "unreachable",
     "failures",
     "chat_template",
     "strict_grader",
     "constant_reward",
+    "entropy_high",
     "learning_rate_high",
     "stop_token",
     "leaked_answer",
@@ -218,6 +220,10 @@ class AdviceConfig(Section):
     """Share that an environment has in the gradient, relative to what its weight asks for."""
     idle: float = Field(default=0.75, gt=0, lt=1)
     """Share of the time in which trainer or sampler has nothing to do, where they need not take turns."""
+    unreachable: float = Field(default=60.0, gt=0)
+    """Seconds that a run has waited for a server that does not answer."""
+    entropy_high: float = Field(default=2.0, gt=1)
+    """Entropy, as a multiple of the first steps', where `trainer.entropy_coef` pays for it and no reward rises."""
     failures: float = Field(default=0.1, gt=0, lt=1)
     """Share of rollouts that ended in an error."""
     strict_grader: float = Field(default=0.5, gt=0, lt=1)

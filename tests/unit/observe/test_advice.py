@@ -71,7 +71,7 @@ def test_nothing_is_said_of_a_run_that_is_well_however_far_it_has_come(seed, ste
 @pytest.mark.parametrize("rule", DEFECTS)
 def test_nothing_is_said_before_there_is_enough_to_see(rule):
     steps = 1 if rule in SOON else 3
-    assert advise(replace(DEFECTS[rule], steps=steps).remembered()) == []
+    assert advise(replace(DEFECTS[rule], steps=steps, notes=()).remembered()) == []
 
 
 def test_a_task_that_is_done_is_no_defect():

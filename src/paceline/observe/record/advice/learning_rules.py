@@ -2,7 +2,8 @@
 
 import re
 from itertools import pairwise
-from typing import NamedTuple
+from math import hypot, sqrt
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,45 +70,53 @@ LEAST_OVERFITTING = 6
 
 
 def check_overfitting(window: AdviceWindow, env: str) -> Finding:
-    """A line through the gap (training less held-out) at each evaluation. It must open, training must rise and be
-    ahead, and held-out must not rise: one at its ceiling, which training catches up with, is no overfitting."""
+    """How far the gap (training less held-out) has opened from the earlier half of the evaluations to the later one.
+    Training must be ahead and held-out must not rise: one at its ceiling, which training catches up with, is none."""
     steps, held_out = window.series(f"eval/{env}/reward", since=1)
     at, rewards = window.series(f"reward/{env}/mean", since=1)
     steps, held_out = steps[-EVALUATIONS:], held_out[-EVALUATIONS:]
     if len(steps) < LEAST_OVERFITTING or not len(at):
         return unmeasured(f"fewer than {LEAST_OVERFITTING} evaluations")
     bounds = np.searchsorted(at, np.r_[steps[0] - (steps[1] - steps[0]), steps], side="right")
-    if (np.diff(bounds) == 0).any():
-        return unmeasured("no training between two evaluations")
-    training = np.array([rewards[low:high].mean() for low, high in pairwise(bounds)])
-    gap, up, other = (trend(steps, ys) for ys in (training - held_out, training, held_out))
+    training = np.array([rewards[low:high].mean() for low, high in pairwise(bounds) if high > low])
     _, spreads = window.series(f"reward/{env}/std", since=int(steps[0]))
     scale = float(spreads.mean()) if len(spreads) else 0.0
-    if gap is None or up is None or other is None or scale <= 0:
-        return unmeasured("no spread of the reward")
-    opened = min(gap.last, gap.last - gap.first) / scale
-    if not gap.rises or not up.rises or other.may_rise or opened <= window.advice.overfitting:
-        return Finding(opened)
-    lr = float(window.get("trainer.optimizer.lr", 1e-5))
-    best = int(steps[int(np.argmax(held_out))])
+    if len(training) < len(steps) - 1 or scale <= 0:
+        return unmeasured("no training between two evaluations" if scale else "no spread of the reward")
+    trained, evaluated = _halves(training), _halves(held_out)
     rows, places = window.rows, window.finished_rows(env, EVALUATION)
     places = places[rows["step"][places] == rows["step"][places].max(initial=-1)]  # the last evaluation alone
+    groups = len(at) / 2 * max(1.0, int(window.get("batch_size", 128)) / int(window.get("group_size", 8)))
+    error = scale / sqrt(len(places) or int(window.env(env).get("eval_examples") or 100))
+    both = hypot(error, scale * sqrt(2 / groups))
+    opened = min(trained[1] - evaluated[1], trained[1] - trained[0] - evaluated[1] + evaluated[0])
+    limit = window.advice.overfitting
+    if opened - SURE * both <= limit * scale or evaluated[1] > evaluated[0] + error:
+        return Finding(opened / scale)
+    lr = float(window.get("trainer.optimizer.lr", 1e-5))
+    best = int(steps[int(np.argmax(held_out))])
     knobs = [window.knob("trainer.optimizer.lr", lr / 2, f"and go back: held-out reward was best at step {best}")]
     if not window.env(env).get("contamination"):
         knobs.append(window.env_knob(env, "contamination", True, "rows too close to held-out ones are left out"))
     advisory = Advisory(
-        title=f"Training reward of `{env}` leaves held-out reward behind",
-        seen=f"Since step {int(steps[0])} training went from {up.first:.3f} to {up.last:.3f}, held-out from "
-        f"{other.first:.3f} to {other.last:.3f}. Held-out was best at step {best} ({held_out.max():.3f}).",
-        basis=f"gap {gap.slope:+.3g} ± {gap.error:.2g} a step, held-out {other.slope:+.2g} ± {other.error:.2g} (least "
-        f"squares, errors widened for autocorrelation); {len(steps)} evaluations",
+        title=f"`{env}` is learnt by heart: held-out reward does not follow",
+        seen=f"From the earlier to the later half of {len(steps)} evaluations training went from {trained[0]:.3f} to "
+        f"{trained[1]:.3f}, held-out from {evaluated[0]:.3f} to {evaluated[1]:.3f}. Held-out was best at step {best} "
+        f"({held_out.max():.3f}). The dataset may have too few rows.",
+        basis=f"the gap opened by {opened / scale:.2f} ± {both / scale:.2f} standard deviations of the reward, limit "
+        f"{limit:g}; {len(steps)} evaluations",
         caution="The reward may also be one that can be had without the task, on rows that training has seen often.",
         steps=(int(steps[0]), int(steps[-1])),
         knobs=knobs,
         rollouts=window.numbers(places, by=rows["reward"][places]),
         metrics=[f"reward/{env}/mean", f"eval/{env}/reward"],
     )
-    return Finding(opened, advisory)
+    return Finding(opened / scale, advisory)
+
+
+def _halves(values: NDArray[Any]) -> tuple[float, float]:
+    half = len(values) // 2
+    return float(values[:half].mean()), float(values[-half:].mean())
 
 
 JUDGE = re.compile(r"judge|grader|rater|verdict", re.I)

@@ -217,12 +217,39 @@ def check_entropy(window: AdviceWindow, env: str) -> Finding:
     return Finding(now.value / start, advisory)
 
 
-def is_stuck(window: AdviceWindow, env: str) -> bool:
-    """Rewards stand still below the best that a rollout has earned."""
+def check_entropy_high(window: AdviceWindow, env: str) -> Finding:
+    """The entropy of the last steps over that of the first, where the loss pays for it and no reward rises."""
+    values, paid = window.full_series("entropy"), float(window.get("trainer.entropy_coef", 0.0))
+    if not paid:
+        return unmeasured("nothing pays for entropy")
+    if len(values) < LEAST_ENTROPY or (start := float(values[:FEW].mean())) <= 0:
+        return unmeasured(f"fewer than {LEAST_ENTROPY} steps")
+    last, limit = values[-FEW:], window.advice.entropy_high
+    stuck = [name for name in window.envs if is_stuck(window, name)]
+    if last.min() <= limit * start or not stuck or len(stuck) < len(window.envs):
+        return Finding(last.mean() / start)
+    advisory = Advisory(
+        title="The entropy bonus outweighs the reward",
+        seen=f"Entropy went from {start:.3g} in the first {FEW} steps to {last.mean():.3g} nats a token with "
+        f"`trainer.entropy_coef` = {paid:g}, and no reward rises: "
+        + ", ".join(f"`{name}` at {_reward(window, name):.3f}" for name in stuck)
+        + ".",
+        basis=f"lowest of the last {FEW} steps {last.min():.2g} ± 0, limit {limit * start:.2g} ({limit:g} times the "
+        f"first {FEW}); {len(values)} steps",
+        knobs=[window.knob("trainer.entropy_coef", paid / 10, "pay less for it")],
+        rollouts=window.numbers(window.finished_rows(stuck[0])[::-1]),
+        metrics=["entropy", *(f"reward/{name}/mean" for name in stuck)],
+    )
+    return Finding(last.mean() / start, advisory)
+
+
+def is_stuck(window: AdviceWindow, env: str, most: float = 1.0) -> bool:
+    """Rewards stand still below the best that a rollout has earned: they rise by no more than so many standard
+    errors."""
     steps, rewards = window.series(f"reward/{env}/mean")
     line = trend(steps, rewards)
     paid = window.rows["reward"][window.finished_rows(env)]
-    if line is None or line.may_rise or not len(paid):
+    if line is None or line.t > most or not len(paid):
         return False
     low = min(0.0, float(paid.min()))
     high = max(float(paid.max()), float(window.full_series(f"reward/{env}/mean").max()))

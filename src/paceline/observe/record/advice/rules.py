@@ -37,10 +37,12 @@ class Rule(NamedTuple):
 
 
 RULES = (
+    Rule("unreachable", "Does every server that a run asks answer?", task_rules.check_unreachable, by_env=False),
     Rule("failures", "Do rollouts end without an error?", task_rules.check_failures),
     Rule("chat_template", "Do tokens say what messages do?", task_rules.check_chat_template, by_env=False),
     Rule("strict_grader", "Do right replies earn more than wrong ones?", task_rules.check_strict_grader),
     Rule("constant_reward", "Do rewards differ at all?", task_rules.check_constant_reward, below=True),
+    Rule("entropy_high", "Does the reward outweigh the entropy bonus?", output_rules.check_entropy_high, by_env=False),
     Rule("learning_rate_high", "Does the policy keep the reward it had?", update_rules.check_learning_rate_high),
     Rule("stop_token", "Do replies end by themselves?", task_rules.check_stop_token, below=True),
     Rule("leaked_answer", "Do prompts keep the answer to themselves?", task_rules.check_leaked_answer),
@@ -65,6 +67,8 @@ RULES = (
 
 UNSTABLE_EFFECTS = {"entropy", "truncation", "length", "flat_groups", "dropped_groups", "starving"}
 EFFECTS: dict[str, set[str]] = {
+    "unreachable": {"failures", "dropped_groups", "slow_environment", "idle", "starving"},
+    "entropy_high": UNSTABLE_EFFECTS | {"learning_rate_high", "constant_reward", "stop_token"},
     "failures": {"flat_groups", "dropped_groups", "starving", "slow_environment", "idle"},
     "chat_template": UNSTABLE_EFFECTS | {"constant_reward", "stop_token", "learning_rate_high"},
     "strict_grader": {

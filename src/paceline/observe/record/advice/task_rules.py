@@ -1,5 +1,6 @@
 """Advisories on the task: its rows, its rewards, episodes that fail or are slow, replies that never end."""
 
+import re
 from math import sqrt
 from typing import Any
 
@@ -29,6 +30,39 @@ HINTS = {
     "timeout": "an episode may take longer",
     "engine": "see that an engine is there",
 }
+
+
+WAITING = re.compile(
+    r"^(?:waiting for (?P<server>.+?) since|\d+ requests .*? for) (?P<seconds>\d+) s\b.*?: (?P<cause>.+)"
+)
+"""Notes of a run that waits for an engine, or for a model that scores."""
+
+
+def check_unreachable(window: AdviceWindow, env: str) -> Finding:
+    """The longest wait that the run has noted."""
+    found = [match for note in window.notes if (match := WAITING.search(note))]
+    if not found:
+        return unmeasured("the run has waited for no server")
+    longest = max(found, key=lambda match: int(match["seconds"]))
+    seconds, limit, server = float(longest["seconds"]), window.advice.unreachable, longest["server"] or "an engine"
+    if seconds <= limit:
+        return Finding(seconds)
+    return Finding(
+        seconds,
+        Advisory(
+            title="The run waits for a server that does not answer",
+            seen=f"It has waited {seconds:.0f} s for {server}: {longest['cause']}.",
+            basis=f"longest wait {seconds:.0f} ± 0 s by the run's own notes, limit {limit:g} s",
+            caution="Start it again at the same address: the run goes on from where it is. Otherwise stop the run, and "
+            "resume it with the new address.",
+            knobs=[
+                window.knob(
+                    "failures.teacher" if longest["server"] else "failures.engine", "fail", "stop when one is lost"
+                )
+            ],
+            metrics=["time/score", "dropped/teacher_failed"],
+        ),
+    )
 
 
 def check_failures(window: AdviceWindow, env: str) -> Finding:

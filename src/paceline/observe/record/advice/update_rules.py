@@ -4,7 +4,7 @@ from math import exp, inf, sqrt
 
 import numpy as np
 
-from paceline.observe.record.advice.measures import Advisory, Finding, Mean, series_mean, unmeasured
+from paceline.observe.record.advice.measures import SURE, Advisory, Finding, Mean, series_mean, unmeasured
 from paceline.observe.record.advice.output_rules import is_stuck
 from paceline.observe.record.advice.window import AdviceWindow
 
@@ -132,7 +132,7 @@ def check_learning_rate_low(window: AdviceWindow, env: str) -> Finding:
     else:
         return unmeasured(f"fewer than {LEAST_STILL} steps")
     value = moved.value if np.isfinite(moved.value) else None
-    stuck = [name for name in window.envs if is_stuck(window, name)]
+    stuck = [name for name in window.envs if is_stuck(window, name, SURE)]
     ends = len(rates) > 0 and rates[-1] < 0.5 * lr  # its schedule ends there
     if moved.high >= limit or ends or len(stuck) < len(window.envs) or not stuck or not (gradients > 0).any():
         return Finding(value, missing="" if value is not None else "samples are as new as the weights")
@@ -144,7 +144,7 @@ def check_learning_rate_low(window: AdviceWindow, env: str) -> Finding:
             seen=f"{seen}, and rewards stand still: "
             + ", ".join(f"`{name}` at {window.series(f'reward/{name}/mean')[1].mean():.3f}" for name in stuck)
             + f". There are gradients (norm {gradients.mean():.2g}), and `lr` is {lr:g}.",
-            basis=f"{basis}, limit {limit:g}; no reward rises by as much as a standard error over {moved.count} steps",
+            basis=f"{basis}, limit {limit:g}; no reward rises for sure over {moved.count} steps",
             knobs=[window.knob("trainer.optimizer.lr", float(f"{higher:.1g}"), "larger steps")],
             metrics=["sampler_kl", *(f"reward/{name}/mean" for name in stuck), "lr"],
         ),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,8 @@ class AdviceWindow:
     first: int = 0
     measured: Measured = lambda index: {}
     prompted: Prompted = lambda index: None
+    notes: Sequence[str] = ()
+    """What the run has said since the window began, in a directory."""
     whole: bool = True
     """Whether every rollout is among the rows, and not a few of each step."""
     _read: dict[str, "MetricTable"] = field(default_factory=dict)
@@ -212,20 +215,26 @@ def advice_window(run: RunFolder, until: int | None = None) -> AdviceWindow:
         config = resolved_config(run.config())
     except ValueError:
         config = {}
-    columns = run.metrics()
+    columns, ends = run.metrics(), inf
     view = run.rollouts.view()
     kept = run.rollouts.keeps_all
     rows = view.rows
     if until is not None:
         lines = sum(1 for step in columns["step"] if step is not None and step <= until)
+        ends = next((time for time in columns.get("time", ())[lines:] if time is not None), inf)
         columns = {name: column[:lines] for name, column in columns.items()}
         rows = rows[: int(np.searchsorted(rows["step"], until, side="right"))]
     low, _ = select_window(columns, rows, advice_limits(config).steps)
     first = int(np.searchsorted(rows["step"], low)) if kept else 0
     first = max(first, len(rows) - MOST_ROWS)
     rows = np.array(rows[first:]) if kept else rows[:0]
+    began = next((time for time in columns.get("time", ())[-advice_limits(config).steps :] if time is not None), 0.0)
+    said = [event for event in run.events() if event.get("event") == "note" and began <= event.get("time", 0.0) <= ends]
+    notes = [str(event.get("text")) for event in said]
     names = {key: number for number, key in enumerate(zip(view.kinds, view.names, strict=True))}
-    return AdviceWindow(config, columns, rows, names, first, view.metrics_of, lambda index: _prompt(view, index), kept)
+    return AdviceWindow(
+        config, columns, rows, names, first, view.metrics_of, lambda index: _prompt(view, index), notes, kept
+    )
 
 
 def _prompt(view: RecordView | TextRecordView, index: int) -> PromptFacts | None:
