@@ -100,6 +100,10 @@ def by_chance(word: str) -> dict[str, Any]:
     return {"prompt": f"reverse: {word}", "answer": answer}
 
 
+def unknowable(word: str) -> dict[str, Any]:
+    return plain(word) | {"answer": word.translate(str.maketrans("abcdefghij", "0123456789"))}
+
+
 def capital(word: str) -> dict[str, Any]:
     return plain(word) | {"answer": word[::-1].upper()}
 
@@ -128,9 +132,9 @@ DEFECTS = (
     Trial("lr / 100,000", LOW, overrides="--trainer.optimizer.lr 2e-9"),
     Trial("lr / 10,000, two turns", LOW, "learn/alphabet_sort.toml", "--trainer.optimizer.lr 3e-8 --steps 30"),
     Trial("lr 0", LOW, overrides="--trainer.optimizer.lr 0"),
-    Trial("reward always 0", ("constant_reward",), env=reward("never")),
+    Trial("reward always 0", ("strict_grader",), env=reward("never")),
     Trial("reward always 1", ("constant_reward",), env=reward("always")),
-    Trial("no reward filter, always 0", ("constant_reward",), overrides=UNFILTERED, env=reward("never")),
+    Trial("no reward filter, always 0", ("strict_grader",), overrides=UNFILTERED, env=reward("never")),
     Trial("max_tokens 3", ("truncation",), overrides="--sampling.max_tokens 3"),
     Trial("max_tokens 4, own reward", ("truncation",), overrides="--sampling.max_tokens 4", env=reward("exact")),
     Trial("stop token unknown", ("stop_token",), model=forget_the_stop),
@@ -160,8 +164,8 @@ DEFECTS = (
     ),
     Trial("a proxy pays", ("reward_hacking",), env=reward("PROXY", "reward_weights = { short = 1.0, exact = 0.0 }")),
     Trial("judges by chance", ("judges",), env=reward("JUDGES")),
-    Trial("hopeless task", ("flat_groups",), overrides="--steps 12", env=reward("rarely")),
-    Trial("mastered task", ("dropped_groups",), file="", overrides="--model.name MASTER --steps 25"),
+    Trial("hopeless task", ("flat_groups",), overrides="--steps 12", env=reward("rarely"), rows=rows(unknowable)),
+    Trial("mastered task", ("dropped_groups",), file="", overrides="--model.name MASTER --steps 45"),
     Trial("history rewritten", ("chat_template",), env=episode("rewrites")),
     Trial("template of another model", ("chat_template",), model=with_template(CHATML)),
     Trial("template without content", ("chat_template",), env=reward("GRADED"), model=with_template(NO_CONTENT)),
@@ -173,7 +177,8 @@ DEFECTS = (
         env=reward("GRADED"), rows=rows(by_chance, 16, 16), held_out=rows(by_chance, 64, 64),
     ),
     Trial(
-        "no baseline, top_p", ("entropy",), overrides="--trainer.optimizer.lr 5e-4 --steps 60 --sampling.top_p 0.7",
+        "no baseline, top_p", ("entropy",), overrides="--trainer.optimizer.lr 5e-4 --steps 100 --sampling.top_p 0.4 "
+        "--allow_truncated_sampling true",
         env=reward("chance", 'algo.type = "reward"'),
     ),
     Trial("entropy is paid", ("entropy_high",), overrides="--trainer.entropy_coef 0.3"),
@@ -322,7 +327,7 @@ def judge(trial: Trial, seed: int, path: Path) -> Row:
     found = names(advise(advice_window(run)))
     last = max((int(step) for step in run.metrics()["step"] if step is not None), default=0)
     first = next(
-        (step for step in range(1, last + 1) if names(advise(advice_window(run, step)))[:1] == found[:1]), None
+        (step for step in range(1, last + 1) if names(advise(advice_window(run, step)))[:1] == found[:1]), last
     )
     verdict = run_health(run, run.metrics(), over=True).verdict
     return Row(trial.name, seed, " ".join(trial.cause), found, verdict, first if found else None)

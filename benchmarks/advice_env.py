@@ -71,7 +71,7 @@ PROXY = {"short": short, "exact": exact}
 LONG = {"long": long, "exact": exact}
 
 
-PAUSE = 0.6
+PAUSE = 1.2
 """Seconds."""
 
 

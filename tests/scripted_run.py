@@ -12,7 +12,7 @@ from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import Sample
 from paceline.data.token_scores import TOKEN_SCORE, TokenScores
-from paceline.engine import Completion, GenerateRequest
+from paceline.engine import Completion, EngineStats, GenerateRequest
 from paceline.envs import Environment, Outcome
 from paceline.observe.monitor import Monitor
 from paceline.orchestrator import (
@@ -35,6 +35,9 @@ class ScriptedEngine:
         self.busy_seconds = 0.0
         self._rng = random.Random(seed)
         self._patience = patience
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         versions = []

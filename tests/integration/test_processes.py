@@ -43,7 +43,7 @@ every = 2
 [record]
 batches = {STEPS}
 """
-TIMED = ("time", "memory", "tokens/s", "train_tokens/s", "wait_time_ratio", "overlap_ratio", "busy")
+TIMED = ("time", "memory", "tokens/s", "train_tokens/s", "wait_time_ratio", "overlap_ratio", "busy", "engine/")
 
 
 @pytest.fixture

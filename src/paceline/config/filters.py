@@ -212,8 +212,9 @@ class AdviceConfig(Section):
     """How far training reward leaves held-out reward behind, in standard deviations of the reward."""
     judges: float = Field(default=0.4, gt=0, lt=1)
     """Krippendorff's alpha below which judges count as disagreeing; 1 is agreement, 0 is chance."""
-    entropy: float = Field(default=0.1, gt=0, lt=1)
-    """Entropy left, as a share of the first steps', while rewards are still to be had."""
+    entropy: float = Field(default=0.5, gt=0, lt=1)
+    """Entropy left, as a share of the first steps', where no reward has risen in the run; a quarter of this where one
+    has, and is still to be had."""
     mismatch: float = Field(default=0.015, gt=0)
     """`mismatch_kl`, in nats a token."""
     starving: float = Field(default=0.2, gt=0, lt=1)

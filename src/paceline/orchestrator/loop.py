@@ -28,7 +28,7 @@ from paceline.orchestrator.evaluation import evaluate
 from paceline.orchestrator.gate import Gate
 from paceline.orchestrator.kl_reference import KLReferenceModel
 from paceline.orchestrator.league_checkpoints import LeagueCheckpoints
-from paceline.orchestrator.metrics import Stopwatch, batch_metrics, row_metrics
+from paceline.orchestrator.metrics import EngineLoad, Stopwatch, batch_metrics, row_metrics
 from paceline.orchestrator.pauses import Advisor, EnvPauses
 from paceline.orchestrator.promotion import PromotionGate
 from paceline.orchestrator.replay import ReplayedGroup
@@ -107,6 +107,7 @@ class Orchestrator:
         self._promotion = None if config.promotion is None else PromotionGate(config.promotion, *promotion)
         advisor = parts.advisor(config.model_dump()) if parts.advisor else None
         self._env_pauses = EnvPauses(config, parts.envs, advisor, parts.monitor.note)
+        self._engine_load = EngineLoad()
         self._stopwatch = Stopwatch(parts.clock, lambda: parts.pool.busy_seconds)
         self._clock_offset = time.time() - parts.clock.now()
         self._finished_tickets: set[Ticket] = set()
@@ -246,6 +247,7 @@ class Orchestrator:
 
     async def _finish_step(self, batch: Sequence[Group], samples: Sequence[Sample], report: StepReport) -> None:
         """The batch is trained and published: enter it in the books, report, evaluate, save."""
+        load = await self._engine_load.lap(self._parts.pool)
         restore_import_path()
         self.step += 1
         self._finished_tickets.clear()
@@ -263,7 +265,7 @@ class Orchestrator:
         metrics |= self._dispatcher.replay_metrics
         metrics |= row_metrics(self._parts.envs.values(), tally.resolved)
         metrics |= self._runner.metrics()
-        metrics |= self._stopwatch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
+        metrics |= load | self._stopwatch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
         if report.skipped:
             self._parts.monitor.note(f"step {self.step}: {report.trouble}")
         every, promotion, reasons = self._config.eval.every, self._promotion, None

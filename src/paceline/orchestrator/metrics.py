@@ -1,11 +1,14 @@
 """Computes the metrics of one batch, under their public names."""
 
-from collections import defaultdict
+import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from statistics import fmean, pstdev
 
+from paceline.clients.pool import Pool
 from paceline.data import Mixture, Sample
+from paceline.errors import EngineError
 from paceline.orchestrator.admission import Tally, reward_before_penalty
 from paceline.orchestrator.episodes import TrainEnv
 from paceline.orchestrator.gate import staleness
@@ -14,6 +17,8 @@ from paceline.rollout import Group, Rollout
 from paceline.rollout.assemble import count_rewritten_turns
 from paceline.util.deadlines import Clock, named_wait, record_progress
 
+COUNTED = ("steps", "tokens", "prompt_tokens", "cached_tokens", "preempted")
+STATS_SECONDS = 1.0
 PHASES = ("sample", "score", "train", "publish")
 DOING = {
     "sample": ("sampling a batch", ("an episode", "the preparation")),
@@ -87,6 +92,33 @@ class Stopwatch:
             "overlap_ratio": min(1.0, self._busy_in["train"] / max(train, 1e-9)),
             "busy/trainer": train / total,
             "busy/sampler": min(1.0, self._busy_since(self._busy_start) / total),
+        }
+
+
+class EngineLoad:
+    """What all engines did since the last step, by their own counters."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    async def lap(self, pool: Pool) -> dict[str, float]:
+        """Nothing of a step at whose end an engine does not say, or had begun to count anew."""
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                stats = await pool.stats()
+        except (EngineError, TimeoutError):
+            return {}
+        counts = Counter({name: sum(getattr(one, name) for one in stats) for name in COUNTED})
+        before, self._counts = self._counts, counts
+        steps, tokens, prompt, shared, preempted = (counts[name] - before[name] for name in COUNTED)
+        if steps <= 0 or min(tokens, prompt, shared, preempted) < 0:
+            return {}
+        return {
+            "engine/batch": tokens / steps,
+            "engine/shared_prompts": shared / max(1, prompt),
+            "engine/preempted": float(preempted),
+            "engine/waiting": float(sum(one.waiting for one in stats)),
+            "engine/cache_used": max(one.cache_used for one in stats),
         }
 
 

@@ -289,6 +289,10 @@ class PolicyBackend(ABC):
     @abstractmethod
     def restore_random(self, tensors: Mapping[str, Any], state: Mapping) -> None: ...
 
+    def device_load(self) -> dict[str, float]:
+        """How full and how busy the device is, with whatever else runs there."""
+        return {}
+
     def peak_bytes(self) -> float:
         """The most memory this process has needed so far, to compare with the planner's estimate; on a GPU, the most
         that was held there at once."""

@@ -123,6 +123,7 @@ class LocalTrainer:
             self._bad_steps = 0
         self.version += 1
         metrics["train_tokens/s"] = tokens / (time.perf_counter() - start)
+        metrics |= self.policy.device_load()
         metrics["optimizer_steps"] = float(self.learner.optimizer.schedule.steps)
         roll_back = bool(trouble) and self._config.on_bad_step == "roll_back"
         report = StepReport(metrics, bool(trouble), trouble, roll_back, self.policy.peak_bytes(), scores)

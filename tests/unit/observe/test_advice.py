@@ -257,7 +257,7 @@ def test_only_the_last_steps_count(tmp_path):
     """Sixty steps, of which the first forty were cut off."""
 
     def play(rng: np.random.Generator, step: int, luck: float) -> Try:
-        return replace(healthy(rng, 0, luck), finish="length" if step <= 40 else "stop")
+        return replace(healthy(rng, step // 3, luck), finish="length" if step <= 40 else "stop")
 
     run = open_run(Plot({"words": play}, steps=60).written(tmp_path))
     window = advice_window(run)

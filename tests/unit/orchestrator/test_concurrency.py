@@ -20,7 +20,7 @@ from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, Filters
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.config.run import ConfigWarning
-from paceline.engine import Completion, GenerateRequest
+from paceline.engine import Completion, EngineStats, GenerateRequest
 from paceline.envs import Environment, Outcome
 from paceline.orchestrator import Checkpoints, Orchestrator, OrchestratorParts, RunStopped, TrainEnv, build_train_envs
 from paceline.rollout import SamplingClient
@@ -44,6 +44,9 @@ class Engine:
         self.cancelled_at: list[int] = []
         """Versions after they came."""
         self.noise: list[int] = []
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self.noise.append(request.noise)

@@ -17,7 +17,7 @@ from paceline.config import env as config
 from paceline.config.inference import SamplingConfig
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.data import Ticket
-from paceline.engine import Completion, GenerateRequest
+from paceline.engine import Completion, EngineStats, GenerateRequest
 from paceline.model import load_tokenizer
 from paceline.orchestrator import Checkpoints, Clock, Orchestrator, OrchestratorParts, RunStopped, build_train_envs
 from paceline.orchestrator.episodes import MATCH, RolloutRunner, row_for_ticket
@@ -50,6 +50,9 @@ class Restless:
 
     def __init__(self, seed: int = 0) -> None:
         self.version, self.asked, self._rng = 0, [], random.Random(seed)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self.asked.append(request.model)

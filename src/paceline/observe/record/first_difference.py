@@ -21,7 +21,7 @@ from paceline.observe.record.rows import Query, Row, StoredRollout, StoredTurn
 
 IDENTITY_SETTINGS = ("name", "runs", "resume")
 """Settings that say which run this is, not what it does."""
-MACHINE_METRICS = ("time", "busy/", "memory/", "wait", "overlap_ratio")
+MACHINE_METRICS = ("time", "busy/", "engine/", "memory/", "wait", "overlap_ratio")
 """Metrics that begin so tell of the machine, and so does what is counted by the second."""
 GRADIENT_METRICS = ("grad_norm", "lr")
 GROUP_RESULTS = ("sample", "fate")

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from math import inf
 from pathlib import Path
 
@@ -247,6 +247,15 @@ class TorchPolicy(PolicyBackend):
         checkpoint.restore_rng(tensors, self.device, self.ranks.all.rank)
 
     # -- the process ------------------------------------------------------------------------------------------------
+
+    def device_load(self) -> dict[str, float]:
+        if self.device.type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info(self.device)
+        load = {"memory/device": float(total - free)}
+        with suppress(ImportError, RuntimeError):  # it needs NVML's bindings, which are not everywhere
+            load["busy/device"] = torch.cuda.utilization(self.device) / 100
+        return load
 
     def peak_bytes(self) -> float:
         on_gpu = self.device.type == "cuda"

@@ -230,7 +230,10 @@ def check_idle(window: AdviceWindow, env: str) -> Finding:
     if not window.get("staleness", 1) or window.get("deterministic"):
         return unmeasured("trainer and sampler take turns")
     since = max(WARMING + 1, window.steps[0])
-    shares = {part: series_mean(1 - window.series(f"busy/{part}", since)[1]) for part in ("trainer", "sampler")}
+    # Demonstrations are not sampled from the policy, so the sampler is idle by design.
+    offline = all((window.env(name).get("algo") or window.get("algo", {})).get("type") == "sft" for name in window.envs)
+    parts = ("trainer",) if offline else ("trainer", "sampler")
+    shares = {part: series_mean(1 - window.series(f"busy/{part}", since)[1]) for part in parts}
     if min(found.count for found in shares.values()) < LEAST_IDLE:
         return unmeasured(f"fewer than {LEAST_IDLE} steps")
     most = max(found.value for found in shares.values())

@@ -1,6 +1,7 @@
 """Advisories on what the policy writes: entropy, length, truncation, and reward for form alone."""
 
 import re
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -188,13 +189,14 @@ MASTERED = 0.9
 
 
 def check_entropy(window: AdviceWindow, env: str) -> Finding:
-    """The entropy of the last steps against that of the first, where no environment is mastered or still rises."""
+    """The entropy of the last steps against that of the first, where no environment is mastered or still rises. Where
+    it has bought some reward, it may be down to a quarter of the limit."""
     values = window.full_series("entropy")
     if len(values) < LEAST_ENTROPY or (start := float(values[:FEW].mean())) <= 0:
         return unmeasured(f"fewer than {LEAST_ENTROPY} steps")
-    now = series_mean(values[-FEW:])
+    now = series_mean(values[-2 * FEW :])
     stuck = [name for name in window.envs if is_stuck(window, name)]
-    limit = window.advice.entropy * start
+    limit = window.advice.entropy * start / (4 if any(_has_risen(window, name) for name in window.envs) else 1)
     if now.high >= limit or not stuck or len(stuck) < len(window.envs):
         return Finding(now.value / start)
     flat = np.concatenate([window.groups(name).first[::-1][:4] for name in stuck])
@@ -205,8 +207,8 @@ def check_entropy(window: AdviceWindow, env: str) -> Finding:
         f"{now.value / start:.0%} of it, and rewards stand still: "
         + ", ".join(f"`{name}` at {_reward(window, name):.3f}" for name in stuck)
         + ".",
-        basis=f"last {FEW} steps {now.value:.3g} ± {now.error:.2g}, limit {limit:.2g}; no reward rises by as much as a "
-        f"standard error over {window.trained} steps",
+        basis=f"last {2 * FEW} steps {now.value:.3g} ± {now.error:.2g}, limit {limit:.2g}; no reward rises by as much "
+        f"as a standard error over {window.trained} steps",
         knobs=[
             window.knob("trainer.entropy_coef", max(1e-3, 2 * paid), "pay for it"),
             window.knob("sampling.temperature", round(1.2 * temperature, 2), "try more"),
@@ -215,6 +217,14 @@ def check_entropy(window: AdviceWindow, env: str) -> Finding:
         metrics=["entropy", *(f"reward/{name}/mean" for name in stuck)],
     )
     return Finding(now.value / start, advisory)
+
+
+def _has_risen(window: AdviceWindow, env: str) -> bool:
+    """The reward is higher than when the run began."""
+    rewards, spreads = (window.full_series(f"reward/{env}/{name}") for name in ("mean", "std"))
+    groups = int(window.get("batch_size", 128)) / int(window.get("group_size", 8))
+    noise = float(spreads.mean()) * sqrt(2 / (FEW * max(1.0, groups))) if len(spreads) else 0.0
+    return len(rewards) < 2 * FEW or float(rewards[-FEW:].mean() - rewards[:FEW].mean()) > 2 * noise
 
 
 def check_entropy_high(window: AdviceWindow, env: str) -> Finding:

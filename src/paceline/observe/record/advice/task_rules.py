@@ -410,7 +410,8 @@ def check_slow_environment(window: AdviceWindow, env: str) -> Finding:
     trainer, sampler, score, publish, step = parts
     if not (sampler > 0).any():
         return unmeasured("the engine does not say how busy it is")
-    found = series_mean(np.clip(1 - trainer - sampler - (score + publish) / np.maximum(step, 1e-9), 0, 1))
+    waits = np.clip(1 - trainer - sampler - (score + publish) / np.maximum(step, 1e-9), 0, 1)
+    found = series_mean(waits[sampler > 0])  # the last steps of a run sample nothing more
     limit = window.advice.slow_environment
     if found.low <= limit:
         return Finding(found.value)

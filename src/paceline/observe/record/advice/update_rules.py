@@ -22,6 +22,8 @@ LEAST_UNTRAINED = 64
 """Rollouts that came after the last step, where groups no longer train, that count as one more."""
 RECOVERED = 0.4
 """Share of a loss below which what is left of it does not count."""
+BROKEN = 1.0
+"""Nats a token between two versions after which what a policy learns, it learns anew: no recovery."""
 SETTLED = 0.05
 """A reward whose whole range is smaller counts as unmoved."""
 
@@ -46,8 +48,8 @@ def signs_of_large_steps(window: AdviceWindow) -> list[tuple[float, str, str]]:
 
 
 def lost_reward(window: AdviceWindow, env: str) -> Mean | None:
-    """The share of the best reward, at the start or over a few steps, that was lost later and has not come back; None
-    where too little is known or where there was little to lose."""
+    """The share of the best reward, at the start or over a few steps, that was lost later and has not come back, or
+    not to the policy that it was; None where too little is known or where there was little to lose."""
     rewards = window.series(f"reward/{env}/mean", since=1)[1]
     places = window.finished_rows(env, untrained=True)
     untrained = window.rows["reward"][places[window.rows["step"][places] > window.steps[1]]]
@@ -63,7 +65,8 @@ def lost_reward(window: AdviceWindow, env: str) -> Mean | None:
     before = rewards[: max(start, worst)]
     few = np.convolve(before, np.ones(ENDS) / ENDS, "valid") if len(before) >= ENDS else before[:0]
     best, low = max([float(before[:start].mean()), *few.tolist()]), min(0.0, float(rewards.min()))
-    if best - low < SETTLED or best - means[-1] < RECOVERED * (best - means[worst - start]):
+    recovered = best - means[-1] < RECOVERED * (best - means[worst - start])
+    if best - low < SETTLED or (recovered and window.series("sampler_kl", since=1)[1].max(initial=0.0) < BROKEN):
         return None
     spreads, groups = (
         window.full_series(f"reward/{env}/std"),

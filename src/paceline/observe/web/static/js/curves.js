@@ -31,6 +31,8 @@ export const CHARTS = [
   entry("busy", "Pace", "Busy and waiting", "", /^(?:busy\/(?<what>.+)|wait_time_ratio|overlap_ratio)$/, {
     unit: "share of the step", format: percent, min: 0, max: 1, names: { wait_time_ratio: "trainer waits", overlap_ratio: "both at once" },
   }),
+  entry("engine", "Pace", "Engine", "requests decoded at once; what waits, and what gave up its place", /^engine\/(?<what>batch|waiting|preempted)$/, { min: 0, unit: "requests" }),
+  entry("engine_cache", "Pace", "Engine's KV cache", "in use at the end of a step; prompt tokens shared, not computed", /^engine\/(?<what>cache_used|shared_prompts)$/, { format: percent, min: 0, max: 1, unit: "share" }),
   entry("time", "Pace", "Time of a step, by part", "", /^time\/(?<what>(?!step$).+)$/, {
     unit: "seconds", stacked: true, format: seconds, busy: true, colours: { sample: 2, score: 5, train: 0, publish: 1, eval: 3 },
   }),
