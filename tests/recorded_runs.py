@@ -119,6 +119,13 @@ class Told:
             "wait_time_ratio": 0.2 / 0.7,
             "overlap_ratio": 0.6,
             "busy/trainer": 0.5 / 0.86,
+            "busy/device": 0.7,
+            "memory/device": 6e9,
+            "engine/batch": 60 + 4 * self._noise(step, "batch"),
+            "engine/waiting": 2.0,
+            "engine/preempted": 0.0,
+            "engine/cache_used": 0.4,
+            "engine/shared_prompts": 0.8,
             "busy/sampler": max(0.0, min(1.0, share)),
         }
 

@@ -4,6 +4,7 @@ import pytest
 from test_ui_browser import _expect, _open, browser, page, pytestmark, tab  # noqa: F401
 
 from advice_runs import DEFECTS, Plot
+from paceline.observe.record.advice import RULES
 from recorded_runs import Told, served
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
@@ -59,7 +60,7 @@ def test_it_opens_without_a_complaint_for_every_run(page, address, run, theme): 
     page.set_viewport_size({"width": 700, "height": 900})
     _open(page, address, f"#/run/{run}/advice", ".advice table.list")
     assert page.locator("main h1").inner_text() == "Advice"
-    assert page.get_by_role("region", name="All that was looked for").get_by_role("row").count() == 23
+    assert page.get_by_role("region", name="All that was looked for").get_by_role("row").count() == len(RULES) + 1
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.locator("main img").count() == 0
     found = {"well": "Nothing to say about the last 12 steps.", "empty": "No step has trained yet."}

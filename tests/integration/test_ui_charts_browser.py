@@ -248,7 +248,9 @@ def test_every_chart_names_its_unit_and_other_metrics_have_a_title(page, address
             "Length": "tokens",
             "Busy and waiting": "share of the step",
             "Time of a step, by part": "seconds",
-            "Peak memory": "bytes",
+            "Memory": "bytes",
+            "Engine": "requests",
+            "Engine's KV cache": "share",
             "Spread of rewards": "reward",
         }.items()
     )
@@ -256,7 +258,6 @@ def test_every_chart_names_its_unit_and_other_metrics_have_a_title(page, address
     others = page.locator("details .charts h3").all_inner_texts()
     assert set(others) == {
         "Size of a batch",
-        "Peak memory",
         "Other held-out measures",
         "Time of a step",
         "my_own_figure",

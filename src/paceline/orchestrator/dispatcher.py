@@ -175,7 +175,7 @@ class Dispatcher:
         try:
             verdict = self.admission.admit(group, self._gate.version)
         except BaseException:
-            self.dropped_groups.append((group, "failed"))  # the run ends with it
+            self.dropped_groups.append((group, "run_ended"))
             raise
         if isinstance(verdict, ReadyGroup):
             self._gate.accept(group.size)

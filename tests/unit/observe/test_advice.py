@@ -49,7 +49,7 @@ def test_a_planted_defect_is_named_first_and_whatever_else_is_named_follows_from
     assert (found.rule, found.env) == (rule, SPEAKS_OF.get(rule, "words"))
     assert re.search(r"\d", found.seen), "what was seen has numbers"
     assert re.search(r"±|Wilson", found.basis), "how sure it is has an error"
-    assert found.knobs
+    assert found.knobs or found.fix
     assert found.steps == (1, 20) or rule == "overfitting"
     assert found.comparison == f"found {found.found:.2g}, limit {found.limit:g}"
     [below] = [one.below for one in RULES if one.name == rule]
@@ -160,7 +160,7 @@ def test_a_prompt_tells_its_answer_only_after_a_word_that_says_so():
 )  # fmt: skip
 def test_a_reply_is_right_but_for_case_white_space_and_punctuation_at_its_ends(reply, target, is_right):
     turn = SimpleNamespace(messages=[{"role": "user", "content": "?"}], prompt_ids=[1], text=reply)
-    assert prompt_facts([turn], target).is_right == is_right
+    assert (prompt_facts([turn], target).right is not None) == is_right
 
 
 def test_a_template_that_is_another_models_or_drops_messages_is_named_before_all_it_brings_about():

@@ -199,12 +199,13 @@ DROP_REASONS = {
     "oversampled": "more groups were started than the batch needed, and the rest would be too old for the next one",
     "skipped_draw": "its draw broke a step before a roll-back, so it was not played again",
     "group_filter": "the function in filters.group did not keep it",
-    "failed": "the run ended while the group was being judged",
+    "run_ended": "the run ended while the group was being judged",
     "environment": "the environment let this episode go: it answered with no outcome",
     "no_sample": "nothing of it was left to train on: its samples were too old, or could not be scored",
 }
 DROP_REASONS["shunned"] = DROP_REASONS["skipped_draw"]
-"""As earlier versions wrote it."""
+DROP_REASONS["failed"] = DROP_REASONS["run_ended"]
+"""As earlier versions wrote them."""
 STATE_TEXTS = {
     "trained": "It trained.",
     "replayed": "It trained once more: a replay under a ticket of its own.",

@@ -105,6 +105,7 @@ def check_overfitting(window: AdviceWindow, env: str) -> Finding:
         f"({held_out.max():.3f}). The dataset may have too few rows.",
         basis=f"the gap opened by {opened / scale:.2f} ± {both / scale:.2f} standard deviations of the reward, limit "
         f"{limit:g}; {len(steps)} evaluations",
+        fix="Train on more rows, or stop at the best step: its checkpoint may be there (`paceline export RUN@STEP`).",
         caution="The reward may also be one that can be had without the task, on rows that training has seen often.",
         steps=(int(steps[0]), int(steps[-1])),
         knobs=knobs,
@@ -154,7 +155,8 @@ def check_judges(window: AdviceWindow, env: str) -> Finding:
         f"each group out), limit {window.advice.judges:g}; 1 is agreement, 0 is chance",
         caution="Who is a judge is guessed from the names of metrics. Judges that are meant to look at different "
         "things need not agree.",
-        knobs=[window.knob("advice.pause", ["judges"], "draw nothing from it until its judges are mended")],
+        fix="Let them grade the rollouts below by hand: mend the rubric of the one that is wrong, or leave it out.",
+        knobs=window.pause_knobs("judges", "draw nothing from it until its judges are mended"),
         rollouts=window.numbers(table.places[there], by=-apart),
         metrics=[f"metric/{env}/{name}" for name in names],
     )
@@ -233,7 +235,8 @@ def check_idle(window: AdviceWindow, env: str) -> Finding:
     # Demonstrations are not sampled from the policy, so the sampler is idle by design.
     offline = all((window.env(name).get("algo") or window.get("algo", {})).get("type") == "sft" for name in window.envs)
     parts = ("trainer",) if offline else ("trainer", "sampler")
-    shares = {part: series_mean(1 - window.series(f"busy/{part}", since)[1]) for part in parts}
+    others = [window.series(f"time/{part}", since)[1] for part in ("score", "publish", "step")]
+    shares = {part: series_mean(1 - _busy(window.series(f"busy/{part}", since)[1], part, *others)) for part in parts}
     if min(found.count for found in shares.values()) < LEAST_IDLE:
         return unmeasured(f"fewer than {LEAST_IDLE} steps")
     most = max(found.value for found in shares.values())
@@ -258,6 +261,15 @@ def check_idle(window: AdviceWindow, env: str) -> Finding:
         metrics=["busy/trainer", "busy/sampler", "time/step", "time/sample", "time/train"],
     )
     return Finding(most, advisory)
+
+
+def _busy(
+    shares: NDArray[Any], part: str, score: NDArray[Any], publish: NDArray[Any], step: NDArray[Any]
+) -> NDArray[Any]:
+    """A batch that is scored or published is in the trainer's hands too."""
+    if part != "trainer" or not len(shares) == len(score) == len(publish) == len(step):
+        return shares
+    return np.minimum(1.0, shares + (score + publish) / np.maximum(step, 1e-9))
 
 
 def _idle_knobs(window: AdviceWindow, idle: dict[str, Mean], dropped: float) -> list[Knob]:

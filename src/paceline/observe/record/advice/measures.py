@@ -176,6 +176,8 @@ class Advisory:
     """What was seen, with numbers."""
     basis: str
     """Which statistic says so, with its error, and how much was looked at."""
+    fix: str = ""
+    """What to change outside the run file."""
     caution: str = ""
     """What the figures cannot say."""
     steps: tuple[int, int] = (0, 0)

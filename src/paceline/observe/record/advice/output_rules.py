@@ -59,7 +59,8 @@ def check_format(window: AdviceWindow, env: str) -> Finding:
         caution="This says what the reward moves with, not what it is made of. Which metric is one of form is guessed "
         "from its name, and what the environment does not report cannot be seen: let it report whether "
         "the answer is right.",
-        knobs=[window.knob("advice.pause", ["format"], "draw nothing from it until its reward is mended")],
+        fix="Let the reward pay for the right answer, and for its form only a little, or as a condition.",
+        knobs=window.pause_knobs("format", "draw nothing from it until its reward is mended"),
         rollouts=window.numbers(table.places, by=-paid),
         metrics=[f"metric/{env}/{name}" for name in [*form, *other]][:6],
     )

@@ -11,6 +11,8 @@ from paceline.observe.record.rows import message_texts
 CUE = r"(?:answer|solution|target|expected|label|hint|ground.?truth)\W{0,8}(?:is\W{1,3})?"
 LEAST_TEXT = 2
 """Characters: a shorter text stands in many prompts by chance."""
+SHOWN = 40
+"""Characters."""
 SEPARATOR = " | "
 """Between the answers that a row accepts, as the record keeps them."""
 
@@ -22,21 +24,22 @@ class PromptFacts(NamedTuple):
     """The same for the same tokens."""
     holds_answer: bool
     """Whether the reply or the expected answer stands in the prompt after a word such as `answer:`."""
-    is_right: bool
-    """Whether the reply is the expected answer but for case, white space and punctuation at its ends."""
+    right: tuple[str, str] | None
+    """The beginning of the expected answer and of the reply, where they are the same but for case, white space and
+    punctuation at the ends."""
 
 
 def prompt_facts(turns: Sequence[Any], target: str = "") -> PromptFacts | None:
     """Of the turns of a rollout, in a run or from its record; None where no messages were kept."""
     if not turns or not turns[0].messages:
         return None
-    prompt, reply = "\n".join(message_texts(turns[0].messages)), str(turns[-1].text).strip()
-    answers = [answer for part in target.split(SEPARATOR) if (answer := part.strip())]
+    prompt, reply = "\n".join(message_texts(turns[0].messages)), str(turns[-1].text)
+    answers = [part for part in target.split(SEPARATOR) if part.strip()]
     return PromptFacts(
         _digest(prompt.encode("utf-8", "replace")),
         _digest(array("q", turns[0].prompt_ids).tobytes()),
-        any(_follows_cue(prompt, text) for text in (reply, *answers)),
-        bool(_bare(reply)) and _bare(reply) in map(_bare, answers),
+        any(_follows_cue(prompt, text.strip()) for text in (reply, *answers)),
+        next(((a[:SHOWN], reply[:SHOWN]) for a in answers if _bare(reply) and _bare(a) == _bare(reply)), None),
     )
 
 

@@ -134,11 +134,13 @@ def advice(run: RunFolder) -> RenderableType:
         table.add_row("seen", Text(f"{advisory.seen} (steps {first} to {last})"))
         table.add_row("found", Text(advisory.comparison))
         table.add_row("how sure", Text(advisory.basis))
+        if advisory.fix:
+            table.add_row("fix", Text(advisory.fix))
         if advisory.caution:
-            table.add_row("but", Text(advisory.caution))
+            table.add_row("note", Text(advisory.caution))
         for knob in advisory.knobs:
             now = "" if knob.now is None else f" (now {knob.now})"
-            table.add_row("turn", Text(f"{knob.flag}   {knob.why}{now}"))
+            table.add_row("try", Text(f"{knob.flag}   {knob.why}{now}"))
         if advisory.rollouts:
             table.add_row("look at", Text("rollouts " + ", ".join(map(str, advisory.rollouts))))
     return Group(Text(), Text("advice", "bold"), table if found else Text(silence_reason(window)))

@@ -53,7 +53,7 @@ def check_unreachable(window: AdviceWindow, env: str) -> Finding:
             title="The run waits for a server that does not answer",
             seen=f"It has waited {seconds:.0f} s for {server}: {longest['cause']}.",
             basis=f"longest wait {seconds:.0f} ± 0 s by the run's own notes, limit {limit:g} s",
-            caution="Start it again at the same address: the run goes on from where it is. Otherwise stop the run, and "
+            fix="Start it again at the same address: the run goes on from where it is. Otherwise stop the run, and "
             "resume it with the new address.",
             knobs=[
                 window.knob(
@@ -118,25 +118,41 @@ def check_strict_grader(window: AdviceWindow, env: str) -> Finding:
     best, usual = float(rewards[places].max()), float(rewards[others].mean())
     unpaid = (rewards[right] <= usual) & (rewards[right] < (best if best > 0 else np.inf))
     found, share = wilson_share(int(unpaid.sum()), len(right)), float(unpaid.mean())
-    limit = window.advice.strict_grader
+    limit, [example, *_] = window.advice.strict_grader, [*filter(None, table.examples), ("", "")]
     if found.low <= limit:
         return Finding(share)
     return Finding(
         share,
         Advisory(
             title=f"Right replies of `{env}` earn nothing",
-            seen=f"{len(right)} of the last {len(table.places)} replies are the answer of their row, but for case, "
-            f"white space and punctuation at the ends. {unpaid.sum()} of them earned "
-            f"{rewards[right][unpaid].mean():.3g} on average, other replies {usual:.3g}.",
+            seen=f"{len(right)} of the last {len(table.places)} replies are the answer of their "
+            f"row{_difference(*example)}. {unpaid.sum()} of them earned "
+            f"{rewards[right][unpaid].mean():.3g} on average; wrong ones earned {usual:.3g}.",
             basis=f"share {share:.2f}, surely more than {found.low:.2f} (Wilson's interval of three standard "
             f"errors), limit {limit:g}",
-            caution="The grader compares without making both sides alike (lower case, stripped), or reads the answer "
-            "from another column. A task may also forbid the plain answer.",
-            knobs=[window.knob("advice.pause", ["strict_grader"], "draw nothing from it until its grader is mended")],
+            fix=f"Mend {_grader(window, env)}: compare both sides in lower case and stripped, and see that it reads "
+            "the column with the answer. Or write the answers of the dataset as replies are to be written.",
+            caution="A task may also forbid the plain answer.",
+            knobs=window.pause_knobs("strict_grader", "draw nothing from it until its grader is mended"),
             rollouts=window.numbers(right[unpaid][::-1]),
             metrics=[f"reward/{env}/mean", f"reward/{env}/std"],
         ),
     )
+
+
+def _difference(answer: str, reply: str) -> str:
+    """`, but for upper and lower case: expected `AB`, got `ab``."""
+    if answer == reply:
+        return f" to the letter, such as `{reply}`" if reply else ""
+    what = "white space"
+    if answer.split() != reply.split():
+        what = "upper and lower case" if answer.casefold().split() == reply.casefold().split() else "punctuation"
+    return f", but for {what}: expected `{answer}`, got `{reply}`"
+
+
+def _grader(window: AdviceWindow, env: str) -> str:
+    section = window.env(env)
+    return f"the reward in `{section['import_path']}`" if section.get("import_path") else f"the reward of `{env}`"
 
 
 LEAST_RIGHT = 12
@@ -163,8 +179,8 @@ def check_constant_reward(window: AdviceWindow, env: str) -> Finding:
             title=f"The reward of `{env}` never changes",
             seen=f"All {len(places)} rollouts got exactly {rewards[0]:g}, so there is nothing to learn.",
             basis=f"standard deviation {spread:.1g} ± 0 over all rollouts, limit {window.advice.constant_reward:g}",
-            caution="This is more often a fault of the reward than of the task: read one of the rollouts, and what the "
-            "reward function makes of it.",
+            fix=f"Read one of the rollouts, and what {_grader(window, env)} makes of it: a reward that never changes "
+            "is more often a fault of the reward than of the task.",
             knobs=[window.env_knob(env, "curriculum", True, "if the reward is right: rows within reach come first")],
             rollouts=window.numbers(places[::-1]),
             metrics=[f"reward/{env}/mean", f"reward/{env}/std", "dropped/zero_advantage"],
@@ -197,7 +213,7 @@ def check_stop_token(window: AdviceWindow, env: str) -> Finding:
             basis=f"share that ended {share:.3f}, surely less than {found.high:.3f} (Wilson's interval of three "
             "standard errors), "
             f"limit {window.advice.stop_token:g}",
-            caution="Before the limit is raised: compare `eos_token_id` of the model's generation_config.json with the "
+            fix="Before the limit is raised, compare `eos_token_id` of the model's generation_config.json with the "
             "token that ends a turn in its chat template, and name that one in `sampling.stop_token_ids`.",
             knobs=[window.knob("sampling.max_tokens", 2 * limit, "if replies need the room")],
             rollouts=window.numbers(places[::-1]),
@@ -235,7 +251,7 @@ def check_chat_template(window: AdviceWindow, env: str) -> Finding:
             dropped.value,
             _template_advisory(
                 window,
-                table.places,
+                table.places[np.unique(np.array(table.digests), return_index=True)[1]],
                 title="The chat template leaves messages out",
                 seen=f"{dropped.value:.0%} of the last {len(table.places)} prompts have the same tokens as prompts "
                 "with other messages: the model is not shown what the environment asks.",
@@ -276,11 +292,13 @@ def _merged_prompts(table: PromptTable) -> Mean | None:
 
 
 def _template_advisory(window: AdviceWindow, places: NDArray[Any], **words: Any) -> Advisory:
+    own = window.get("model.chat_template")
+    folder = window.get("model.tokenizer") or window.get("model.name")
+    named = f"`{own}` (`model.chat_template`)" if own else f"the chat template of `{folder}`, or name another one in "
+    named += "" if own else "`model.chat_template`"
     return Advisory(
-        caution="Compare a rollout's messages with its tokens. A template of one's own is named in "
-        "`model.chat_template`; without that key the tokenizer's is used. Templates that leave out earlier thoughts do "
-        "so on purpose.",
-        knobs=[window.knob("model.renderer", "renderers", "write prompts as the model's family does, and only append")],
+        fix=f"Mend {named}, and compare a rollout's messages with its tokens (the page of its tokens shows both).",
+        caution="Templates that leave out earlier thoughts do so on purpose.",
         rollouts=window.numbers(places[::-1]),
         **words,
     )
@@ -308,8 +326,9 @@ def check_leaked_answer(window: AdviceWindow, env: str) -> Finding:
             "their answer word for word in their own prompt, after a word such as `answer` or `solution`.",
             basis=f"share {share:.2f}, surely more than {found.low:.2f} (Wilson's interval of three standard errors), "
             f"limit {limit:g}",
+            fix="Take the answer out of the prompts of the dataset.",
             caution="A task may ask to copy something that is named so.",
-            knobs=[window.knob("advice.pause", ["leaked_answer"], "draw nothing from it until its prompts are mended")],
+            knobs=window.pause_knobs("leaked_answer", "draw nothing from it until its prompts are mended"),
             rollouts=window.numbers(table.places[table.holds_answer][::-1]),
             metrics=[f"reward/{env}/mean", f"eval/{env}/reward"],
         ),
@@ -345,8 +364,9 @@ def check_duplicate_rows(window: AdviceWindow, env: str) -> Finding:
             basis=f"share of tries {share:.2f}, surely more than {found.low:.2f} (Wilson's interval of three standard "
             "errors), limit "
             f"{limit:g}; {len(shared)} groups",
+            fix=f"Leave out what repeats in `{window.env(env).get('dataset')}`, or ask for more rows.",
             caution="Only the last steps are compared, so there may be more in the dataset.",
-            knobs=[window.knob("advice.pause", ["duplicate_rows"], "draw nothing from it until its rows are distinct")],
+            knobs=window.pause_knobs("duplicate_rows", "draw nothing from it until its rows are distinct"),
             rollouts=window.numbers(table.places[shared][::-1]),
             metrics=[f"reward/{env}/mean", f"eval/{env}/reward"],
         ),
@@ -392,7 +412,8 @@ def check_reward_hacking(window: AdviceWindow, env: str) -> Finding:
             f"{before:.3f} to {now:.3f}: what is paid is not what is wanted.",
             basis=f"a rise of {rise:.2f} ± {error:.2f} standard deviations between the first and the last {FEW} steps, "
             f"limit {window.advice.reward_hacking:g}; {len(rewards)} steps",
-            knobs=[window.knob("advice.pause", ["reward_hacking"], "draw nothing from it until its reward is mended")],
+            fix=f"Pay for what `{name}` measures, or take part in the reward from what can be had without it.",
+            knobs=window.pause_knobs("reward_hacking", "draw nothing from it until its reward is mended"),
             steps=(int(steps[0]), int(steps[-1])),
             rollouts=window.numbers(places, by=-window.rows["reward"][places]),
             metrics=[f"reward/{env}/mean", name],

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.filters import AdviceConfig
+from paceline.config.filters import AdviceConfig, AdvisoryName
 from paceline.observe.record.advice.measures import MOST_ROLLOUTS, Knob
 from paceline.observe.record.advice.prompts import PromptFacts, prompt_facts
 from paceline.observe.record.folder import RunFolder, resolved_config
@@ -160,7 +160,8 @@ class AdviceWindow:
             [facts.digest for _, facts in kept],
             [facts.token_digest for _, facts in kept],
             np.array([facts.holds_answer for _, facts in kept], bool),
-            np.array([facts.is_right for _, facts in kept], bool),
+            np.array([facts.right is not None for _, facts in kept], bool),
+            [facts.right for _, facts in kept],
         )
 
     def get(self, key: str, otherwise: Any = None) -> Any:
@@ -172,6 +173,10 @@ class AdviceWindow:
 
     def knob(self, key: str, value: Any, why: str) -> Knob:
         return Knob(key, value, self.get(key), why)
+
+    def pause_knobs(self, rule: AdvisoryName, why: str) -> list[Knob]:
+        """Where other environments can go on meanwhile: the key that draws nothing from one that the rule speaks of."""
+        return [self.knob("advice.pause", [rule], why)] if len(self.envs) > 1 else []
 
     def env_knob(self, env: str, key: str, value: Any, why: str) -> Knob:
         return Knob(f"env[{self.envs.index(env)}].{key}", value, self.env(env).get(key), why)
@@ -201,6 +206,8 @@ class PromptTable(NamedTuple):
     token_digests: list[bytes]
     holds_answer: NDArray[Any]
     is_right: NDArray[Any]
+    examples: list[tuple[str, str] | None]
+    """The expected answer and the reply of those."""
 
 
 def _group_keys(rows: NDArray[Any]) -> NDArray[Any]:

@@ -29,10 +29,11 @@ export const CHARTS = [
   entry("staleness", "Pace", "Staleness", "between sampling and training", /^staleness\/(?<what>.+)$/, { min: 0, unit: "versions" }),
   entry("throughput", "Pace", "Throughput", "sampled and trained", /^(?<what>tokens\/s|train_tokens\/s)$/, { format: count, min: 0, unit: "tokens/s" }),
   entry("busy", "Pace", "Busy and waiting", "", /^(?:busy\/(?<what>.+)|wait_time_ratio|overlap_ratio)$/, {
-    unit: "share of the step", format: percent, min: 0, max: 1, names: { wait_time_ratio: "trainer waits", overlap_ratio: "both at once" },
+    unit: "share of the step", format: percent, min: 0, max: 1, names: { wait_time_ratio: "trainer waits", device: "GPU", overlap_ratio: "both at once" },
   }),
   entry("engine", "Pace", "Engine", "requests decoded at once; what waits, and what gave up its place", /^engine\/(?<what>batch|waiting|preempted)$/, { min: 0, unit: "requests" }),
   entry("engine_cache", "Pace", "Engine's KV cache", "in use at the end of a step; prompt tokens shared, not computed", /^engine\/(?<what>cache_used|shared_prompts)$/, { format: percent, min: 0, max: 1, unit: "share" }),
+  entry("memory", "Pace", "Memory", "the trainer's peak; of a device, what all processes hold", /^memory\/(?<what>.+)$/, { unit: "bytes", format: count, min: 0 }),
   entry("time", "Pace", "Time of a step, by part", "", /^time\/(?<what>(?!step$).+)$/, {
     unit: "seconds", stacked: true, format: seconds, busy: true, colours: { sample: 2, score: 5, train: 0, publish: 1, eval: 3 },
   }),
@@ -47,7 +48,6 @@ const OTHER = {
   failed: { title: "Failed episodes, by kind", unit: "episodes", format: count },
   league: { title: "League" },
   length: { title: "Length penalty" },
-  memory: { title: "Peak memory", unit: "bytes", format: count },
   micro_batches: { title: "Micro-batches", format: count },
   mixture: { title: "Mixture of the data", hint: "share of the draws, and their mean reward" },
   nll: { title: "Negative log likelihood", unit: "nats a token" },

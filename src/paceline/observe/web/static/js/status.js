@@ -40,13 +40,13 @@ export function troubles(run) {
   const { health } = run.standing;
   if (UNHEALTHY.includes(health?.verdict)) {
     found.push(h("div", { class: "notice bad" }, h("h2", {}, `Health: ${health.verdict}`), h("p", {}, prose(health.reason)),
-      h("p", { class: "faint" }, h("a", { href: toRun(run.name, "advice") }, "Advice"), " names the cause, where the figures show one.")));
+      ));
   }
   if (["failed", "crashed", "interrupted"].includes(state)) {
     found.push(h("div", { class: `notice ${state === "interrupted" ? "warn" : "bad"}` },
       h("h2", {}, `${state[0].toUpperCase()}${state.slice(1)} at step ${step ?? 0}`),
       h("p", {}, message || meaning(state)),
-      h("p", { class: "faint" }, "In a terminal, ", h("code", {}, `paceline doctor ${run.standing.path}`), " says who waited for whom, and how to go on.")));
+      h("p", { class: "faint" }, "In a terminal, ", h("code", {}, `paceline doctor ${run.standing.path}`), " tells the same, and how to go on.")));
   }
   if (run.standing.problems.length) {
     found.push(h("div", { class: "notice warn" }, h("h2", {}, "Not all of it could be read"),

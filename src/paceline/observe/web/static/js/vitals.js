@@ -36,8 +36,8 @@ export class Vitals {
         name: "Step", value: total ? `${whole(status.step)} of ${whole(total)}` : whole(status.step),
         done: total ? Math.min(100, (100 * status.step) / total) : undefined, more: this.#left(),
       },
-      { name: "Reward", value: number(reward?.last), moved: changeText(reward), more: reward ? since(reward) : "no batch trained yet" },
-      { name: `Held-out ${kind}`, value: number(held?.last), moved: changeText(held), more: held ? since(held) : "no evaluation yet" },
+      { name: "Reward", value: number(reward?.last), moved: changeText(reward), more: reward ? since(reward) : this.run.status.alive ? "no batch trained yet" : "no batch trained" },
+      { name: `Held-out ${kind}`, value: number(held?.last), moved: changeText(held), more: held ? since(held) : this.run.status.alive ? "no evaluation yet" : "no evaluation" },
       {
         name: "Staleness", value: number(stale),
         more: stale === undefined ? "" : `versions old, at most ${number(this.#most("staleness/max"))}${allowed === undefined || allowed === null ? "" : ` of ${allowed} allowed`}`,

@@ -19,6 +19,14 @@ function advice(run) {
   return asked.get(run);
 }
 
+/** The first cause, in a sentence, for the overview. */
+export async function firstCause(run) {
+  const [first, ...more] = (await advice(run)).found;
+  if (!first) return null;
+  return h("div", { class: "notice warn first-cause" }, h("h2", {}, prose(first.title)), h("p", {}, prose(first.seen)), first.fix ? h("p", {}, h("b", {}, "Fix: "), prose(first.fix)) : null,
+    h("p", { class: "faint" }, h("a", { href: toRun(run.name, "advice") }, more.length ? `Advice on this and ${amount(more.length, "more thing")}` : "Advice"), ": the evidence, and which setting to try."));
+}
+
 /** How many advisories there are, for the tab. */
 export async function badge(run) {
   return (await advice(run)).found.length;
@@ -57,15 +65,16 @@ export async function render(root, run) {
 }
 
 function head({ found, steps, trained, silence }) {
-  const few = found.length ? `${found.length === 1 ? "One thing" : `${found.length} things`} in the last ${amount(trained, "step")}` : "";
+  const few = found.length === 1 ? "One thing" : `${found.length} things, the first cause first,`;
+  const where = trained ? `in the last ${amount(trained, "step")} (${whole(steps[0])} to ${whole(steps[1])})` : "in what was sampled before the first step";
   return h("div", {},
-    h("div", { class: "head" }, h("h1", {}, "Advice"), h("span", { class: "soft" }, few && `${few} (${whole(steps[0])} to ${whole(steps[1])})`)),
+    h("div", { class: "head" }, h("h1", {}, "Advice"), h("span", { class: "soft" }, found.length ? `${few} ${where}` : "")),
     found.length ? null : h("div", { class: "empty" }, h("h2", {}, "Nothing found"), h("p", {}, `${silence[0].toUpperCase()}${silence.slice(1)}.`)));
 }
 
 function card(one, run, group, charts) {
   const id = `advice-${one.rule}-${one.env}`;
-  return h("article", { class: "notice warn advisory", "aria-labelledby": id },
+  return h("article", { class: `notice ${one.follows ? "" : "warn"} advisory`, "aria-labelledby": id },
     h("h2", { id }, prose(one.title)),
     h("div", { class: "row" }, h("span", { class: "tag" }, one.rule), h("span", { class: "tag" }, one.env || "whole run"),
       h("span", { class: "faint" }, `steps ${whole(one.steps[0])} to ${whole(one.steps[1])}`)),
@@ -73,9 +82,10 @@ function card(one, run, group, charts) {
     one.follows ? h("p", { class: "soft" }, prose(`May follow from \`${one.follows}\`, above.`)) : null,
     h("p", {}, prose(one.seen)),
     h("dl", {},
+      one.fix ? [h("dt", {}, "Fix"), h("dd", {}, prose(one.fix))] : null,
+      one.knobs.length ? [h("dt", {}, one.fix ? "Or try" : "Try"), h("dd", {}, knobs(one.knobs))] : null,
       h("dt", {}, "How sure"), h("dd", {}, prose(one.basis)),
-      one.caution ? [h("dt", {}, "But"), h("dd", {}, prose(one.caution))] : null,
-      one.knobs.length ? [h("dt", {}, "What to turn"), h("dd", {}, knobs(one.knobs))] : null,
+      one.caution ? [h("dt", {}, "Note"), h("dd", {}, prose(one.caution))] : null,
       one.rollouts.length ? [h("dt", {}, "Look at"), h("dd", { class: "row" }, one.rollouts.map((row) => rollout(row, run)))] : null),
     curves(one, run, group, charts));
 }
@@ -124,7 +134,8 @@ function measured({ env, value, missing }, { found, measured: all, name }) {
   return h("div", { class: value === null ? "faint" : null }, label, found.includes(env) && value !== null ? h("strong", { data: { rule: name } }, text) : text);
 }
 
-function ruleList({ rules }) {
+function ruleList({ rules: all }) {
+  const rules = [...all].sort((one, other) => other.found.length - one.found.length);
   return h("section", { class: "section", "aria-label": "All that was looked for" }, h("h2", {}, "All that was looked for"),
     scrollable("Rules with their limits", h("table", { class: "list" },
       h("thead", {}, h("tr", {}, ["Question", "Found", "Limit", "Key of the limit", "Pauses (advice.pause)"].map((name) => h("th", { scope: "col" }, name)))),

@@ -32,8 +32,8 @@ export function render(root, run, params) {
     for (const [name, chart] of charts) chart.element.hidden = !name.toLowerCase().includes(wanted);
     for (const section of board.children) section.hidden = ![...section.lastElementChild.children].some((one) => !one.hidden);
     const none = ![...board.children].some((one) => !one.hidden);
-    fill(empty, none ? h("div", { class: "empty" }, h("h2", {}, charts.size ? "No metric matches" : "No metrics of your own yet"),
-      charts.size ? null : h("p", {}, "Whatever an environment returns in its metrics appears here, with no setting to make.")) : null);
+    fill(empty, none ? h("div", { class: "empty" }, h("h2", {}, charts.size ? "No metric matches" : run.status.alive ? "No metrics of your own yet" : "No metrics of your own"),
+      charts.size ? null : h("p", {}, "Whatever an environment returns in its metrics appears here with the first step that trains, with no setting to make. Each rollout shows its own.")) : null);
   }
 
   const draw = perFrame(() => {

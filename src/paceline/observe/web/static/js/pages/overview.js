@@ -7,6 +7,7 @@ import { announce, fill, h, perFrame } from "../dom.js";
 import { amount, count, number, whole } from "../format.js";
 import { eventsTable, healthPill, troubles } from "../status.js";
 import { Vitals } from "../vitals.js";
+import { firstCause } from "./advice.js";
 
 export const title = "Overview";
 
@@ -15,12 +16,13 @@ export function render(root, run, params) {
   const board = new Board(group, run);
   const vitals = new Vitals(run);
   const lanes = new Lanes(run);
+  const cause = h("div");
   const notices = h("div", { class: "stack" });
   const events = h("section", { class: "section", "aria-label": "Events" });
   const head = h("div", { class: "head" });
   const waiting = h("div");
   const bar = h("div", { class: "sticky" }, controls(group, (text) => board.filter(text)));
-  fill(root, h("div", { class: "stack" }, h("div", {}, head, notices), vitals.element, waiting, bar, board.element, lanes.element, events));
+  fill(root, h("div", { class: "stack" }, h("div", {}, head, cause, notices), vitals.element, waiting, bar, board.element, lanes.element, events));
   board.place(lanes.element);
 
   const stand = () => {
@@ -30,12 +32,13 @@ export function render(root, run, params) {
     fill(notices, troubles(run));
     fill(events, eventsTable(run));
     vitals.draw();
+    firstCause(run).then((found) => fill(cause, found)).catch(() => {}); // the next news tries again
   };
   const draw = perFrame(() => {
     board.draw();
     vitals.draw();
     bar.hidden = !run.rows;
-    fill(waiting, run.rows ? null : h("div", { class: "empty" }, h("h2", {}, "No step is finished yet"),
+    fill(waiting, run.rows ? null : h("div", { class: "empty" }, h("h2", {}, run.status.alive ? "No step is finished yet" : "No step was finished"),
       h("p", {}, run.status.alive ? "Curves appear here with the first one." : "This run ended before it trained.")));
   });
   let again = 0;

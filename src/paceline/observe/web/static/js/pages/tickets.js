@@ -127,9 +127,9 @@ function pages(total, offset, go) {
 
 function empty(state, go) {
   const any = Object.values(state).some(Boolean);
-  return h("div", { class: "empty" }, h("h2", {}, any ? "No ticket matches" : "No ticket yet"),
+  return h("div", { class: "empty" }, h("h2", {}, any ? "No ticket matches" : "No ticket"),
     any ? h("button", { type: "button", on: { click: () => go({ env: null, state: null, reason: null }) } }, "Show all tickets")
-      : h("p", {}, "tickets.jsonl is written with the first batch."));
+      : h("p", {}, "Tickets are written down with the first batch that trains. What was played before is in the list of rollouts."));
 }
 
 function pill(state) {

@@ -15,6 +15,7 @@ const MEANING = {
   "dropped:zero_advantage": "All tries of its group earned the same, so there was nothing to learn from them.",
   "dropped:group_too_small": "Too few tries of its group were left to compare.",
   "dropped:stale": "It was sampled from weights older than `staleness` allows.",
+  "dropped:run_ended": "The run ended while its group was being judged.",
   "dropped:oversampled": "Other groups were ready first and filled the batch.",
 };
 const COLOURS = { trained: "good", replayed: "good", evaluated: "seen", matched: "seen", failed: "bad" };
