@@ -42,6 +42,17 @@ def test_an_advisory_leads_to_the_rollouts_that_show_it_and_to_the_key(page, add
     page.wait_for_url("**/rollouts?id=*")
 
 
+def test_the_overview_begins_with_the_first_cause_and_its_fix(page, address):  # noqa: F811
+    _open(page, address, "#/run/broken/overview", ".first-cause")
+    cause = page.locator(".notice").first
+    _expect(cause).to_contain_text("The learning rate is too high: the policy broke")
+    _expect(cause).to_contain_text("Fix: Begin again from the first weights")
+    cause.get_by_role("link", name="Advice").click()
+    page.wait_for_selector(".advisory")
+    _open(page, address, "#/run/well/overview", ".chart canvas")
+    assert page.locator(".first-cause").count() == 0
+
+
 def test_the_tab_counts_them_wherever_one_is(page, address):  # noqa: F811
     _open(page, address, "#/run/starving/config", ".tabs .badge")
     assert page.locator(".tabs a", has_text="Advice").inner_text() == "Advice1"

@@ -153,7 +153,7 @@ BARE = {
     "metrics": "h1",
     "rollouts": ".empty",
     "tokens": ".empty:has-text('No rollout is recorded yet.')",
-    "tickets": ".empty:has-text('No ticket yet')",
+    "tickets": ".empty:has-text('No ticket')",
     "replay": ".empty:has-text('Nothing to replay')",
 }
 """What pages say of a run that ended before anything was kept."""
@@ -224,7 +224,7 @@ def test_what_could_not_be_read_and_why_a_run_ended_stand_on_top(page, address):
     _expect(page.locator(".notice", has_text="Crashed at step 23")).to_be_visible()
     _expect(page.locator(".notice", has_text="damaged")).to_be_visible()
     _open(page, address, "#/run/empty/overview", ".empty")
-    _expect(page.locator(".empty:visible")).to_contain_text("No step is finished yet")
+    _expect(page.locator(".empty:visible")).to_contain_text("No step was finished")
 
 
 def test_new_steps_appear_by_themselves_and_charts_stay_in_place(page, folder, address):

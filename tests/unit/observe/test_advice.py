@@ -51,7 +51,7 @@ def test_a_planted_defect_is_named_first_and_whatever_else_is_named_follows_from
     assert re.search(r"±|Wilson", found.basis), "how sure it is has an error"
     assert found.knobs or found.fix
     assert found.steps == (1, 20) or rule == "overfitting"
-    assert found.comparison == f"found {found.found:.2g}, limit {found.limit:g}"
+    assert found.comparison == f"found {found.found:.3g}, limit {found.limit:g}"
     [below] = [one.below for one in RULES if one.name == rule]
     assert found.found < found.limit if below else found.found > found.limit
 
@@ -170,6 +170,38 @@ def test_a_template_that_is_another_models_or_drops_messages_is_named_before_all
     assert "2 of the template's markers" in first.seen
     [dropped] = advise(Plot(same_tokens=True).remembered())
     assert (dropped.rule, dropped.title) == ("chat_template", "The chat template leaves messages out")
+
+
+def test_of_self_play_no_flat_reward_is_a_problem():
+    """Both sides together earn nothing, however well they play."""
+    window = DEFECTS["entropy"].remembered()
+    assert [found.rule for found in advise(window)] == ["entropy"]
+    config = copy.deepcopy(dict(window.config))
+    config["env"][0]["type"] = "arena"
+    assert advise(replace(window, config=config)) == []
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "words"),
+    [("ab", "AB", "but for upper and lower case: expected `AB`, got `ab`"), ("a b", "a  b", "but for white space"),
+     ("ab", "ab.", "but for punctuation"), ("ab", "ab", "to the letter, such as `ab`")],
+)  # fmt: skip
+def test_a_strict_grader_is_shown_by_an_example(reply, answer, words):
+    def play(rng: np.random.Generator, step: int, luck: float) -> Try:
+        one = healthy(rng, step, luck)
+        return replace(one, said=reply if one.metrics["correct"] else "no", reward=0.1 * (1 - one.metrics["correct"]))
+
+    found = advise(Plot({"words": play}, target=answer).remembered())[0]
+    assert (found.rule, found.env) == ("strict_grader", "words")
+    assert words in found.seen
+    assert "`m:f`" in found.fix
+
+
+def test_a_wait_is_read_from_the_notes_of_engines_and_of_models_that_score():
+    engine = "16 requests wait for an engine to come back, one of them for 80 s: no engine is left: http://e"
+    [found] = advise(Plot(notes=["something else", engine]).remembered())
+    assert (found.rule, found.found) == ("unreachable", 80.0)
+    assert "It waited 80 s for an engine: no engine is left" in found.seen
 
 
 def test_at_staleness_0_a_rate_is_too_low_by_what_it_allows():

@@ -72,6 +72,12 @@ def test_a_loss_that_is_not_finite_has_diverged():
     assert verdict(loss=[0.01] * 19 + [float("nan")]) == "diverged"
 
 
+def test_a_policy_that_was_broken_is_not_healthy_for_learning_anew():
+    jumped = [0.002, 7.5, 3.1, 2.0] + [0.03] * 16
+    assert verdict(sampler_kl=jumped, **{"staleness/mean": [1.0] * 20}) == "diverged"
+    assert verdict(sampler_kl=jumped, **{"staleness/mean": [6.0] * 20}) != "diverged"
+
+
 def test_a_run_whose_rollouts_never_trained_is_starved_and_one_that_was_stopped_at_once_is_not(tmp_path):
     empty: dict[str, list[Any]] = {name: [] for name in columns()}
     assert verdict(over=True, **empty) == "too early to say"

@@ -3,7 +3,8 @@
 Verdicts, the first that holds:
 
   too early to say   fewer than `LEAST_STEPS` steps trained, and the run lives or was stopped
-  diverged           loss or gradient norm is not finite, or policy and sampler are `DIVERGED` nats a token apart
+  diverged           loss or gradient norm is not finite, or policy and sampler are `DIVERGED` nats a token apart, or
+                     were `BROKEN` apart for `BEST` steps
   collapsed          an environment's training or held-out reward is down to `COLLAPSED` of its best
   reward-hacked      training reward rose, and a metric of right answers lost `LOST` of what it was
   memorising         training reward rose, and held-out reward over `LEAST_EVALUATIONS` evaluations did not
@@ -25,6 +26,7 @@ from typing import Any, Literal
 
 from paceline.observe.analysis.timeline import Columns
 from paceline.observe.record.advice.learning_rules import TRUTH
+from paceline.observe.record.advice.window import SELF_PLAY
 from paceline.observe.record.folder import RunFolder
 
 Verdict = Literal[
@@ -44,6 +46,8 @@ ENDS = 5
 BEST = 3
 """Steps over which the best reward is averaged."""
 DIVERGED, COLLAPSED, LOST, DROPPED, WAITING = 0.5, 0.5, 0.3, 0.8, 0.5
+BROKEN, OLD = 1.0, 2.0
+"""Nats a token in one version, of samples that are younger than this, after which a policy is another one."""
 SMALLEST = 0.05
 """A best reward below which nothing can be said to be lost."""
 MASTERED = 0.9
@@ -52,7 +56,6 @@ SPREAD = 0.35
 """Standard deviation of the rewards, as a share of their mean, that a mastered task stays below."""
 NOISE = 2.0
 """Standard errors within which a rise is noise."""
-SELF_PLAY = ("arena", "textarena")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,11 @@ def _values(columns: Columns, name: str) -> list[float]:
     return [value for value in columns.get(name, ()) if value is not None]
 
 
+def _pairs(columns: Columns, one: str, other: str) -> list[tuple[float, float]]:
+    rows = zip(columns.get(one, ()), columns.get(other, ()), strict=False)
+    return [(left, right) for left, right in rows if left is not None and right is not None]
+
+
 def _envs(columns: Columns) -> list[str]:
     found = (re.fullmatch(r"reward/([^/]+)/mean", name) for name in columns)
     return [match[1] for match in found if match]
@@ -130,6 +138,9 @@ def _divergence(columns: Columns) -> str:
         last = [value for value in columns.get(name, ()) if value is not None][-ENDS:]
         if any(not math.isfinite(value) for value in last):
             return f"`{name}` is not finite."
+    fresh = [abs(kl) for kl, age in _pairs(columns, "sampler_kl", "staleness/mean") if age < OLD]
+    if sum(kl > BROKEN for kl in fresh) >= BEST:
+        return f"Updates moved the policy by up to {max(fresh):.2g} nats a token: what it learns since, it learns anew."
     ages = _values(columns, "staleness/mean")[-ENDS:]
     for name in ("sampler_kl", "mismatch_kl"):
         last = _values(columns, name)[-ENDS:]

@@ -98,14 +98,16 @@ def check_overfitting(window: AdviceWindow, env: str) -> Finding:
     knobs = [window.knob("trainer.optimizer.lr", lr / 2, f"and go back: held-out reward was best at step {best}")]
     if not window.env(env).get("contamination"):
         knobs.append(window.env_knob(env, "contamination", True, "rows too close to held-out ones are left out"))
+    drawn = len(np.unique(rows["row"][window.finished_rows(env, untrained=True)]))
     advisory = Advisory(
         title=f"`{env}` is learnt by heart: held-out reward does not follow",
         seen=f"From the earlier to the later half of {len(steps)} evaluations training went from {trained[0]:.3f} to "
         f"{trained[1]:.3f}, held-out from {evaluated[0]:.3f} to {evaluated[1]:.3f}. Held-out was best at step {best} "
-        f"({held_out.max():.3f}). The dataset may have too few rows.",
+        f"({held_out.max():.3f}). The last {window.trained} steps drew {drawn} different rows.",
         basis=f"the gap opened by {opened / scale:.2f} ± {both / scale:.2f} standard deviations of the reward, limit "
         f"{limit:g}; {len(steps)} evaluations",
-        fix="Train on more rows, or stop at the best step: its checkpoint may be there (`paceline export RUN@STEP`).",
+        fix="Train on more rows, and see that what a row expects follows from its prompt. Or stop at the best step, "
+        f"and export it if its checkpoint is kept (`paceline export RUN@{best}`).",
         caution="The reward may also be one that can be had without the task, on rows that training has seen often.",
         steps=(int(steps[0]), int(steps[-1])),
         knobs=knobs,

@@ -191,7 +191,7 @@ class Advisory:
     @property
     def comparison(self) -> str:
         """`found 0.93, limit 0.3`."""
-        return "" if self.found is None else f"found {self.found:.2g}, limit {self.limit:g}"
+        return "" if self.found is None else f"found {self.found:.3g}, limit {self.limit:g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,8 @@ def check_length(window: AdviceWindow, env: str) -> Finding:
     steps, lengths = window.by_step(env, window.rows["tokens"][places].astype(float))
     _, rewards = window.by_step(env, window.rows["reward"][places])
     line, pay = trend(steps, lengths), trend(steps, rewards)
+    if window.is_self_play(env):
+        return unmeasured("its reward is that of both sides")
     if line is None or pay is None or len(steps) < LEAST_LENGTH or line.first <= 0:
         return unmeasured(f"fewer than {LEAST_LENGTH} steps")
     change = (line.last - line.first) / line.first
@@ -256,7 +258,9 @@ def check_entropy_high(window: AdviceWindow, env: str) -> Finding:
 
 def is_stuck(window: AdviceWindow, env: str, most: float = 1.0) -> bool:
     """Rewards stand still below the best that a rollout has earned: they rise by no more than so many standard
-    errors."""
+    errors. Of self-play that cannot be told."""
+    if window.is_self_play(env):
+        return False
     steps, rewards = window.series(f"reward/{env}/mean")
     line = trend(steps, rewards)
     paid = window.rows["reward"][window.finished_rows(env)]

@@ -50,11 +50,11 @@ def check_unreachable(window: AdviceWindow, env: str) -> Finding:
     return Finding(
         seconds,
         Advisory(
-            title="The run waits for a server that does not answer",
-            seen=f"It has waited {seconds:.0f} s for {server}: {longest['cause']}.",
+            title="A server does not answer, and the run waits for it",
+            seen=f"It waited {seconds:.0f} s for {server}: {longest['cause']}.",
             basis=f"longest wait {seconds:.0f} ± 0 s by the run's own notes, limit {limit:g} s",
-            fix="Start it again at the same address: the run goes on from where it is. Otherwise stop the run, and "
-            "resume it with the new address.",
+            fix="Start the server again at the same address: a run that still waits goes on by itself, one that ended "
+            f"goes on with `--resume latest`. Another address is set in the run file ({_server_keys(window)}).",
             knobs=[
                 window.knob(
                     "failures.teacher" if longest["server"] else "failures.engine", "fail", "stop when one is lost"
@@ -63,6 +63,17 @@ def check_unreachable(window: AdviceWindow, env: str) -> Finding:
             metrics=["time/score", "dropped/teacher_failed"],
         ),
     )
+
+
+def _server_keys(window: AdviceWindow) -> str:
+    keys = (
+        f"`env[{place}].algo.teacher.base_url`" for place, env in enumerate(window.envs) if _has_teacher(window, env)
+    )
+    return ", ".join(keys) or "`engine`"
+
+
+def _has_teacher(window: AdviceWindow, env: str) -> bool:
+    return bool((window.env(env).get("algo") or window.get("algo", {})).get("teacher"))
 
 
 def check_failures(window: AdviceWindow, env: str) -> Finding:
@@ -113,7 +124,7 @@ def check_strict_grader(window: AdviceWindow, env: str) -> Finding:
     table = window.prompts(places)
     right, others = table.places[table.is_right], table.places[~table.is_right]
     if len(table.places) < LEAST_TRIES or len(right) < LEAST_RIGHT or not len(others):
-        return unmeasured(f"fewer than {LEAST_RIGHT} replies that are their row's answer")
+        return unmeasured(f"fewer than {LEAST_RIGHT} replies that are their row's answer, or none that is not")
     rewards = window.rows["reward"]
     best, usual = float(rewards[places].max()), float(rewards[others].mean())
     unpaid = (rewards[right] <= usual) & (rewards[right] < (best if best > 0 else np.inf))
@@ -126,7 +137,7 @@ def check_strict_grader(window: AdviceWindow, env: str) -> Finding:
         Advisory(
             title=f"Right replies of `{env}` earn nothing",
             seen=f"{len(right)} of the last {len(table.places)} replies are the answer of their "
-            f"row{_difference(*example)}. {unpaid.sum()} of them earned "
+            f"row{_difference(*example)}. {'All' if unpaid.all() else unpaid.sum()} of them earned "
             f"{rewards[right][unpaid].mean():.3g} on average; wrong ones earned {usual:.3g}.",
             basis=f"share {share:.2f}, surely more than {found.low:.2f} (Wilson's interval of three standard "
             f"errors), limit {limit:g}",

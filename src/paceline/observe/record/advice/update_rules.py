@@ -1,6 +1,7 @@
 """Advisories on the size of updates: a learning rate too high or too low, weights too old, groups dropped in vain."""
 
 from math import exp, inf, sqrt
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,12 +45,25 @@ def signs_of_large_steps(window: AdviceWindow) -> list[tuple[float, str, str]]:
         if start > 0 and (beyond := values > factor * start).any():
             at = int(np.argmax(beyond))
             found.append((steps[at], name, f"`{name}` rose to {values.max() / start:.1f} times its start"))
-    return sorted(found)
+    return sorted(found, key=lambda sign: sign[0])
 
 
-def lost_reward(window: AdviceWindow, env: str) -> Mean | None:
-    """The share of the best reward, at the start or over a few steps, that was lost later and has not come back, or
-    not to the policy that it was; None where too little is known or where there was little to lose."""
+class RewardLoss(NamedTuple):
+    share: Mean
+    """Of the best reward, at the start or over a few steps."""
+    best: float
+    worst: float
+    now: float
+    """Each a mean over a few steps."""
+    step: int
+    """Where the worst begins."""
+
+
+def lost_reward(window: AdviceWindow, env: str) -> RewardLoss | None:
+    """What was lost and has not come back, or not to the policy that it was; None where too little is known or where
+    there was little to lose."""
+    if window.is_self_play(env):
+        return None
     rewards = window.series(f"reward/{env}/mean", since=1)[1]
     places = window.finished_rows(env, untrained=True)
     untrained = window.rows["reward"][places[window.rows["step"][places] > window.steps[1]]]
@@ -73,7 +87,9 @@ def lost_reward(window: AdviceWindow, env: str) -> Mean | None:
         int(window.get("batch_size", 128)) / int(window.get("group_size", 8)),
     )
     noise = float(spreads.mean()) * sqrt((1 / size + 1 / ENDS) / max(1.0, groups)) if len(spreads) else inf
-    return Mean(float(best - means[worst - start]) / (best - low), noise / (best - low), size)
+    low_point, step = float(means[worst - start]), int(window.series(f"reward/{env}/mean", since=1)[0][worst])
+    share = Mean((best - low_point) / (best - low), noise / (best - low), size)
+    return RewardLoss(share, best, low_point, float(means[-1]), step)
 
 
 def check_learning_rate_high(window: AdviceWindow, env: str) -> Finding:
@@ -82,29 +98,32 @@ def check_learning_rate_high(window: AdviceWindow, env: str) -> Finding:
     if lost is None:
         return unmeasured("too few steps, or a reward near 0 from the beginning")
     signs = signs_of_large_steps(window)
-    if lost.value <= window.advice.learning_rate_high or lost.low <= 0 or not signs:
-        return Finding(lost.value)
-    steps, rewards = window.series(f"reward/{env}/mean", since=1)
+    share = lost.share
+    if share.value <= window.advice.learning_rate_high or share.low <= 0 or not signs:
+        return Finding(share.value)
+    steps, _ = window.series(f"reward/{env}/mean", since=1)
     first, metric, _ = signs[0]
     lr = float(window.get("trainer.optimizer.lr", 1e-5))
     knobs = [window.knob("trainer.optimizer.lr", lr / 10, "smaller steps; begin again from before the fall")]
     if window.get("trainer.kl") is None:
         knobs.append(window.knob("trainer.kl.coef", 0.05, "stay near the model it began with"))
     places = window.finished_rows(env)
+    since = places[np.argsort(np.abs(window.rows["step"][places] - lost.step), kind="stable")]
+    again = f", and what is learnt since (now {lost.now:.3f}) is learnt anew" if lost.now > lost.worst + SETTLED else ""
     return Finding(
-        lost.value,
+        share.value,
         Advisory(
             title="The learning rate is too high: the policy broke",
-            seen=f"The reward of `{env}` fell from {rewards.max():.3f} at step {int(steps[int(np.argmax(rewards))])} "
-            f"to {rewards[-LEAST_AFTER:].mean():.3f}. At step {int(first)}: "
-            f"{'; '.join(words for _, _, words in signs[:3])}. `lr` is {lr:g}.",
-            basis=f"{lost.value:.2f} ± {lost.error:.2f} of the best reward is lost (mean of {lost.count} steps; the "
-            f"error is that of their groups), limit {window.advice.learning_rate_high:g}",
+            seen=f"The reward of `{env}` fell from {lost.best:.3f} to {lost.worst:.3f} from step {lost.step} on{again}"
+            f". At step {int(first)}: {'; '.join(words for _, _, words in signs[:3])}. `lr` is {lr:g}.",
+            fix="Begin again from the first weights, or from a checkpoint before the fall.",
+            basis=f"{share.value:.2f} ± {share.error:.2f} of the best reward was lost (means of {share.count} and "
+            f"{ENDS} steps; the error is that of their groups), limit {window.advice.learning_rate_high:g}",
             caution="Weights that broke seldom recover: what follows, such as long replies or lost entropy, is its "
             "effect.",
             steps=(int(steps[0]), int(steps[-1])),
             knobs=knobs,
-            rollouts=window.numbers(places[::-1]),
+            rollouts=window.numbers(since),
             metrics=[f"reward/{env}/mean", *dict.fromkeys([metric, "grad_norm", "entropy"])],
         ),
     )

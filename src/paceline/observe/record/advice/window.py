@@ -25,6 +25,9 @@ MOST_READ = 600
 MOST_PROMPTS = 256
 """Rollouts whose prompts a rule reads; a record holds them with all their tokens."""
 
+SELF_PLAY = ("arena", "textarena")
+"""Environments that several copies of the policy play against each other."""
+
 Columns = Mapping[str, Sequence[float | None]]
 Measured = Callable[[int], Mapping[str, Any]]
 """The environment's metrics of a rollout, by its number."""
@@ -84,6 +87,10 @@ class AdviceWindow:
     def env(self, name: str) -> Mapping[str, Any]:
         """The environment's section of the run file."""
         return self.config["env"][self.envs.index(name)] if name in self.envs else {}
+
+    def is_self_play(self, name: str) -> bool:
+        """Whether its training reward is that of both sides together, and says nothing of progress."""
+        return self.env(name).get("type") in SELF_PLAY
 
     def series(self, name: str, since: int | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
         """Steps and values of a metric in the window, or from the step `since` on; without gaps."""

@@ -39,13 +39,12 @@ export function troubles(run) {
   const found = [];
   const { health } = run.standing;
   if (UNHEALTHY.includes(health?.verdict)) {
-    found.push(h("div", { class: "notice bad" }, h("h2", {}, `Health: ${health.verdict}`), h("p", {}, prose(health.reason)),
-      ));
+    found.push(h("div", { class: "notice bad" }, h("h2", {}, `Health: ${health.verdict}`), h("p", {}, prose(health.reason))));
   }
   if (["failed", "crashed", "interrupted"].includes(state)) {
     found.push(h("div", { class: `notice ${state === "interrupted" ? "warn" : "bad"}` },
       h("h2", {}, `${state[0].toUpperCase()}${state.slice(1)} at step ${step ?? 0}`),
-      h("p", {}, message || meaning(state)),
+      h("p", {}, prose(message || meaning(state))),
       h("p", { class: "faint" }, "In a terminal, ", h("code", {}, `paceline doctor ${run.standing.path}`), " tells the same, and how to go on.")));
   }
   if (run.standing.problems.length) {

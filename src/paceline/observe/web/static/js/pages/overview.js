@@ -22,14 +22,14 @@ export function render(root, run, params) {
   const head = h("div", { class: "head" });
   const waiting = h("div");
   const bar = h("div", { class: "sticky" }, controls(group, (text) => board.filter(text)));
-  fill(root, h("div", { class: "stack" }, h("div", {}, head, cause, notices), vitals.element, waiting, bar, board.element, lanes.element, events));
+  fill(root, h("div", { class: "stack" }, h("div", {}, head, notices), vitals.element, waiting, bar, board.element, lanes.element, events));
   board.place(lanes.element);
 
   const stand = () => {
     const { device, parameters } = run.status;
     fill(head, h("h1", {}, run.name), healthPill(run.standing.health), run.standing.tags.map((tag) => h("span", { class: "tag" }, tag)),
       h("span", { class: "faint" }, [device, parameters && `${count(parameters)} parameters`].filter(Boolean).join(" · ")));
-    fill(notices, troubles(run));
+    fill(notices, cause, troubles(run));
     fill(events, eventsTable(run));
     vitals.draw();
     firstCause(run).then((found) => fill(cause, found)).catch(() => {}); // the next news tries again
