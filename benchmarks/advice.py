@@ -33,7 +33,7 @@ from paceline.observe.record.advice import Advisory, advice_window, advise
 ROOT = Path(__file__).parents[1]
 ENV = Path(__file__).with_name("advice_env.py")
 FIRST_SEED = 11
-SECONDS = 150.0
+SECONDS = 300.0
 """After which a run is stopped as Ctrl-C would: one without a signal draws on."""
 BAR, FALSE_ALARMS = 23 / 25, 1 / 40
 

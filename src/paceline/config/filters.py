@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, gcd
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.config.base import Section, UserCode
 
@@ -190,6 +190,14 @@ AdvisoryName = Literal[
 class AdviceConfig(Section):
     """Advisories: `paceline doctor` and the page "Advice" show them, each with its evidence. A key named like an
     advisory is the limit from which it speaks, once the figures are sure to lie beyond it by three standard errors."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, table: Any) -> Any:
+        """Runs of earlier versions have `parting`."""
+        if not isinstance(table, dict) or "parting" not in table:
+            return table
+        return {"overfitting" if name == "parting" else name: value for name, value in table.items()}
 
     steps: int = Field(default=20, ge=10, le=1000)
     """The last steps that are looked at."""
