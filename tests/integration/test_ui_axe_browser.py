@@ -75,7 +75,7 @@ def test_every_page_is_accessible_silent_and_fits_the_screen(tab, address, talks
     for place, wanted in (places | {report: "main"}).items():
         tab.goto(place)
         tab.wait_for_selector(wanted)
-        tab.wait_for_function("() => !document.querySelector('main [aria-busy=true], main .reading')")
+        ui.wait_until(tab, "() => !document.querySelector('main [aria-busy=true], main .reading')")
         wrong += [f"{place}: {one}" for one in serious(tab)]
         if tab.evaluate(ui.SIDEWAYS):
             wrong.append(f"{place} scrolls sideways")

@@ -120,6 +120,14 @@ def _expect(locator):
     return playwright.expect(locator)
 
 
+def wait_until(page, expression: str, arg=None) -> None:
+    """Ask again and again from here: what the browser would evaluate later by itself, the page's policy refuses."""
+    deadline = time.monotonic() + 60
+    while not page.evaluate(expression, arg):
+        assert time.monotonic() < deadline, expression
+        page.wait_for_timeout(20)
+
+
 def _open(page, address: str, place: str, wanted: str) -> None:
     page.goto(f"{address}/{place}")
     page.wait_for_selector(wanted)
@@ -382,7 +390,7 @@ def test_dropped_tickets_and_lanes_are_drawn(page, address):
     colours = """() => { const canvas = document.querySelector('.lanes canvas');
       const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
       return new Set(Array.from({length: data.length / 4}, (_, at) => data.slice(4 * at, 4 * at + 3).join())).size; }"""
-    page.wait_for_function(f"({colours})() > 5")
+    wait_until(page, f"({colours})() > 5")
 
 
 def test_the_config_page_marks_and_filters_what_differs(page, address):

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from test_ui_browser import _expect, _open, browser, page, pytestmark, tab  # noqa: F401
+from test_ui_browser import _expect, _open, browser, page, pytestmark, tab, wait_until  # noqa: F401
 
 from conversations import Talking, asked, rollout, turn
 from headline_run import falling_lines, is_exact, is_reward, recorded_means, written_run
@@ -330,16 +330,16 @@ def _comes_back_to(page, row: str, opened: str) -> None:  # noqa: F811
     assert left > 0
     link.click()
     page.wait_for_selector(opened)
-    page.wait_for_function("scrollY === 0")
+    wait_until(page, "scrollY === 0")
     page.go_back()
     page.wait_for_selector(row)
-    page.wait_for_function(f"scrollY === {left}")
+    wait_until(page, f"scrollY === {left}")
     page.go_forward()
     page.wait_for_selector(opened)
-    page.wait_for_function("scrollY === 0")
+    wait_until(page, "scrollY === 0")
     page.go_back()
     page.wait_for_selector(row)
-    page.wait_for_function(f"scrollY === {left}")
+    wait_until(page, f"scrollY === {left}")
 
 
 def test_back_finds_the_list_of_rollouts_as_it_was_left(page, address):  # noqa: F811
@@ -372,10 +372,10 @@ def test_a_chart_out_of_sight_is_drawn_when_it_is_scrolled_to(page, address):  #
         page.get_by_role("region", name="Throughput").locator("canvas").first,
     )
     first.scroll_into_view_if_needed()
-    page.wait_for_function("(one) => one.width !== 300", arg=first.element_handle())
+    wait_until(page, "(one) => one.width !== 300", arg=first.element_handle())
     assert last.evaluate("(one) => one.width") == 300, "as a canvas is made"
     last.scroll_into_view_if_needed()
-    page.wait_for_function("(one) => one.width !== 300", arg=last.element_handle())
+    wait_until(page, "(one) => one.width !== 300", arg=last.element_handle())
     assert not last.evaluate(blank)
     assert not first.evaluate(blank)
 

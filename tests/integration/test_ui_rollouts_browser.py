@@ -221,7 +221,7 @@ def test_hostile_words_stay_words_and_only_a_picture_in_the_message_is_drawn(pag
         assert ui.HOSTILE in page.locator(wanted).inner_text()
         assert page.title() != "owned"
     _open(page, address, "talk/rollouts?id=80", ".message img")
-    page.wait_for_function("document.querySelector('.message img').naturalWidth === 24")
+    ui.wait_until(page, "document.querySelector('.message img').naturalWidth === 24")
     assert page.locator("main img").count() == 1
     named = page.locator(".unshown").all_inner_texts()
     assert [text.partition(",")[0] for text in named] == [

@@ -347,7 +347,7 @@ def test_tickets_are_filtered_and_one_leads_to_its_tokens(page, folder, address)
 def test_a_ticket_drawn_meanwhile_appears_by_itself(page, folder, address):
     _open(page, address, "living/tickets", "tbody tr")
     line = {"number": 6, "env": "reverse-text", "epoch": 0, "draw": 6, "row": 9, "state": "in flight", "since": -1}
-    page.wait_for_function("performance.getEntriesByType('resource').some((one) => one.name.includes('/api/tickets'))")
+    ui.wait_until(page, "performance.getEntriesByType('resource').some((one) => one.name.includes('/api/tickets'))")
     with (folder / "living" / "tickets.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
     page.wait_for_selector("tr[data-key='6'] .pill.running")
