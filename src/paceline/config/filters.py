@@ -194,10 +194,13 @@ class AdviceConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, table: Any) -> Any:
-        """Runs of earlier versions have `parting`."""
-        if not isinstance(table, dict) or "parting" not in table:
+        """Runs of earlier versions call `overfitting` `parting`."""
+        if not isinstance(table, dict):
             return table
-        return {"overfitting" if name == "parting" else name: value for name, value in table.items()}
+        table = {"overfitting" if name == "parting" else name: value for name, value in table.items()}
+        if isinstance(paused := table.get("pause"), list):
+            table["pause"] = ["overfitting" if name == "parting" else name for name in paused]
+        return table
 
     steps: int = Field(default=20, ge=10, le=1000)
     """The last steps that are looked at."""

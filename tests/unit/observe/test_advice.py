@@ -202,6 +202,8 @@ def test_a_wait_is_read_from_the_notes_of_engines_and_of_models_that_score():
     [found] = advise(Plot(notes=["something else", engine]).remembered())
     assert (found.rule, found.found) == ("unreachable", 80.0)
     assert "It waited 80 s for an engine: no engine is left" in found.seen
+    full = "3 requests are not answered, one of them for 80 s because there is no room: http://e is full"
+    assert advise(Plot(notes=[full]).remembered()) == []
 
 
 def test_at_staleness_0_a_rate_is_too_low_by_what_it_allows():

@@ -33,7 +33,8 @@ HINTS = {
 
 
 WAITING = re.compile(
-    r"^(?:waiting for (?P<server>.+?) since|\d+ requests .*? for) (?P<seconds>\d+) s\b.*?: (?P<cause>.+)"
+    r"^(?:waiting for (?P<server>.+?) since|\d+ requests wait for an engine .*? for) (?P<seconds>\d+) s\b"
+    r".*?: (?P<cause>.+)"
 )
 """Notes of a run that waits for an engine, or for a model that scores."""
 
