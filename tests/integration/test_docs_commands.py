@@ -29,6 +29,7 @@ NOT_RUN = {
     "up --join HOST:6379": "needs a second machine",
     "train my-run.toml --placement ray --cluster.address HOST:6379 --cluster.engines 24": "needs a cluster",
     "status": "needs a cluster",
+    "train examples/seeds/async_grpo/run.toml": "starts eight processes; `make smoke` trains it",
     "down": "would end the clusters of other tests",
     "top runs/quickstart": "takes the terminal; tests/unit/observe/test_terminal.py",
     "top runs": "takes the terminal; tests/unit/observe/test_terminal.py",
