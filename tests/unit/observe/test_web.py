@@ -18,8 +18,9 @@ from child_processes import Launched
 from paceline.commands import main
 from paceline.config import ConfigError
 from paceline.observe.analysis.timeline import bin_spans, spans_from_metrics, spans_from_record
-from paceline.observe.analysis.vitals import family
-from paceline.observe.record import TimelineSpan
+from paceline.observe.analysis.vitals import family, table_row
+from paceline.observe.monitor import RunDirectory
+from paceline.observe.record import RunFolder, TimelineSpan
 from paceline.observe.web import UiOptions, build_app, overview
 from paceline.observe.web.app import HEADERS, ROUTE_MODULES
 from paceline.observe.web.runs import encode_json
@@ -559,3 +560,22 @@ def test_the_table_hears_of_runs_that_come_and_go(tmp_path, address):
         while not gone:
             gone = next(one for _, one in events)["gone"]
         assert gone == ["new"]
+
+
+def test_a_run_that_begins_while_its_row_is_made_is_running_with_all_its_tags_or_not_yet(tmp_path, monkeypatch):
+    begun: list[Told] = []
+
+    def config_before_it_begins(run: RunFolder) -> dict:
+        found = read_config(run)
+        if not begun:
+            begun.append(Told(tmp_path, "young").step(1))
+        return found
+
+    read_config = RunFolder.config
+    monkeypatch.setattr(RunFolder, "config", config_before_it_begins)
+    run = RunFolder(RunDirectory(tmp_path / "young"))
+    early, late = table_row("young", run, []), table_row("young", run, [])
+    begun[0].let_go()
+    assert (early["state"], early["tags"]) != ("running", [])
+    assert late["state"] == "running"
+    assert late["tags"]

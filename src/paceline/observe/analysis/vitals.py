@@ -87,7 +87,8 @@ def last_written(columns: Columns, status: RunStatus) -> float | None:
 
 def table_row(name: str, run: RunFolder, problems: list[str]) -> dict[str, Any]:
     """State, health, step, reward, evaluation, age and tags of a run, and what could not be read of it. Never fails."""
-    columns, config, status = run.metrics(), run.config(), run.status()
+    status = run.status()  # first: what is written before a run counts as running is then there to be read
+    columns, config = run.metrics(), run.config()
     rewards, held_out, kind = reward_trends(columns)
     shown = ("state", "alive", "step", "total_steps", "began", "ended", "message")
     return {
