@@ -16,6 +16,8 @@ LAWS := $(addprefix tests/unit/,$(addsuffix .py,$(addprefix engine/test_,engine 
 	grammar streaming) weights/test_fingerprints $(addprefix trainer/test_,loss_terms losses_against_trl trainer bad_steps \
 	proximal kl_reference streamed_batches critic) orchestrator/test_roll_back observe/test_record_of_a_run)) \
 	tests/integration/test_server.py tests/integration/test_resume.py
+# What is checked of scripts and benchmarks, which are run now and then: that what they name is there.
+NAME_RULES := missing-attribute import-not-found unknown-argument missing-argument too-many-positional-arguments
 # What `make smoke` runs of the examples in examples/seeds, of mlx and of `verifiers`.
 SEEDS_SMOKE := $(addprefix tests/,$(addprefix integration/,test_seed_examples.py test_seed_algorithms.py \
 	test_seeds_infinite.py::test_the_launch_trains_a_module_over_its_rows_to_a_better_held_out_reward \
@@ -128,6 +130,8 @@ lint: setup ## Lint, format, types, import contracts and waits without a bound
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/ty check src
+	$(BIN)/ty check benchmarks scripts $(addprefix --extra-search-path ,benchmarks scripts tests) \
+		--ignore all $(addprefix --error ,$(NAME_RULES))
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/lint_waits.py
 	$(BIN)/python scripts/lint_names.py

@@ -387,7 +387,7 @@ ANY_END = (0, 1, 130)
 
 
 def training(function: Fault) -> Fault:
-    TRAINING[function.__name__] = function
+    TRAINING[function.__name__] = function  # ty: ignore[missing-attribute]
     return function
 
 

@@ -26,7 +26,7 @@ LETHAL = {"leave_process", "block_loop"}
 
 
 def fault(function: Callable[[dict], Any]) -> Callable[[dict], Any]:
-    FAULTS[function.__name__] = function
+    FAULTS[function.__name__] = function  # ty: ignore[missing-attribute]
     return function
 
 

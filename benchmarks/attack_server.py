@@ -357,7 +357,7 @@ ATTACKS: dict[str, Attack] = {}
 
 
 def attack(function: Attack) -> Attack:
-    ATTACKS[function.__name__] = function
+    ATTACKS[function.__name__] = function  # ty: ignore[missing-attribute]
     return function
 
 

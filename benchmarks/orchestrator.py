@@ -197,9 +197,9 @@ def profiled(options) -> tuple[list[dict], str]:
     profile = cProfile.Profile()
     times = profile.runcall(run, options, WARM + 5)
     stats = pstats.Stats(profile)
-    total = sum(own for _, _, own, _, _ in stats.stats.values())
+    total = sum(own for _, _, own, _, _ in stats.stats.values())  # ty: ignore[missing-attribute]
     rollouts = sum(times.rollouts_done)
-    ordered = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:SHOWN]
+    ordered = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:SHOWN]  # ty: ignore[missing-attribute]
     lines = [
         {
             "function": f"{short(file)}:{line} {name}",

@@ -174,7 +174,7 @@ def make(
                 keeper.spans(step, lanes(clock[0]))
                 clock[0] += STEP_SECONDS
                 made(count)
-                while keeper.waiting > 2_000_000:
+                while keeper.waiting_tokens > 2_000_000:
                     time.sleep(0.005)
             recorder.end(RunOutcome("finished", steps))
             keeper.end(RunOutcome("finished", steps))
@@ -196,15 +196,15 @@ def one_step(
         made += len(group)
         if len({rollout.reward for rollout in group}) == 1:
             ledger.drop(ticket, "zero_advantage")
-            keeper.played(step, "dropped:zero_advantage", group)
+            keeper.finished_rollouts(step, "dropped:zero_advantage", group)
         elif number % 50 == 0:
             ledger.drop(ticket, "stale")
-            keeper.played(step, "dropped:stale", group)
+            keeper.finished_rollouts(step, "dropped:stale", group)
         else:
             ledger.buffer(ticket)
             ledger.train(ticket, step, GROUP)
             trained += group
-    keeper.played(step, "trained", trained)
+    keeper.finished_rollouts(step, "trained", trained)
     recorder.rollouts(step, [rollout.record() for rollout in trained[:1]])
     rewards = [rollout.reward for rollout in trained if rollout.reward is not None] or [0.0]
     lengths = [rollout.completion_length for rollout in trained] or [0]
@@ -225,7 +225,7 @@ def one_step(
 def evaluation(writer: Writer, keeper: RolloutRecorder, step: int) -> int:
     tickets = [Ticket(row, ENVS[row % 3], 0, row, row) for row in range(HELD_OUT)]
     played = [rollout for ticket in tickets for rollout in writer.group(ticket, step, 1, trains=False)]
-    keeper.played(step, "evaluated", played)
+    keeper.finished_rollouts(step, "evaluated", played)
     return len(played)
 
 
