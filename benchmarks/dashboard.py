@@ -87,7 +87,7 @@ FILTERS = [
 
 
 def _search(page: Page):
-    return page.get_by_label("Search what was said")
+    return page.locator("[data-field=text]")
 
 
 def made(folder: Path, rollouts: int) -> Path:
