@@ -38,6 +38,7 @@ class Try:
     finish: str = "stop"
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    dropped: bool = False
     prompt: str = ""
     """Which stands in the prompt beside the number of the row."""
     said: str = "so"
@@ -172,7 +173,9 @@ def _rollout(
         completion_ids=[1] * one.tokens, finish=one.finish, temperature=1.0, text=one.said, messages=messages, **turn
     )
     made: dict[str, Any] = (
-        {"target": target, "reward": one.reward, "samples": [SAMPLE]} if ended else {"error": one.error}
+        {"target": target, "reward": one.reward, "samples": [SAMPLE]}
+        if ended
+        else {"error": one.error, "dropped": one.dropped}
     )
     drawn = Ticket(ticket, env, 0, ticket, row)
     return Rollout(ticket=drawn, member=member, turns=[said], metrics=one.metrics, **made)

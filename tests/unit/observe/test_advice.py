@@ -93,6 +93,14 @@ def test_a_reward_that_never_changes_is_one_even_at_the_top():
     assert "exactly 1" in found.seen
 
 
+def test_draws_that_the_environment_gives_up_on_purpose_are_no_failures():
+    def rejects(rng: np.random.Generator, step: int, luck: float) -> Try:
+        one = healthy(rng, step, luck)
+        return one if rng.random() < 0.6 else replace(one, error="not this one", dropped=True)
+
+    assert advise(Plot({"words": rejects}).remembered()) == []
+
+
 def test_longer_replies_that_earn_more_are_no_defect():
     def play(rng: np.random.Generator, step: int, luck: float) -> Try:
         return replace(healthy(rng, step, luck), tokens=int(rng.poisson(20 + 3 * step)))

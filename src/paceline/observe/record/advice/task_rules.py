@@ -20,7 +20,7 @@ from paceline.observe.record.advice.measures import (
     wilson_share,
 )
 from paceline.observe.record.advice.window import AdviceWindow, PromptTable
-from paceline.observe.record.layout import TRAINING
+from paceline.observe.record.layout import GIVEN_UP, TRAINING
 
 LEAST_TRIES = 64
 """Rollouts below which nothing is said."""
@@ -78,9 +78,11 @@ def _has_teacher(window: AdviceWindow, env: str) -> bool:
 
 
 def check_failures(window: AdviceWindow, env: str) -> Finding:
-    """The share of episodes that ended in an error, in which those of one row stand together."""
+    """The share of episodes that ended in an error, in which those of one row stand together. A draw that the
+    environment gave up on purpose is none."""
     rows = window.rows
     mine = (rows["env"] == window.number("env", env)) & (rows["domain"] == TRAINING)
+    mine &= rows["state"] != window.number("state", GIVEN_UP)
     failed, ended = np.flatnonzero(mine & (rows["error"] != 0)), window.finished_rows(env)
     count = len(failed) + len(ended)
     if count < LEAST_TRIES:
