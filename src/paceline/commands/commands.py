@@ -21,7 +21,7 @@ any key of the run file can be set on the command line, by its dotted path:
 COMMON_KEYS = (
     *("resume", "name", "runs", "steps", "seed", "batch_size", "group_size", "staleness", "model.name"),
     *("sampling.max_tokens", "trainer.optimizer.lr", "eval.every", "checkpoint.every"),
-    *("device", "placement", "deterministic"),
+    *("device", "placement", "engine.backend", "deterministic"),
 )
 
 EXAMPLES = """

@@ -51,8 +51,8 @@ class EngineConfig(Section):
     """The embedded engine: continuous batching over the trainer's own model code; or another maker's server."""
 
     backend: Literal["paceline", "vllm", "sglang"] = "paceline"
-    """`paceline`: the embedded engine. `vllm`, `sglang`: a server, attached (`base_url`) or, for vLLM, `launch`ed.
-    `sglang` is experimental: it was never tried on a GPU."""
+    """What samples: `paceline`, the embedded engine; `vllm` or `sglang` (experimental), a server of theirs. A server is
+    attached by its `base_url`; vLLM may also be `launch`ed. SGLang was never tried on a GPU."""
     base_url: str | None = None
     """Address of a server that the run does not start. It must see `folder` under the same path."""
     api_key_env: str | None = None
