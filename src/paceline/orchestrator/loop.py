@@ -18,7 +18,7 @@ from paceline.algorithms.base import reward_before_kl
 from paceline.clients import Pool
 from paceline.config import RunConfig
 from paceline.data import DataError, Ledger, Sample, Ticket, encode, row_change
-from paceline.data.token_scores import TokenScores
+from paceline.data.sample import TokenScores
 from paceline.errors import PacelineError, RunStopped
 from paceline.orchestrator.admission import Tally
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints

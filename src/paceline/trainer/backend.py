@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, Scales, collate, pack, token_scales
 from paceline.data.packing import Bins, Cost, RankBins, bin_steps, flatten_bins
-from paceline.data.token_scores import TokenScores
+from paceline.data.sample import TokenScores
 from paceline.planner.shape import read_shape
 from paceline.trainer.loss import LossStats
 from paceline.trainer.terms import TrainedTokens

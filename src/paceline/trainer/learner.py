@@ -35,7 +35,7 @@ from paceline.data import (
     token_scales,
 )
 from paceline.data.packing import COMPONENTS, all_members, flatten_bins, restrict_bins
-from paceline.data.token_scores import NO_SCORES, TOKEN_SCORE, TokenScores
+from paceline.data.sample import NO_SCORES, TOKEN_SCORE, TokenScores
 from paceline.errors import TrainerError
 from paceline.trainer.backend import DUMMY_PACK, Batch, PolicyBackend, collate_bins, score_samples, training
 from paceline.trainer.checkpoint import strip_prefix
