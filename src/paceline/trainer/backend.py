@@ -254,9 +254,9 @@ class PolicyBackend(ABC):
         """Sum the gradient that is there over the ranks and clip it; answers with the norm it had."""
         return self.optimizer.clip()
 
-    def sum(self, values: Any) -> NDArray:
-        """Summed over the ranks that hold different samples, as float64 numbers of the host."""
-        return np.array(values, np.float64)
+    def sum(self, values: NDArray) -> NDArray:
+        """Summed over the ranks that hold different samples, in float64."""
+        return values.astype(np.float64)
 
     def sum_over_all_ranks(self, value: float) -> float:
         """A number, summed over all ranks."""

@@ -447,7 +447,7 @@ class Learner:
         normalisers), and the clipped norm of their gradient. The norm is computed first, so that a GPU is waited for
         once. A micro-batch in which nothing trains may have no sums."""
         norm, computed = self.policy.clip(), [one for one in sums if one.values]
-        totals = self.policy.sum(LossStats.total(computed) if computed else np.zeros(len(STAT_NAMES)))
+        totals = self.policy.sum(to_host(LossStats.total(computed)) if computed else np.zeros(len(STAT_NAMES)))
         return StepOutcome(
             totals * shares, float(norm), len(sums), TokenScores.joined([one.scores() for one in tokens])
         )

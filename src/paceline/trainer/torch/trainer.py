@@ -157,8 +157,9 @@ class TorchPolicy(PolicyBackend):
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 
-    def sum(self, values: Tensor | NDArray) -> NDArray:
-        return self.ranks.data.sum(torch.as_tensor(values)).cpu().numpy()
+    def sum(self, values: NDArray) -> NDArray:
+        world = self.ranks.data
+        return super().sum(values) if world.size == 1 else world.sum(torch.from_numpy(values)).cpu().numpy()
 
     def sum_over_all_ranks(self, value: float) -> float:
         return float(self.ranks.all.sum(torch.tensor([value])))
@@ -222,7 +223,8 @@ class TorchPolicy(PolicyBackend):
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in trainable_parameters(self.net).items():
-            yield name, self.layout.full_tensor(name, local_shard(parameter.detach()))
+            whole = parameter.detach()
+            yield name, self.layout.full_tensor(name, local_shard(whole)) if self.layout.is_sharded else whole
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
         state = self.layout.state(self.net, keep=self._is_rank_zero)
