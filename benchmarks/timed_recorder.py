@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from paceline.data.token_scores import TokenScores
+from paceline.data.sample import TokenScores
 from paceline.observe.monitor import RunOutcome, RunPlan
 from paceline.observe.record import RolloutRecorder
 from paceline.trainer.learner import ComputedTokens

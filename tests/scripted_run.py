@@ -11,7 +11,7 @@ from paceline.config import BreakerConfig, CheckpointConfig, EvalConfig, RunConf
 from paceline.config.env import CustomEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import Sample
-from paceline.data.token_scores import TOKEN_SCORE, TokenScores
+from paceline.data.sample import TOKEN_SCORE, TokenScores
 from paceline.engine import Completion, EngineStats, GenerateRequest
 from paceline.envs import Environment, Outcome
 from paceline.observe.monitor import Monitor

@@ -18,7 +18,7 @@ import numpy as np
 from paceline.algorithms import GRPO
 from paceline.config import algorithm
 from paceline.data import Ledger, Sample, Ticket
-from paceline.data.token_scores import TokenScores
+from paceline.data.sample import TokenScores
 from paceline.observe.monitor import RunPlan
 from paceline.observe.monitor.directory import append_jsonl
 from paceline.observe.record import RolloutRecorder

@@ -10,7 +10,7 @@ import pytest
 import test_ui_browser as ui
 
 import recorded_runs
-from paceline.data.token_scores import CLIPPED, TOKEN_SCORE, TokenScores, trained_mask
+from paceline.data.sample import CLIPPED, TOKEN_SCORE, TokenScores, trained_mask
 from paceline.observe.record import Query, open_run
 from paceline.observe.web import build_app
 from paceline.observe.web.replay import ReplayRunner

@@ -186,7 +186,6 @@ class Pool:
     ) -> T:
         self._unanswered += 1
         try:
-            await self._registry.learn_sizes()
             while True:
                 member = route(await self._candidates(pending))
                 member.unanswered += pending.weight
@@ -220,6 +219,7 @@ class Pool:
         members = self._registry.members
         if len(members) == 1 and members[0].trouble is members[0].context is None and not pending.full_members:
             return members  # most runs have one engine: nothing to choose, nothing to compare
+        await self._registry.learn_sizes()
         if all(member.context is not None and member.context < pending.length for member in members):
             longest = max(member.context or 0 for member in members)
             raise RequestError(

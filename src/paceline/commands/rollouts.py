@@ -6,7 +6,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import count, islice
 from typing import Any, TextIO
@@ -19,7 +19,7 @@ from paceline.config.env import BaseEnvConfig
 from paceline.config.inference import SamplingConfig
 from paceline.data import Row, Ticket, make_cursor
 from paceline.envs import EnvError, Environment, Outcome, Split, build_environment
-from paceline.envs.judges import JudgePanel, JudgeService, verdict_metrics, verdict_records
+from paceline.envs.judges import JudgePanel, JudgeService, verdict_metrics
 from paceline.errors import EngineError, Overloaded, PacelineError, RequestError
 from paceline.observe.monitor.directory import to_json_value
 from paceline.observe.monitor.show_rollout import show_rollout, show_summary
@@ -251,7 +251,7 @@ def episode_records(played: PlayedEpisode, *, raw: bool = False, ids: bool = Fal
             turns=seat.turns,
             reward=float(outcome.rewards[name]) if outcome and name in outcome.rewards else None,
             metrics={**outcome.metrics, **verdict_metrics(seat.verdicts)} if outcome and seat.trained else {},
-            verdicts=verdict_records(seat.verdicts),
+            verdicts=[asdict(verdict) for verdict in seat.verdicts],
             error=played.error if name == list(spoke)[-1] else None,
         )
         record = _rollout_record(rollout, seat, runtime) | {"seconds": played.seconds}

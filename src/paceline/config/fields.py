@@ -249,6 +249,15 @@ def correction_hint(node: SchemaNode, value: Any, path: KeyPath = ("env",)) -> s
     return ""
 
 
+def toml_text(value: Any) -> str:
+    """A value in one line, as TOML writes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml_text(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_text, value)) + "]"
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
 def join_words(words: Iterable[str], last: str = "or") -> str:
     """`a, b or c`."""
     words = list(words)

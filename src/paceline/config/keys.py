@@ -1,6 +1,5 @@
 """Lists every key of the run file with type, default and meaning, read off the sections themselves."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -12,7 +11,7 @@ from pydantic import create_model
 
 from paceline.config.base import Section
 from paceline.config.errors import ConfigError
-from paceline.config.fields import ROOT, SchemaNode, describe_expected, join_words
+from paceline.config.fields import ROOT, SchemaNode, describe_expected, join_words, toml_text
 from paceline.config.load import schema
 
 
@@ -166,7 +165,7 @@ def _key(section: type[Section], name: str, path: str, seen: dict[tuple, str]) -
     elif isinstance(node.default, Section) or (node.is_list and below):
         default = "its own defaults"
     else:
-        default = "unset" if node.default is None else _toml(node.default)
+        default = "unset" if node.default is None else toml_text(node.default)
     return ConfigKey(name, describe_expected(node), default, " ".join(meaning.split()))
 
 
@@ -178,12 +177,6 @@ def _is_shared(name: str, sections: tuple[type[Section], ...]) -> bool:
         for field in (section.model_fields.get(name) for section in sections)
     )
     return all(other == first for other in others)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
-    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
 def _doc(section: type[Section]) -> str:

@@ -5,13 +5,22 @@ That layout nests the algorithm (`[orchestrator.algo.advantage] type = ...`), ke
 exact line that says the same.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from paceline.config.fields import KeyPath, describe_given, dotted, header, in_backticks, join_words, key_paths, node_at
+from paceline.config.fields import (
+    KeyPath,
+    describe_given,
+    dotted,
+    header,
+    in_backticks,
+    join_words,
+    key_paths,
+    node_at,
+    toml_text,
+)
 from paceline.config.foreign_names import foreign_keys, nearest_keys
 
 TYPES = {"group_norm": "grpo", "default": "grpo", "ref_kl": "opd", "logprobs": "opd"}
@@ -30,9 +39,7 @@ def _kind(algo: str, value: Any) -> str:
     kind, known = TYPES.get(value, value), _algorithms()
     if value == "none":
         return "leave it out: opd, opsd and sft give no advantage, by their type"
-    return (
-        f"{algo} type = {_toml(kind)}" if kind in known else f"{algo} type = {join_words(map(describe_given, known))}"
-    )
+    return f"{algo} type = {toml_text(kind) if kind in known else join_words(map(describe_given, known))}"
 
 
 def _teacher(algo: str, value: Any) -> str:
@@ -44,7 +51,7 @@ def _teacher(algo: str, value: Any) -> str:
         "name": table.get("name") or model.get("name") or "MODEL",
         "base_url": table.get("base_url") or client.get("base_url") or "http://HOST:PORT/v1",
     }
-    return f"{algo} teacher = {_toml(reference)}"
+    return f"{algo} teacher = {toml_text(reference)}"
 
 
 def _source(algo: str, value: Any) -> str:
@@ -56,7 +63,7 @@ def _source(algo: str, value: Any) -> str:
 def _mode(algo: str, value: Any) -> str:
     kind = {"rl": "grpo"}.get(value, value)
     needs = f", teacher = {PLACEHOLDER}" if kind in ("opd", "sft") else ""
-    return f"{algo} type = {_toml(kind)}{needs}"
+    return f"{algo} type = {toml_text(kind)}{needs}"
 
 
 def _filters(_: str, value: Any) -> str:
@@ -73,17 +80,17 @@ def _filters(_: str, value: Any) -> str:
 def _bonus(algo: str, value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else value
     weights = isinstance(value, dict) and any("weight" in key for key in value)
-    line = f"{algo} length_bonus = {_toml('turns' if kind == 'turns' else 'tokens')}"
+    line = f"{algo} length_bonus = {toml_text('turns' if kind == 'turns' else 'tokens')}"
     return f"{line}, in which all tokens weigh alike" if weights else line
 
 
 def _roles(algo: str, value: Any) -> str:
     """`{tool = {alpha = 0.1}}` as `{tool = 0.1}`."""
     if not isinstance(value, dict):
-        return f"{algo} roles = {_toml(value)}"
+        return f"{algo} roles = {toml_text(value)}"
     alphas = {role: one.get("alpha", 0.1) if isinstance(one, dict) else one for role, one in value.items()}
     tools = [tool for one in value.values() if isinstance(one, dict) for tool in one.get("tool_names") or ()]
-    return f"{algo} roles = {_toml(alphas)}" + (f", tools = {_toml(tools)}" if tools else "")
+    return f"{algo} roles = {toml_text(alphas)}" + (f", tools = {toml_text(tools)}" if tools else "")
 
 
 def _observations(algo: str, value: Any) -> str:
@@ -93,12 +100,12 @@ def _observations(algo: str, value: Any) -> str:
 
 def _environment(_: str, value: Any) -> str:
     known = value if value in BUILT_IN else None
-    return f"[[env]] type = {_toml(known)}" if known else f'[[env]] type = "verifiers", id = {_toml(value)}'
+    return f"[[env]] type = {toml_text(known)}" if known else f'[[env]] type = "verifiers", id = {toml_text(value)}'
 
 
 def _server(_: str, value: Any) -> str:
     url = value[0] if isinstance(value, list) and value else value
-    engine = f'[engine] backend = "vllm", base_url = {_toml(url)}'
+    engine = f'[engine] backend = "vllm", base_url = {toml_text(url)}'
     return f"leave it out: the run starts its own engine; or, for a vLLM that runs already, write {engine}"
 
 
@@ -131,7 +138,7 @@ ROWS: dict[str, Answer] = {
     "model.client.base_url": _server,
     "model.client.*": "leave it out: the run starts its own engine, and [engine] sets it up",
     "model.vlm*": "leave it out: conversations are text",
-    "oversampling_factor": lambda _, factor: f"oversample = {_toml(round(factor - 1, 9))} at the top of the file",
+    "oversampling_factor": lambda _, factor: f"oversample = {toml_text(round(factor - 1, 9))} at the top of the file",
     "token_batch_size": "leave it out: a batch is counted in rollouts, by batch_size",
     "eval.env*": "leave it out: each environment is evaluated on its own held-out rows, eval_dataset where it reads "
     "a dataset",
@@ -232,7 +239,7 @@ def _answer(path: KeyPath, value: Any, algo: str = "") -> str:
         return _likely(path, value, algo)
     answer = ROWS[row]
     if isinstance(answer, str):
-        text = answer.replace("{algo}", algo).replace("{value}", _toml(value))
+        text = answer.replace("{algo}", algo).replace("{value}", toml_text(value))
     else:
         text = answer(algo, value)
     return text if text.startswith(("leave", "name", "for ")) else f"write {text}"
@@ -259,16 +266,7 @@ def _likely(path: KeyPath, value: Any, algo: str) -> str:
 def _line(path: KeyPath, value: Any) -> str:
     """A key with its value, behind the header of its table."""
     table = header(path[:-1])
-    line = f"{path[-1]} = {_toml(value)}"
+    line = f"{path[-1]} = {toml_text(value)}"
     if not table:
         return f"{line} at the top of the file"
     return f"[[{table}]] {line}" if isinstance(path[-2], int) else f"[{table}] {line}"
-
-
-def _toml(value: Any) -> str:
-    """A value in one line, as TOML writes it."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False, default=str)

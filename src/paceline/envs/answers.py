@@ -2,18 +2,14 @@
 
 import re
 import string
-from collections.abc import Mapping
 from fractions import Fraction
 
 from paceline.data import BadRow, Row
 from paceline.data.rows import ANSWER, GIVEN_ANSWER, TOKENS
-from paceline.envs.base import short_repr
 from paceline.rollout import Message
 
 # Longer ones are no answer to any question here, and Python takes quadratic time over them.
 MAX_DIGITS = 60
-MOST_ANSWERS, MOST_TARGET = 8, 500
-"""Equally right answers, and characters of all of them, that the record of a rollout keeps."""
 # A minus is a sign only where nothing stands before it that could be subtracted from.
 _NUMBER = re.compile(
     r"(?:(?<![\w)\].])-\$?|\$-?)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -118,16 +114,6 @@ def accepted_answers(row: Row) -> list[str]:
     if not all(map(str.strip, answers)):
         raise BadRow(f"`{name}` must not be empty: it is {answer!r}")
     return answers
-
-
-def target_text(row: Row) -> str:
-    """The answer that a row expects, as the record keeps it; empty where it has none."""
-    answer = row.get(ANSWER) if isinstance(row, Mapping) else None  # a user's `prepare` may return anything
-    if isinstance(answer, str) and len(answer) <= MOST_TARGET and answer.isascii():
-        return answer  # nearly always, and asked for each of thousands of episodes in flight
-    answers = answer if isinstance(answer, list) else [] if answer is None else [answer]
-    texts = (one if isinstance(one, str) else short_repr(one) for one in answers[:MOST_ANSWERS])
-    return " | ".join(texts)[:MOST_TARGET].encode(errors="replace").decode()
 
 
 def question_and_answers(row: Row, system: str) -> Row:

@@ -8,7 +8,7 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from statistics import fmean
@@ -266,7 +266,3 @@ def verdict_metrics(verdicts: Sequence[JudgeVerdict]) -> dict[str, float]:
             verdict.score
         )
     return {name: fmean(given) for name, given in scores.items()}
-
-
-def verdict_records(verdicts: Sequence[JudgeVerdict]) -> list[dict[str, Any]]:
-    return [asdict(verdict) for verdict in verdicts]

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import nan
 from typing import Any, TypeVar
 
@@ -32,10 +32,10 @@ from paceline.data import (
     skipped_rows,
 )
 from paceline.data.rollout import copy_value
+from paceline.data.rows import ANSWER
 from paceline.envs import EnvError, Environment, Outcome, build_environment
-from paceline.envs.answers import target_text
 from paceline.envs.base import LARGEST_REWARD, JudgeFailed, RefusedRollout, short_repr, token_limits
-from paceline.envs.judges import JudgePanel, JudgeService, verdict_metrics, verdict_records
+from paceline.envs.judges import JudgePanel, JudgeService, verdict_metrics
 from paceline.errors import Mismatch
 from paceline.orchestrator.failures import EpisodeLost, error_text, failure_kind, stop_error
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
@@ -47,6 +47,8 @@ from paceline.util.user_code import is_cancelled, is_ctrl_c, user_code
 TRAIN, EVAL, MATCH = 0, 1, 2
 """Domains of sampling noise, so that evaluation and ratings never draw what training draws."""
 
+MOST_ANSWERS, MOST_TARGET = 8, 500
+"""Equally right answers, and characters of all of them, that the record of a rollout keeps."""
 T = TypeVar("T")
 limited_log = RateLimitedLogger(logging.getLogger("paceline.episodes"))
 
@@ -358,6 +360,16 @@ class RolloutRunner:
             raise EpisodeLost(text, kind) from error
 
 
+def target_text(row: Row) -> str:
+    """The answer that a row expects, as the record keeps it; empty where it has none."""
+    answer = row.get(ANSWER) if isinstance(row, Mapping) else None  # a user's `prepare` may return anything
+    if isinstance(answer, str) and len(answer) <= MOST_TARGET and answer.isascii():
+        return answer  # nearly always, and asked for each of thousands of episodes in flight
+    answers = answer if isinstance(answer, list) else [] if answer is None else [answer]
+    texts = (one if isinstance(one, str) else short_repr(one) for one in answers[:MOST_ANSWERS])
+    return " | ".join(texts)[:MOST_TARGET].encode(errors="replace").decode()
+
+
 async def row_for_ticket(environment: Environment, row: Row, ticket: Ticket, seed: int) -> Row:
     """The prepared row that all episodes of a training ticket share."""
     dice = random.Random(f"{seed} {ticket.env} {ticket.draw}")
@@ -383,8 +395,8 @@ def build_rollouts(
             reward=float(outcome.rewards[at]),
             metrics=metrics
             | {f"overridden/{key}": float(count) for key, count in seat.overrides.items()}
-            | verdict_metrics(seat.verdicts),
-            verdicts=verdict_records(seat.verdicts),
+            | (verdict_metrics(seat.verdicts) if seat.verdicts else {}),
+            verdicts=[asdict(verdict) for verdict in seat.verdicts],
             **more,
         )
         for at, seat in spoke.items()

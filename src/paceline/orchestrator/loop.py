@@ -18,7 +18,7 @@ from paceline.algorithms.base import reward_before_kl
 from paceline.clients import Pool
 from paceline.config import RunConfig
 from paceline.data import DataError, Ledger, Sample, Ticket, encode, row_change
-from paceline.data.token_scores import TokenScores
+from paceline.data.sample import TokenScores
 from paceline.errors import PacelineError, RunStopped
 from paceline.orchestrator.admission import Tally
 from paceline.orchestrator.checkpoint import CheckpointError, Checkpoints
@@ -103,8 +103,7 @@ class Orchestrator:
         )
         self._dispatcher.skipped_draws = skipped_draws
         self._league_checkpoints = LeagueCheckpoints(parts.envs, parts.pool, parts.monitor.note)
-        promotion = (parts.pool, parts.envs, config.eval.concurrency)
-        self._promotion = None if config.promotion is None else PromotionGate(config.promotion, *promotion)
+        self._promotion = PromotionGate(config.promotion, parts.pool, parts.envs, config.eval.concurrency)
         advisor = parts.advisor(config.model_dump()) if parts.advisor else None
         self._env_pauses = EnvPauses(config, parts.envs, advisor, parts.monitor.note)
         self._engine_load = EngineLoad()
@@ -146,9 +145,7 @@ class Orchestrator:
                 with self._stopwatch.phase("publish"):
                     await self._publish(self.step + 1)
                 await self._finish_step(batch, samples, report)
-            if (
-                self._promotion and not self._stopping and self._promotion.checked_step < self.step
-            ):  # the rows are used up
+            if not self._stopping and self._promotion.is_unchecked(self.step):  # the rows are used up
                 metrics = await self._evaluate()
                 await self._promote_or_refuse(metrics, (await self._promotion.compare(self.step, metrics))[1])
             await self._save()
@@ -189,12 +186,11 @@ class Orchestrator:
             await self._save()
         await self._publish(self.step)
         is_first = bool(self._config.eval.every) and self.step == 0
-        is_unguarded = self._promotion is not None and self._promotion.promoted is None
-        if is_first or is_unguarded:
+        if is_first or self._promotion.lacks_version:
             metrics = await self._evaluate()
             if is_first:
                 self._parts.monitor.step(0, metrics)
-            if is_unguarded:  # the weights a run starts from are promoted as they are
+            if self._promotion.lacks_version:  # the weights a run starts from are promoted as they are
                 await self._promote(metrics)
         self._stopwatch.restart()
 
@@ -268,16 +264,15 @@ class Orchestrator:
         metrics |= load | self._stopwatch.lap(sum(r.completion_length for g in tally.resolved for r in g.rollouts))
         if report.skipped:
             self._parts.monitor.note(f"step {self.step}: {report.trouble}")
-        every, promotion, reasons = self._config.eval.every, self._promotion, None
-        is_promotion_due = promotion is not None and promotion.is_due(self.step, self._config.steps)
+        every, reasons = self._config.eval.every, None
+        is_promotion_due = self._promotion.is_due(self.step, self._config.steps)
         if is_promotion_due or (every and (self.step % every == 0 or self.step == self._config.steps)):
             metrics |= await self._evaluate()
-        if promotion is not None:
-            promotion.add_trained(batch)
-            if is_promotion_due:
-                with self._stopwatch.phase("eval"):
-                    compared, reasons = await promotion.compare(self.step, metrics)
-                metrics |= compared
+        self._promotion.add_trained(batch)
+        if is_promotion_due:
+            with self._stopwatch.phase("eval"):
+                compared, reasons = await self._promotion.compare(self.step, metrics)
+            metrics |= compared
         self._record(batch, samples, tally, metrics, report)
         if reasons is not None:
             await self._promote_or_refuse(metrics, reasons)
@@ -290,13 +285,11 @@ class Orchestrator:
             parts, config = self._parts, self._config
             progress, played = parts.monitor.phase, partial(parts.monitor.finished_rollouts, self.step)
             runner = RolloutRunner(parts.eval_client, parts.clock, config.seed, EVAL)
-            if self._promotion is not None:
-                self._promotion.clear_replies()
+            self._promotion.clear_replies()
 
             def evaluated(rollouts: Sequence[Rollout]) -> None:
                 played("evaluated", rollouts)
-                if self._promotion is not None:
-                    self._promotion.add_replies(rollouts)
+                self._promotion.add_replies(rollouts)
 
             metrics = await evaluate(parts.envs, runner, config.eval, progress, evaluated)
             runner = RolloutRunner(parts.eval_client, parts.clock, config.seed, MATCH)
@@ -307,7 +300,6 @@ class Orchestrator:
 
     async def _promote_or_refuse(self, evaluation: Gauges, reasons: Sequence[str]) -> None:
         """Promote the version that was compared, or do what the run file says of one that failed."""
-        assert self._promotion is not None
         if not reasons:
             await self._promote(evaluation)
             return
@@ -326,7 +318,6 @@ class Orchestrator:
     async def _promote(self, evaluation: Gauges) -> None:
         """The checkpoint of this step, which says so itself, is the promoted one from now on. Killed in between, a
         resumed run finds the checkpoint and points `promoted` at it."""
-        assert self._promotion is not None
         await self._promotion.promote(self.step, evaluation)
         self._saved_at = None  # one of this step may be there that does not know
         await self._save()
@@ -335,7 +326,7 @@ class Orchestrator:
     @property
     def promoted(self) -> Path | None:
         """The checkpoint of the last version that passed [promotion]; None where nothing is promoted."""
-        return None if self._promotion is None else self._parts.checkpoints.promoted
+        return None if self._config.promotion is None else self._parts.checkpoints.promoted
 
     def _record(
         self,
@@ -398,14 +389,13 @@ class Orchestrator:
             "environments": {env.name: env.environment.state() for env in envs},
             "skipped_draws": sorted(self._dispatcher.skipped_draws),
             "leagues": [member.env.name for member in self._league_checkpoints.members],
-            "promotion": {} if self._promotion is None else self._promotion.state(),
+            "promotion": self._promotion.state(),
         }
 
         async def files(folder: Path) -> None:
             await self._parts.trainer.save(folder)
             self._league_checkpoints.save(folder)
-            if self._promotion is not None:
-                self._promotion.save(folder)
+            self._promotion.save(folder)
             if self._parts.reference is not None:
                 self._parts.reference.save(folder)
             (folder / GROUPS_FILE).write_bytes(groups)
@@ -463,13 +453,12 @@ class Orchestrator:
             env.algorithm.load(state["algorithms"][env.name])
             env.environment.load(state["environments"][env.name])
         await self._league_checkpoints.load(path)
-        if self._promotion is not None:
-            self._promotion.load(path, state.get("promotion", {}))
+        self._promotion.load(path, state.get("promotion", {}))
         if self._parts.reference is not None:
             await self._parts.reference.load(path)
         checkpoints.delete_after(self.step)
-        promoted = None if self._promotion is None else self._promotion.promoted
-        if self._promotion is not None and promoted is not None and not checkpoints.promote(promoted.step):
+        promoted = self._promotion.promoted
+        if promoted is not None and not checkpoints.promote(promoted.step):
             self._notes.append(f"the promoted checkpoint of step {promoted.step} is gone: {path.name} takes its place")
             self._promotion.promoted = None
 

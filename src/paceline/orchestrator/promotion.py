@@ -43,21 +43,24 @@ class PromotedVersion:
 
 
 class PromotionGate:
-    """Decides whether a version may be promoted, and remembers the last one that was."""
+    """Decides whether a version may be promoted, and remembers the last one that was. Without `[promotion]` in the run
+    file no version is ever due, and it remembers nothing."""
 
-    def __init__(self, config: PromotionConfig, pool: Pool, envs: Mapping[str, TrainEnv], concurrency: int) -> None:
+    def __init__(
+        self, config: PromotionConfig | None, pool: Pool, envs: Mapping[str, TrainEnv], concurrency: int
+    ) -> None:
         self._config, self._pool = config, pool
         self._slots = asyncio.Semaphore(concurrency)
         self._names = [
             name for env in envs.values() for name in (env.name, *(f"{env.name}/{a}" for a in env.environment.actors))
         ]
-        if not any(len(env.eval_rows) for env in envs.values()):
+        if config is not None and not any(len(env.eval_rows) for env in envs.values()):
             raise RunStopped(
                 "[promotion] compares versions on held-out rows, and no environment has any: add eval_dataset (or "
                 "eval_size) to an [[env]], or leave [promotion] out"
             )
         self.promoted: PromotedVersion | None = None
-        self.checked_step = -1
+        self._checked_step = -1
         """Step of the last version that was compared."""
         self.draws: set[tuple[str, int]] = set()
         """Draws trained since the promoted version, where a roll-back is to skip them."""
@@ -65,8 +68,16 @@ class PromotionGate:
         self._replies: list[Sample] = []
         """Held-out replies of the version that was evaluated last."""
 
+    @property
+    def lacks_version(self) -> bool:
+        """Nothing is promoted yet, and something is to be."""
+        return self._config is not None and self.promoted is None
+
     def is_due(self, step: int, total_steps: int | None) -> bool:
-        return step % self._config.every == 0 or step == total_steps
+        return self._config is not None and (step % self._config.every == 0 or step == total_steps)
+
+    def is_unchecked(self, step: int) -> bool:
+        return self._config is not None and self._checked_step < step
 
     def clear_replies(self) -> None:
         """An evaluation begins."""
@@ -74,18 +85,20 @@ class PromotionGate:
 
     def add_replies(self, rollouts: Iterable[Rollout]) -> None:
         """Take held-out rollouts of the version that is being evaluated."""
-        self._replies += [reply for rollout in rollouts for reply in _replies(rollout)]
+        if self._config is not None:
+            self._replies += [reply for rollout in rollouts for reply in _replies(rollout)]
 
     def add_trained(self, batch: Iterable[Group]) -> None:
         """Note the draws of a trained batch."""
-        if self._config.on_fail == "roll_back":
+        if self._config is not None and self._config.on_fail == "roll_back":
             fresh = [group.ticket for group in batch if not isinstance(group, ReplayedGroup)]
             self.draws |= {(ticket.env, ticket.draw) for ticket in fresh}
 
     async def compare(self, step: int, evaluation: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
         """Metrics of the evaluated version against the promoted one, and a reason for each gate that it fails."""
+        assert self._config is not None
         assert self.promoted is not None
-        self.checked_step, c = step, self._config
+        self._checked_step, c = step, self._config
         rewards, before = self._rewards(evaluation), self.promoted.rewards
         kl = kl_divergence(self._reference, await self._logprobs(self._reference))
         reasons = []
@@ -108,10 +121,11 @@ class PromotionGate:
 
     async def promote(self, step: int, evaluation: Mapping[str, float]) -> None:
         """The evaluated version is the promoted one from now on."""
+        assert self._config is not None
         if self._config.reference == "promoted" or not self._reference:
             scored = zip(self._replies, await self._logprobs(self._replies), strict=True)
             self._reference = [reply.with_streams(kl_ref_logprobs=logprobs) for reply, logprobs in scored]
-        self.promoted, self.checked_step = PromotedVersion(step, self._rewards(evaluation)), step
+        self.promoted, self._checked_step = PromotedVersion(step, self._rewards(evaluation)), step
         self.draws.clear()
 
     def state(self) -> dict[str, Any]:
@@ -120,12 +134,13 @@ class PromotionGate:
         return {"step": self.promoted.step, "rewards": self.promoted.rewards, "draws": sorted(self.draws)}
 
     def save(self, folder: Path) -> None:
-        (folder / PROMOTION_FILE).write_bytes(encode(self._reference))
+        if self._config is not None:
+            (folder / PROMOTION_FILE).write_bytes(encode(self._reference))
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Back to a checkpoint's state; one without any has no promoted version."""
         self.promoted, self._reference = None, []
-        if not state:
+        if self._config is None or not state:
             return
         try:
             self._reference = decode((folder / PROMOTION_FILE).read_bytes())

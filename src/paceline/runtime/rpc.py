@@ -23,7 +23,7 @@ from paceline.clients.rpc import encode as encode_message
 from paceline.config import RunConfig
 from paceline.data import Sample, decode, encode
 from paceline.data.packing import Cost, owners
-from paceline.data.token_scores import TokenScores
+from paceline.data.sample import TokenScores
 from paceline.errors import PacelineError
 from paceline.trainer import StepReport, Trainer, TrainerError
 from paceline.util.deadlines import record_progress

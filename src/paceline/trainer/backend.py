@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from paceline.config import trainer as config
 from paceline.data import MicroBatch, Sample, Scales, collate, pack, token_scales
 from paceline.data.packing import Bins, Cost, RankBins, bin_steps, flatten_bins
-from paceline.data.token_scores import TokenScores
+from paceline.data.sample import TokenScores
 from paceline.planner.shape import read_shape
 from paceline.trainer.loss import LossStats
 from paceline.trainer.terms import TrainedTokens
@@ -254,9 +254,9 @@ class PolicyBackend(ABC):
         """Sum the gradient that is there over the ranks and clip it; answers with the norm it had."""
         return self.optimizer.clip()
 
-    def sum(self, values: Any) -> NDArray:
-        """Summed over the ranks that hold different samples, as float64 numbers of the host."""
-        return np.array(values, np.float64)
+    def sum(self, values: NDArray) -> NDArray:
+        """Summed over the ranks that hold different samples, in float64."""
+        return values.astype(np.float64)
 
     def sum_over_all_ranks(self, value: float) -> float:
         """A number, summed over all ranks."""

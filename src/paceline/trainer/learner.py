@@ -35,7 +35,7 @@ from paceline.data import (
     token_scales,
 )
 from paceline.data.packing import COMPONENTS, all_members, flatten_bins, restrict_bins
-from paceline.data.token_scores import NO_SCORES, TOKEN_SCORE, TokenScores
+from paceline.data.sample import NO_SCORES, TOKEN_SCORE, TokenScores
 from paceline.errors import TrainerError
 from paceline.trainer.backend import DUMMY_PACK, Batch, PolicyBackend, collate_bins, score_samples, training
 from paceline.trainer.checkpoint import strip_prefix
@@ -447,7 +447,7 @@ class Learner:
         normalisers), and the clipped norm of their gradient. The norm is computed first, so that a GPU is waited for
         once. A micro-batch in which nothing trains may have no sums."""
         norm, computed = self.policy.clip(), [one for one in sums if one.values]
-        totals = self.policy.sum(LossStats.total(computed) if computed else np.zeros(len(STAT_NAMES)))
+        totals = self.policy.sum(to_host(LossStats.total(computed)) if computed else np.zeros(len(STAT_NAMES)))
         return StepOutcome(
             totals * shares, float(norm), len(sums), TokenScores.joined([one.scores() for one in tokens])
         )

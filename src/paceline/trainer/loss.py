@@ -18,7 +18,7 @@ from math import inf
 from numpy.typing import NDArray
 
 from paceline.config import trainer as config
-from paceline.data.token_scores import CLIPPED, SKIPPED
+from paceline.data.sample import CLIPPED, SKIPPED
 from paceline.trainer.terms import (
     KL_TERMS,
     Ratio,
@@ -144,7 +144,7 @@ class LossStats:
 
     values: dict[str, Array]
     tokens: Array | None = None
-    """Of each token its log probability, its entropy and its flags (`data.token_scores`), a row each."""
+    """Of each token its log probability, its entropy and its flags (`data.sample`), a row each."""
 
     @classmethod
     def from_tokens(

@@ -20,7 +20,6 @@ from paceline.config.env import MathConfig
 from paceline.data import DataError, open_rows
 from paceline.envs import POLICY, EnvError, Outcome
 from paceline.envs import sandbox as sandbox_package
-from paceline.envs.answers import MOST_TARGET, target_text
 from paceline.envs.code import extract_code
 from paceline.envs.questions import Math
 from paceline.rollout import Reply
@@ -125,33 +124,6 @@ def test_any_of_several_answers_will_do(tmp_path):
     outcomes = plays(environment, example, *(rf"\boxed{{{i}}}" for i in (3, 4, 5)))
     assert [outcome.rewards[POLICY] for outcome in outcomes] == [1, 0, 1]
     assert environment.examples("eval") == []
-
-
-class Mute:
-    def __repr__(self) -> str:
-        raise ValueError("no")
-
-
-@pytest.mark.parametrize(
-    ("row", "text"),
-    [
-        ({"answer": "42"}, "42"),
-        ({"answer": ["3", "5"]}, "3 | 5"),
-        ({"answer": 0.5}, "0.5"),
-        ({"answer": {"x": [1]}}, "{'x': [1]}"),
-        ({"answer": "a\ud800"}, "a?"),
-        ({"answer": None}, ""),
-        ({"messages": []}, ""),
-        ([], ""),
-    ],
-)
-def test_the_record_keeps_the_answer_that_a_row_expects(row, text):
-    assert target_text(row) == text
-
-
-def test_the_answer_in_the_record_is_short_and_never_an_error():
-    assert len(target_text({"answer": "9" * 10_000})) == MOST_TARGET
-    assert "Mute" in target_text({"answer": Mute()})
 
 
 CHECKS = """

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Sample, Ticket, encode
-from paceline.data.token_scores import TOKEN_SCORE, TokenScores
+from paceline.data.sample import TOKEN_SCORE, TokenScores
 from paceline.errors import PacelineError
 from paceline.observe.monitor import Monitors, RunPlan, RunRecorder
 from paceline.observe.record import Query, RolloutNotFound, RolloutRecorder, body, open_run

@@ -8,7 +8,7 @@ import pytest
 from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.data import encode
-from paceline.data.token_scores import trained_mask
+from paceline.data.sample import trained_mask
 from paceline.observe.monitor import read_jsonl
 from paceline.observe.record import Query, open_run
 from paceline.runtime import session

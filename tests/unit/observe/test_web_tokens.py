@@ -17,7 +17,7 @@ from paceline.algorithms import build_algorithm
 from paceline.config import algorithm, load
 from paceline.config import trainer as config
 from paceline.data import Ticket, token_scales
-from paceline.data.token_scores import TOKEN_SCORE, TokenScores, trained_mask
+from paceline.data.sample import TOKEN_SCORE, TokenScores, trained_mask
 from paceline.observe.record import Query, open_run
 from paceline.observe.record.layout import RecordFiles
 from paceline.observe.web import build_app

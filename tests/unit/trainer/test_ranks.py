@@ -17,7 +17,7 @@ from conftest import tiny_model
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.data import encode
-from paceline.data.token_scores import TokenScores
+from paceline.data.sample import TokenScores
 from paceline.model import trainable_parameters
 from paceline.trainer import TorchTrainer
 from paceline.trainer.torch.world import World, gather_samples

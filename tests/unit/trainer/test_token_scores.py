@@ -7,7 +7,7 @@ import pytest
 
 from conftest import tiny_model
 from paceline.config import trainer as config
-from paceline.data.token_scores import CLIPPED, SKIPPED, TokenScores, trained_mask
+from paceline.data.sample import CLIPPED, SKIPPED, TokenScores, trained_mask
 from samples import PLAIN, make_batch, near_policy, plain_logprobs
 from trainers import trainer_of
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from paceline.config import RunConfig
 from paceline.data import Sample, WireError, decode
-from paceline.data.token_scores import TokenScores
+from paceline.data.sample import TokenScores
 from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import JsonlReader, RunDirectory
 from paceline.observe.monitor.watchdog import waits_file

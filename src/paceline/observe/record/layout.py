@@ -6,7 +6,7 @@
     record/rollouts.text    what was said, case-folded UTF-8, one rollout after the other, for searching alone
     record/lanes.index      one fixed-width row a span of time: lane, kind, start and end
     record/scores.index     one fixed-width row a step: where its scores lie
-    record/scores.data      what the trainer computed for each trained token (`data.token_scores`), batch after batch
+    record/scores.data      what the trainer computed for each trained token (`data.sample`), batch after batch
     record/names.jsonl      the strings that rows name by number; the first line is number 1, and 0 is nothing
 
 A row is written after all that it points at, so whatever a crash cuts off, the rows before it can be read. Steps never
@@ -30,8 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.rollout import Rollout, all_equal
-from paceline.data.sample import Sample
-from paceline.data.token_scores import TokenScores
+from paceline.data.sample import Sample, TokenScores
 from paceline.errors import PacelineError
 from paceline.observe.monitor.directory import append_jsonl, drop_torn_line, read_jsonl, replace_file, write_all
 

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.data.token_scores import TokenScores
+from paceline.data.sample import TokenScores
 from paceline.observe.monitor.base import Gauges, Monitor, RunPlan
 from paceline.observe.record.body import encode
 from paceline.observe.record.layout import BODY, CUT_TEXT, IMAGES, Facts, RecordWriter, rollout_facts

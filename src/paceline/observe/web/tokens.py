@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from paceline.config import RunConfig
 from paceline.config.model import QUICKSTART
 from paceline.data import Sample
-from paceline.data.token_scores import CLIPPED, SKIPPED, trained_mask
+from paceline.data.sample import CLIPPED, SKIPPED, trained_mask
 from paceline.observe.record import Query, Row, RunFolder, StoredRollout, StoredTurn
 from paceline.observe.web.rollouts import TRAINED_STATES, state_text
 

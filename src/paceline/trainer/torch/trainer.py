@@ -93,7 +93,10 @@ class TorchPolicy(PolicyBackend):
         self.layout = shard(model, self.ranks, self._parallel)
         self.forward.layout, self.dtype, self.rank = self.layout, self.layout.dtype, self.ranks.data.rank
         steps = policy_steps(c, total_steps)
-        self.optimizer = MasterAdamW(trainable_parameters(model), c.optimizer, steps, self.layout)
+        self._trained = trainable_parameters(model)
+        self._adapter = trained_adapter(model)
+        """Both are the model's own memory: training changes what they hold, and never which tensors they are."""
+        self.optimizer = MasterAdamW(self._trained, c.optimizer, steps, self.layout)
         self._is_rank_zero = self.ranks.all.rank == 0
         self.parameters = TorchTensors(model, self.layout, c.kl is not None and c.kl.offload)
         self._canary = CanaryScorer(model, self.forward.head)
@@ -157,8 +160,9 @@ class TorchPolicy(PolicyBackend):
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 
-    def sum(self, values: Tensor | NDArray) -> NDArray:
-        return self.ranks.data.sum(torch.as_tensor(values)).cpu().numpy()
+    def sum(self, values: NDArray) -> NDArray:
+        world = self.ranks.data
+        return super().sum(values) if world.size == 1 else world.sum(torch.from_numpy(values)).cpu().numpy()
 
     def sum_over_all_ranks(self, value: float) -> float:
         return float(self.ranks.all.sum(torch.tensor([value])))
@@ -195,8 +199,8 @@ class TorchPolicy(PolicyBackend):
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # an engine's streams need not fall silent
         canary = self.canary()
-        if (adapter := trained_adapter(self.net)) is not None:
-            tensors, scale = adapter
+        if self._adapter is not None:
+            tensors, scale = self._adapter
             return WeightUpdate(
                 version, tensors if self._is_rank_zero else {}, Adapter(POLICY_MODEL, scale), canary=canary
             )
@@ -209,8 +213,8 @@ class TorchPolicy(PolicyBackend):
     def copy_into(self, held: Mapping[str, Tensor], version: int) -> WeightUpdate:
         """Copy the weights of now into tensors that an engine of this process holds."""
         canary = self.canary()
-        if (adapter := trained_adapter(self.net)) is not None:
-            tensors, scale = adapter
+        if self._adapter is not None:
+            tensors, scale = self._adapter
             return WeightUpdate(version, tensors, Adapter(POLICY_MODEL, scale), fingerprint(tensors.items()), canary)
         copied, total = {}, 0
         for name, whole in self._whole_weights():
@@ -221,8 +225,9 @@ class TorchPolicy(PolicyBackend):
         return WeightUpdate(version, copied, None, f"{total & MASK:016x}", canary)
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in trainable_parameters(self.net).items():
-            yield name, self.layout.full_tensor(name, local_shard(parameter.detach()))
+        for name, parameter in self._trained.items():
+            whole = parameter.detach()
+            yield name, self.layout.full_tensor(name, local_shard(whole)) if self.layout.is_sharded else whole
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
         state = self.layout.state(self.net, keep=self._is_rank_zero)
