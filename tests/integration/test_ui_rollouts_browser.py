@@ -51,6 +51,7 @@ def _told(runs: Path) -> None:
             metrics={"right": n / 2, "words": 3.0, "tools": 1.0, "asked": 2.0, "judge/kind": 0.25},
             target="a red square",
             seconds=3.5,
+            spans=[("sandbox", 3.25, 0.25)],
         )
         for n, text in enumerate(["red to green", "red to blue"])
     ]
@@ -141,15 +142,25 @@ def test_a_line_of_the_list_says_what_was_asked_expected_and_measured_and_a_clic
     expect(page.get_by_role("region", name="Why this reward")).to_contain_text(re.compile("right\\s*0.500"))
     took = page.get_by_role("region", name="Durations")
     expect(took).to_contain_text(
-        re.compile("Episode\\s*3.50 s\\s*Sampling\\s*2.00 s in 2 turns\\s*Environment\\s*1.50 s")
+        re.compile(
+            "Episode\\s*3.50 s\\s*Sampling\\s*2.00 s in 2 turns\\s*Environment\\s*1.50 s\\s*"
+            "Tools\\s*1.00 s in 1 call\\s*Sandbox\\s*0.25 s in 1 call"
+        )
     )
     expect(page.locator(".message.assistant header").last).to_contain_text("1.50 s")
-    calls = took.get_by_role("list", name="Calls of the engine along the episode").get_by_role("listitem")
+    lane = {name: took.get_by_role("list", name=name) for name in ("Engine", "Tools", "Sandbox")}
+    assert [one.inner_text() for one in lane.values()][1:] == [
+        "tools 1: from 0.75 s, 1.00 s long",
+        "sandbox 1: from 3.25 s, 0.25 s long",
+    ]
+    calls = lane["Engine"].get_by_role("listitem")
     assert calls.all_inner_texts() == ["turn 1: from 0.25 s, 0.50 s long", "turn 2: from 1.75 s, 1.50 s long"]
     bars = [one.bounding_box() for one in calls.all()]
     (first, second), gap = bars, bars[1]["x"] - bars[0]["x"] - bars[0]["width"]
     assert second["width"] / first["width"] == pytest.approx(3, rel=0.02)
     assert gap / first["width"] == pytest.approx(2, rel=0.02), "the tool took a second between them"
+    tools = lane["Tools"].get_by_role("listitem").bounding_box()
+    assert tools["x"] == pytest.approx(first["x"] + first["width"], abs=1)
 
 
 def test_the_grades_of_judges_add_up_to_the_reward_on_the_page(page, address):

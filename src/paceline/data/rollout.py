@@ -171,6 +171,8 @@ class Rollout:
     """The answer that its row expects, for readers of the record; empty where the row has none."""
     seconds: float = field(default=0.0, compare=False)
     """From the start of its episode until its reward was known, further tries included; 0 where it was not measured."""
+    spans: list[tuple[str, float, float]] = field(default_factory=list, compare=False)
+    """What its episode waited for besides the engine (`util.episode_spans`): kind, start in the episode, seconds."""
 
     @property
     def env(self) -> str:

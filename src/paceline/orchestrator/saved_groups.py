@@ -76,6 +76,7 @@ class _Rollout(msgspec.Struct, array_like=True):
     """Not in files of earlier versions, as what follows it."""
     target: str = ""
     seconds: float = 0.0
+    spans: list[tuple[str, float, float]] = []
 
 
 class _Group(msgspec.Struct, array_like=True):

@@ -97,7 +97,7 @@ def same(told, rollout: Rollout) -> bool:
     assert told.ticket == rollout.ticket
     assert (told.row.member, told.row.actor, told.row.kind) == (rollout.member, rollout.actor, rollout.kind)
     assert (told.parent, told.error, told.metrics) == (rollout.parent, rollout.error, rollout.metrics)
-    assert (told.target, told.seconds) == (rollout.target, rollout.seconds)
+    assert (told.target, told.seconds, told.spans) == (rollout.target, rollout.seconds, rollout.spans)
     assert [turn.seconds for turn in told.turns] == [turn.seconds for turn in rollout.turns]
     assert told.reward == rollout.reward or (math.isnan(told.reward) and math.isnan(rollout.reward))
     assert len(told.turns) == len(rollout.turns)
@@ -172,6 +172,7 @@ def rollouts(draw) -> Rollout:
         error=draw(st.none() | st.text(max_size=20)),
         target=draw(st.text(max_size=9)),
         seconds=draw(st.floats(0, 99)),
+        spans=draw(st.lists(st.tuples(st.text(max_size=4), st.floats(0, 99), st.floats(0, 99)), max_size=2)),
     )
     rollout.samples = [changed(draw, sample) for sample in assemble(rollout)]
     return rollout
@@ -239,7 +240,7 @@ def test_a_record_of_an_earlier_version_has_neither_target_nor_durations_and_all
 
     def earlier(rollout: Rollout) -> tuple:
         data, messages = body.encode(rollout)
-        *fields, _, _ = msgspec.msgpack.decode(data)  # the form, eight fields, a turn or turns, samples, verdicts
+        *fields, _, _, _ = msgspec.msgpack.decode(data)  # the form, eight fields, a turn or turns, samples, verdicts
         assert len(fields) == 12
         fields[9] = fields[9][:-1] if fields[0] == 2 else [turn[:-1] for turn in fields[9]]
         return msgspec.msgpack.encode(fields), messages

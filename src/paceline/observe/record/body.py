@@ -147,6 +147,7 @@ class ShortRolloutRecord(_RolloutFields, array_like=True, tag=2, gc=False):
     verdicts: list[dict[str, Any]] = []
     target: str = ""
     seconds: float = 0.0
+    spans: list[tuple[str, float, float]] = []
 
     @property
     def turns(self) -> list[ShortTurn]:
@@ -207,6 +208,7 @@ class RolloutRecord(_RolloutFields, array_like=True, tag=1):
     verdicts: list[dict[str, Any]] = []
     target: str = ""
     seconds: float = 0.0
+    spans: list[tuple[str, float, float]] = []
 
     def sanitize(self) -> None:
         """Make everything that came from others something msgpack takes."""
@@ -218,7 +220,7 @@ class RolloutRecord(_RolloutFields, array_like=True, tag=1):
 
 
 _rollout_fields = attrgetter(*_RolloutFields.__struct_fields__)
-_last_fields = attrgetter("verdicts", "target", "seconds")
+_last_fields = attrgetter("verdicts", "target", "seconds", "spans")
 """What came to both forms later, with defaults, so that older records are read."""
 _turn_fields = attrgetter(*ShortTurn.__struct_fields__)
 

@@ -146,6 +146,8 @@ class StoredRollout:
     """The answer that its row expects; empty where it has none, or the record is of an earlier version."""
     seconds: float = 0.0
     """From the start of its episode until its reward was known; 0 where it was not measured."""
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    """What its episode waited for besides the engine: kind, start in the episode, seconds."""
 
 
 class RolloutNotFound(LookupError):

@@ -151,7 +151,8 @@ def build_chart(
 LANE_WIDTH, ROW, GAP, LANE_LEFT = 720, 24, 8, 130
 LANE_BINS = 200
 MOST_LANES = 12
-LANE_COLOURS = {"wait": "idle", "train": "s1", "score": "s6", "publish": "s2", "eval": "s4", "playing": "s5"}
+LANE_COLOURS = {"wait": "idle", "train": "s1", "score": "s6", "publish": "s2", "eval": "s4"}
+LANE_COLOURS |= {"playing": "s8", "calls": "s5"}
 """Colours of what lanes do; the rest is an engine's work."""
 
 

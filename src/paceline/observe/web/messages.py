@@ -10,6 +10,7 @@ browser draws without running anything; every other one is named and never loade
 
 import base64
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -211,6 +212,23 @@ def turn_facts(at: int, turn: StoredTurn) -> dict[str, Any]:
         "started": turn.started,
         "versions": sorted(set(turn.versions.tolist())),
     }
+
+
+def episode_lanes(rollout: StoredRollout) -> dict[str, list[tuple[float, float]]]:
+    """What a rollout's episode did, by lane: start and seconds of each span. The engine's are its calls; tools
+    take from a reply to the next call that brings their results."""
+    turns = rollout.turns
+    lanes: dict[str, list[tuple[float, float]]] = {}
+    if len(turns) == 1 or any(turn.started for turn in turns):  # records of earlier versions lack the starts
+        lanes["engine"] = [(turn.started, turn.seconds) for turn in turns]
+    for before, turn in itertools.pairwise(turns):
+        new = (turn.messages or [])[len(_turn_messages(before)) :]
+        began = before.started + before.seconds
+        if turn.started > began and any(isinstance(one, dict) and one.get("role") == "tool" for one in new):
+            lanes.setdefault("tools", []).append((began, turn.started - began))
+    for kind, started, seconds in rollout.spans:
+        lanes.setdefault(kind, []).append((started, seconds))
+    return lanes
 
 
 def _turn_messages(turn: StoredTurn) -> list[Any]:

@@ -19,7 +19,7 @@ from paceline.observe.monitor.text import one_line
 from paceline.observe.record import Query, Row, RunFolder, StoredRollout
 from paceline.observe.record.layout import DOMAINS
 from paceline.observe.record.rollouts import SORTS, Rollouts
-from paceline.observe.web.messages import conversations, episode_timeline, flat_text
+from paceline.observe.web.messages import conversations, episode_lanes, episode_timeline, flat_text
 from paceline.observe.web.runs import FiniteJsonResponse, OneRun
 
 STATE_FILE = "state.json"
@@ -304,7 +304,7 @@ def one_rollout(run: OneRun, index: Index, query: OneQuery) -> Response:
             "target": rollout.target,
             "seconds": rollout.seconds,
             "turn_seconds": sum(turn.seconds for turn in rollout.turns),
-            "turn_times": [(turn.started, turn.seconds) for turn in rollout.turns],
+            "lanes": episode_lanes(rollout),
             "seats": len(run.rollouts.episode(index)),
             "kept": run.rollouts.keeps_all,
         }
