@@ -346,7 +346,12 @@ def test_markdown_code_and_boards_are_drawn_and_nothing_in_them_runs(page, addre
     expect(reply.locator("ol strong")).to_have_text("first")
     expect(reply.locator("pre .code-keyword").first).to_have_text("def")
     expect(reply.locator("td")).to_have_text(["1", "2"])
-    expect(reply.locator(".formula")).to_have_text("$x_1 + y_2$")
+    formula = reply.get_by_role("img", name="x_1 + y_2")
+    size = formula.bounding_box()
+    assert size["width"] > 2 * size["height"] > 20
+    inked = formula.locator("path").evaluate("(one) => [one.getBBox().width, getComputedStyle(one).fill]")
+    assert inked[0] > 200
+    assert inked[1] == reply.evaluate("(one) => getComputedStyle(one).color"), "light on dark, and dark on light"
     expect(page.locator(".message.user .grid td")).to_have_text(["0", "X", "2", "3", "O", "5", "6", "7", "8"])
     assert reply.locator("a").evaluate_all("all => all.map((one) => one.href)") == ["https://example.org/a"]
     assert page.locator("main script, main img").count() == 0
