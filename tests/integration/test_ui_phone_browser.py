@@ -37,6 +37,16 @@ def test_runs_are_cards_whose_values_say_what_they_are(phone, address):
     phone.wait_for_selector(".vitals")
 
 
+def test_the_name_of_the_run_is_shown_whole_above_its_pages(phone, folder, address):
+    if not (folder / "reverse-seven").exists():
+        Told(folder, "reverse-seven").step(3).end()
+    phone.goto(f"{address}/#/run/reverse-seven/overview")
+    name = phone.locator("#trail .here")
+    expect(name).to_have_text("reverse-seven")
+    expect(phone.locator("#trail .pill")).to_have_text("finished")
+    assert name.evaluate("(one) => one.scrollWidth <= one.clientWidth")
+
+
 def test_rollouts_are_cards_and_come_before_the_filters(phone, address):
     phone.goto(f"{address}/#/run/talk/rollouts")
     first = phone.locator(rollouts.ROWS).first
