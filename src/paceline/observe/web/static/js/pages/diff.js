@@ -130,8 +130,8 @@ function difference(told, names, again) {
     h("p", {}, h("b", {}, first.where), `, after ${amount(same.steps, "whole step")} and ${amount(same.rollouts, "rollout")} ${same.said ? "in which all that was said is the same" : "that are the same"}.`),
     h("p", { class: "meaning" }, prose(told.meaning), told.evaluation ? ` ${first.step ? "It was played to evaluate: the step's training and its loss were compared before it, and are the same." : "It was played to evaluate the model before any training."}` : null),
     distance(first, again),
-    h("div", { class: "parting-sides" }, told.sides.map((side, at) => oneSide(side, names[at], first))),
-    told.chain.length ? [h("h3", {}, "What was compared, in this order"), h("ol", { class: "parting-chain" }, told.chain.map(({ what, state }) =>
+    h("div", { class: "difference-sides" }, told.sides.map((side, at) => oneSide(side, names[at], first))),
+    told.chain.length ? [h("h3", {}, "What was compared, in this order"), h("ol", { class: "difference-chain" }, told.chain.map(({ what, state }) =>
       h("li", { class: state }, what, " ", h("span", { class: "state" }, STATES[state]))))] : null);
 }
 
@@ -145,7 +145,7 @@ function distance({ one, other, kind }, again) {
 }
 
 function oneSide(side, name, first) {
-  return h("article", { class: "parting-side", "aria-label": name },
+  return h("article", { class: "difference-side", "aria-label": name },
     h("h3", {}, h("a", { href: toRun(name) }, name)),
     h("p", { class: "value mono" }, value(side, first)),
     side.tokens ? h("p", { class: "bits", "aria-label": "Tokens around it" }, side.tokens.map(({ id, text }, at) =>
