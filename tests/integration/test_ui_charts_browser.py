@@ -8,6 +8,7 @@ from test_ui_browser import _expect, _open, browser, page, pytestmark, tab, wait
 from conversations import Talking, asked, rollout, turn
 from headline_run import falling_lines, is_exact, is_reward, recorded_means, written_run
 from paceline.observe.record import open_run
+from paceline.observe.report.charts import CHARTS, run_charts
 from paceline.observe.report.page import render_report
 from paceline.observe.terminal import snapshot
 from recorded_runs import Told, served
@@ -87,6 +88,32 @@ def test_every_page_shows_the_headline_figures_that_the_record_gives(page, folde
         assert f"{of_now}, from {of_start}" in terminal
         told = re.search(rf"{name}\s+([\d.]+)\s+{of_now}, (\S+) from (\S+) \({of_start}\)", report)
         assert [float(number) for number in told.groups()] == pytest.approx([now, moved, start], abs=6e-4)
+
+
+def test_the_report_has_the_charts_of_the_page_with_the_same_words_and_curves(page, folder, address):  # noqa: F811
+    _open(page, address, "#/run/falling/overview", ".vitals")
+    told = page.evaluate("""async () => (await import('/static/js/curves.js')).CHARTS.map(
+      ({ title, unit, hint, pattern }) => [title, unit, hint, pattern.source])""")
+    same = [[spec.title, spec.unit, spec.hint, f"^{spec.pattern.replace('?P<', '?<')}$"] for spec in CHARTS]
+    assert same == [[*words, pattern.replace("\\/", "/")] for *words, pattern in told]
+    for name in ("falling", "many", "talk"):
+        run = open_run(folder / name)
+        arranged = page.evaluate(
+            """async (names) => (await import('/static/js/curves.js')).arrange(names)
+              .filter(({ chart }) => chart.section !== 'Other')
+              .map(({ chart, curves }) => [chart.title, curves.map(({ label }) => label)])""",
+            [name for name, column in run.metrics().items() if any(value is not None for value in column)],
+        )
+        shown = {
+            chart["title"]: ([curve["name"] for curve in chart["curves"]], chart["more"]) for chart in run_charts(run)
+        }
+        assert len(shown) > 2
+        for title, labels in arranged:
+            mine, more = shown.pop(title, ([], 0))
+            assert set(mine) <= set(labels)
+            spec = next(spec for spec in CHARTS if spec.title == title)
+            assert spec.nonzero or len(mine) + more == len(labels), title
+        assert shown == {}
 
 
 def test_a_run_shorter_than_the_window_claims_no_change(page, address):  # noqa: F811

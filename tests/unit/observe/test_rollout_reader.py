@@ -33,6 +33,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_figures_that_are_none_are_text(tmp_path):
+    told = Told(tmp_path, "run").step(2)
+    said = [{"role": "user", "content": "hello"}]
+    told.recorder.rollouts(
+        2, [{"env": "e", "ticket": 1, "reward": "x", "metrics": {"right": HOSTILE}, "messages": said}]
+    )
+    screen = _screens(told.end().path)[0]
+    assert "right \\x1b[31mred" in screen
+    assert "hello" in screen
+
+
 def _screens(run: Path, *keys: str, size: tuple[int, int] = (100, 40)) -> list[str]:
     """What stands on the terminal once the reader is open, and after each key."""
 

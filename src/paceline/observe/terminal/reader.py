@@ -14,7 +14,7 @@ from textual.screen import Screen
 from textual.widgets import Footer, Static
 from textual.worker import Worker, WorkerState
 
-from paceline.observe.analysis.text import escape_control_chars, format_number, safe_line
+from paceline.observe.analysis.text import escape_control_chars, format_number, format_value, safe_line
 from paceline.observe.monitor.show_rollout import ROLES
 from paceline.observe.monitor.text import format_amount, format_seconds
 from paceline.observe.record import Query, RolloutNotFound, RunFolder, StoredRollout
@@ -45,7 +45,7 @@ class ReaderPage:
         state = row.state.replace(":", ": ").replace("_", " ")
         where = (f"rollout {row.index:,}", f"step {row.step:,}", row.env, row.actor if row.actor != "policy" else "")
         title = Text(" · ".join(safe_line(part, 40) for part in where if part), "bold")
-        title.append(f"  reward {format_number(self.rollout.reward)}", "bold green" if row.reward else "bold yellow")
+        title.append(f"  reward {format_number(row.reward)}", "bold green" if row.reward else "bold yellow")
         return title.append(f"  {safe_line(state, 60)}", "dim")
 
     def render(self, width: int) -> RenderableType:
@@ -67,13 +67,13 @@ def _facts(rollout: StoredRollout) -> Iterator[Text]:
     row = rollout.row
     if rollout.target:
         yield Text.assemble(("expected  ", "dim"), (safe_line(rollout.target, 400), "bold"))
-    metrics = [f"{safe_line(name, 40)} {format_number(value)}" for name, value in rollout.metrics.items()]
+    metrics = [f"{safe_line(name, 40)} {format_value(value)}" for name, value in rollout.metrics.items()]
     if metrics:
         yield Text.assemble(("metrics   ", "dim"), "  ".join(metrics))
     for verdict in rollout.verdicts:
         name, weight, score = verdict.get("judge"), verdict.get("weight"), verdict.get("score")
         yield Text.assemble(
-            ("judge     ", "dim"), f"{safe_line(name, 40)}: {format_number(weight)} × {format_number(score)}"
+            ("judge     ", "dim"), f"{safe_line(name, 40)}: {format_value(weight)} × {format_value(score)}"
         )
     versions = f"{row.version_min}" if row.version_min == row.version_max else f"{row.version_min} to {row.version_max}"
     facts = [f"advantage {format_number(row.advantage)}", format_amount(row.tokens, "token"), f"version {versions}"]
