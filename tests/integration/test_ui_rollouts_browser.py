@@ -45,7 +45,7 @@ def _told(runs: Path) -> None:
             n,
             [
                 turn(_pictures(), said["content"], 3, said, tools=TOOLS, seconds=0.5, started=0.25),
-                turn(onward, text, 4, seconds=1.5, started=1.75),
+                turn(onward, text, 4, seconds=2.0, started=1.25, queued=0.5),
             ],
             n / 2,
             metrics={"right": n / 2, "words": 3.0, "tools": 1.0, "asked": 2.0, "judge/kind": 0.25},
@@ -143,14 +143,15 @@ def test_a_line_of_the_list_says_what_was_asked_expected_and_measured_and_a_clic
     took = page.get_by_role("region", name="Durations")
     expect(took).to_contain_text(
         re.compile(
-            "Episode\\s*3.50 s\\s*Sampling\\s*2.00 s in 2 turns\\s*Environment\\s*1.50 s\\s*"
-            "Tools\\s*1.00 s in 1 call\\s*Sandbox\\s*0.25 s in 1 call"
+            "Episode\\s*3.50 s\\s*Sampling\\s*2.50 s in 2 turns\\s*Environment\\s*1.00 s\\s*"
+            "Queue\\s*0.50 s in 1 call\\s*Tools\\s*0.50 s in 1 call\\s*Sandbox\\s*0.25 s in 1 call"
         )
     )
-    expect(page.locator(".message.assistant header").last).to_contain_text("1.50 s")
-    lane = {name: took.get_by_role("list", name=name) for name in ("Engine", "Tools", "Sandbox")}
+    expect(page.locator(".message.assistant header").last).to_contain_text("2.00 s")
+    lane = {name: took.get_by_role("list", name=name) for name in ("Engine", "Queue", "Tools", "Sandbox")}
     assert [one.inner_text() for one in lane.values()][1:] == [
-        "tools 1: from 0.75 s, 1.00 s long",
+        "queue 1: from 1.25 s, 0.50 s long",
+        "tools 1: from 0.75 s, 0.50 s long",
         "sandbox 1: from 3.25 s, 0.25 s long",
     ]
     calls = lane["Engine"].get_by_role("listitem")
@@ -158,7 +159,7 @@ def test_a_line_of_the_list_says_what_was_asked_expected_and_measured_and_a_clic
     bars = [one.bounding_box() for one in calls.all()]
     (first, second), gap = bars, bars[1]["x"] - bars[0]["x"] - bars[0]["width"]
     assert second["width"] / first["width"] == pytest.approx(3, rel=0.02)
-    assert gap / first["width"] == pytest.approx(2, rel=0.02), "the tool took a second between them"
+    assert gap / first["width"] == pytest.approx(2, rel=0.02), "the tool and the queue took a second between them"
     tools = lane["Tools"].get_by_role("listitem").bounding_box()
     assert tools["x"] == pytest.approx(first["x"] + first["width"], abs=1)
 

@@ -99,6 +99,8 @@ class Turn(_Packing):
     """Seconds from the start of the episode to the call."""
     top: list[list[tuple[int, float]]] | None = field(default=None, compare=False)
     """The most likely tokens at each place with their log probabilities; None unless `record.top_logprobs` asks."""
+    queued: float = field(default=0.0, compare=False)
+    """Seconds of the call that it waited in the engine for its first step."""
 
     @classmethod
     def unsampled(cls, prompt_ids: list[int], completion_ids: list[int], **more: Any) -> "Turn":

@@ -59,6 +59,7 @@ class _BufferedTurn(msgspec.Struct, array_like=True):
     seconds: float = 0.0
     started: float = 0.0
     top: list[list[tuple[int, float]]] | None = None
+    queued: float = 0.0
 
 
 class _Rollout(msgspec.Struct, array_like=True):

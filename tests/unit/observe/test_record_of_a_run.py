@@ -78,6 +78,7 @@ def test_every_rollout_of_a_run_is_there_with_what_became_of_it(tmp_path, monkey
         assert played.target == played.messages[0]["content"].rpartition(" ")[2][::-1]
         assert 0 < sum(turn.seconds for turn in played.turns) <= played.seconds
         (turn,) = played.turns
+        assert 0 < turn.queued < turn.seconds
         assert 0 <= turn.started <= turn.started + turn.seconds <= played.seconds
         for token, logprob, ranked in zip(turn.completion_ids, turn.logprobs, turn.top, strict=True):
             assert [pair[1] for pair in ranked] == sorted((pair[1] for pair in ranked), reverse=True)
@@ -134,7 +135,7 @@ class Waiting(paceline.Environment):
 
     async def play(self, example, seats):
         reply = await seats["policy"].chat([{"role": "user", "content": f"say {example['n']}"}])
-        await run_user_code(time.sleep, 0.3)
+        await run_user_code(time.sleep, 1.5)
         await GRADERS.call("time:sleep", [0.3], 60)
         return paceline.Outcome.solo(len(reply.text) / 10)
 """
@@ -154,7 +155,7 @@ def test_sandboxes_and_user_code_are_spans_of_their_episode_and_lanes_of_the_run
         (code, began, took), (sandbox, later, waited) = played.spans
         assert (code, sandbox) == ("user code", "sandbox")
         ended = played.turns[0].started + played.turns[0].seconds
-        assert ended <= began < began + 0.3 <= began + took <= later < later + 0.3 <= later + waited <= played.seconds
+        assert ended <= began < began + 1.5 <= began + took <= later < later + 0.3 <= later + waited <= played.seconds
     busy = {span.lane for span in run.lanes() if span.kind == "calls"}
     assert busy == {"user code", "sandbox"}
     shown = {lane["lane"]: lane["spans"] for lane in lanes(run, None, None, 100)["lanes"]}

@@ -123,6 +123,7 @@ class ShortTurn(msgspec.Struct, array_like=True, gc=False):
     seconds: float = 0.0
     started: float = 0.0
     top: list[list[tuple[int, float]]] | None = None
+    queued: float = 0.0
 
 
 class ShortSample(msgspec.Struct, array_like=True, gc=False):
@@ -185,6 +186,7 @@ class _Turn(msgspec.Struct, array_like=True):
     seconds: float = 0.0
     started: float = 0.0
     top: list[list[tuple[int, float]]] | None = None
+    queued: float = 0.0
 
 
 class _Sample(msgspec.Struct, array_like=True):
@@ -300,8 +302,9 @@ class LongEncoder:
         self._tokens.append(TurnTokens(logprobs, versions, turn.temperature))
         numbers = sampled, logprobs, versions, None if turn.log_z is None else pack_floats(turn.log_z)
         facts = turn.finish, turn.temperature, turn.recomputed, dict(turn.weights)
-        conversation = repeated, messages, tools, turn.text, turn.said, turn.seconds, turn.started, turn.top
-        return _Turn(like, shared, prompt[4 * shared :], *numbers, *facts, *conversation)
+        conversation = repeated, messages, tools, turn.text, turn.said
+        measured = turn.seconds, turn.started, turn.top, turn.queued
+        return _Turn(like, shared, prompt[4 * shared :], *numbers, *facts, *conversation, *measured)
 
     def _goes_on(self, prompt: bytes, place: int) -> tuple[int, int]:
         """The turn that a prompt repeats most of, the latest of them, and how many tokens of it."""

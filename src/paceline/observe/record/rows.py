@@ -114,6 +114,8 @@ class StoredTurn:
     """Seconds from the start of the episode to the call; 0 too in records of earlier versions."""
     top: list[list[tuple[int, float]]] | None = None
     """The most likely tokens at each place, where `record.top_logprobs` asked for them."""
+    queued: float = 0.0
+    """Seconds of the call that it waited in the engine; 0 in records of earlier versions."""
 
     @property
     def message(self) -> Any:

@@ -223,13 +223,19 @@ def turn_facts(at: int, turn: StoredTurn) -> dict[str, Any]:
     }
 
 
+LEAST_QUEUED = 0.001
+"""Seconds in the engine's queue that are worth a lane; the next step of an idle engine begins sooner."""
+
+
 def episode_lanes(rollout: StoredRollout) -> dict[str, list[tuple[float, float]]]:
     """What a rollout's episode did, by lane: start and seconds of each span. The engine's are its calls; tools
     take from a reply to the next call that brings their results."""
     turns = rollout.turns
     lanes: dict[str, list[tuple[float, float]]] = {}
     if len(turns) == 1 or any(turn.started for turn in turns):  # records of earlier versions lack the starts
-        lanes["engine"] = [(turn.started, turn.seconds) for turn in turns]
+        lanes["engine"] = [(turn.started + turn.queued, turn.seconds - turn.queued) for turn in turns]
+        if queued := [(turn.started, turn.queued) for turn in turns if turn.queued >= LEAST_QUEUED]:
+            lanes["queue"] = queued
     for before, turn in itertools.pairwise(turns):
         new = (turn.messages or [])[len(_turn_messages(before)) :]
         began = before.started + before.seconds

@@ -100,7 +100,8 @@ function facts(title, pairs, style = null, more = null) {
 
 /** What an episode waits for: the name of its lane, and what that is. */
 const LANES = {
-  engine: ["Engine", "calls of the engine, queueing included"],
+  engine: ["Engine", "calls of the engine, from the first step on"],
+  queue: ["Queue", "calls that waited in the engine for their first step"],
   tools: ["Tools", "from a reply with calls to the results that were sent with the next one"],
   sandbox: ["Sandbox", "programs of the policy with their tests, in processes of their own"],
   grader: ["Grader", "answers checked in processes of their own"],
