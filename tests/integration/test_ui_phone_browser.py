@@ -65,6 +65,9 @@ def test_the_conversation_of_a_rollout_comes_before_its_details(phone, address):
     talk, details = phone.locator(".talk").first, phone.get_by_role("complementary")
     expect(talk).to_be_visible()
     assert talk.bounding_box()["y"] < details.bounding_box()["y"]
+    mean = details.locator("dd", has_text="2 rollouts")
+    lines = mean.evaluate("(one) => one.getBoundingClientRect().height / parseFloat(getComputedStyle(one).lineHeight)")
+    assert round(lines) == 1, "a fact is one line, and no word is broken"
     expect(phone.locator(".head", has_text="reward 0")).to_be_visible()
 
 
@@ -73,6 +76,7 @@ TABLES = (
     "compare?run=talk&run=rate",
     "run/rate/advice",
     "run/rate/tickets",
+    "run/rate/config",
     "run/talk/rollouts?id=80&view=group",
 )
 
@@ -86,8 +90,9 @@ def test_rows_of_every_other_table_are_cards_too_and_no_number_is_broken(phone, 
     expect(table).to_be_visible()
     assert table.locator("tbody tr").first.evaluate("(one) => getComputedStyle(one).display") == "flex"
     assert table.locator("tbody :is(td, th)").evaluate_all(f"all => all.every({INSIDE})")
+    assert not phone.evaluate(ui.SIDEWAYS)
     named = "all => all.every((one) => getComputedStyle(one, '::before').content.length > 3)"
-    assert table.locator("tbody td").evaluate_all(named)
+    assert table.locator("tbody td:not(:empty)").evaluate_all(named)
     numbers = table.locator("td.right").evaluate_all("""all => all.map((one) => {
       const range = document.createRange();
       range.selectNodeContents(one);
