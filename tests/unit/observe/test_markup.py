@@ -19,7 +19,17 @@ def tags(trees) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "text", ["plain words\nand more", "x < y\n  indented &lt;", "oxcdxfgoi", "", "5", "a|b", "it costs $5 and $6"]
+    "text",
+    [
+        "plain words\nand more",
+        "x < y\n  indented &lt;",
+        "oxcdxfgoi",
+        "",
+        "5",
+        "a|b",
+        "it costs $5 and $6",
+        "$HOME/bin:$PATH",
+    ],
 )
 def test_plain_words_are_left_as_they_are(text):
     assert render(text) is None

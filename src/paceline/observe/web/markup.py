@@ -26,7 +26,7 @@ Tree = str | list[Any]
 _LINK = re.compile(r"(?:https?://|mailto:)", re.IGNORECASE)
 _BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\}){0,200}\}){0,200}\}"
 _FORMULA = re.compile(
-    r"\$\$.{1,1000}?\$\$|\$(?=\S)[^$\n]{1,200}?(?<=\S)\$(?!\d)|\\\(.{1,1000}?\\\)|\\\[.{1,1000}?\\\]|\\boxed" + _BRACES,
+    r"\$\$.{1,1000}?\$\$|\$(?=\S)[^$\n]{1,200}?(?<=\S)\$(?!\w)|\\\(.{1,1000}?\\\)|\\\[.{1,1000}?\\\]|\\boxed" + _BRACES,
     re.DOTALL,
 )
 _BOXED = re.compile(r"\\(?:boxed|fbox)(" + _BRACES + ")")
