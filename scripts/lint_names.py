@@ -1,8 +1,8 @@
 """Checks names and prose of the package: `python scripts/lint_names.py`.
 
-Every class has a name of its own. Names, docstrings, comments and messages, also those of benchmarks and scripts, use
-none of the words that hide the subject of a sentence. A module's docstring opens with what the module does, not with a
-question word.
+Every class has a name of its own. Names, docstrings, comments and messages, also those of benchmarks, scripts and the
+modules of the pages, use none of the words that hide the subject of a sentence. A module's docstring opens with what
+the module does, not with a question word.
 """
 
 import ast
@@ -65,7 +65,8 @@ def main() -> int:
     problems = [*shared_names(names)]
     for file, tree in trees.items():
         problems += opening(file, tree)
-    for file in [*trees, *sorted(ROOT.glob("benchmarks/*.py")), *sorted(ROOT.glob("scripts/*.py"))]:
+    pages = sorted(PACKAGE.rglob("*.js"))
+    for file in [*trees, *pages, *sorted(ROOT.glob("benchmarks/*.py")), *sorted(ROOT.glob("scripts/*.py"))]:
         problems += vague_words(file)
     print(*problems or [f"{len(names)} classes: every name is unique; {len(trees)} files: no vague subject"], sep="\n")
     return 1 if problems else 0

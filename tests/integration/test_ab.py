@@ -42,7 +42,7 @@ def test_both_arms_begin_alike_to_the_last_bit_and_only_then_part(configs, tmp_p
             np.testing.assert_array_equal(left.token_ids, right.token_ids)
             np.testing.assert_array_equal(left.logprobs, right.logprobs)
     assert "step 2  reward  two-a 0." in screen.getvalue()
-    assert "two-b - two-a" in screen.getvalue()
+    assert "two-b minus two-a is" in screen.getvalue()
     assert all((tmp_path / f"two-{arm}" / "export").is_dir() for arm in "ab")
 
 

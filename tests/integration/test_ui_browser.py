@@ -153,7 +153,7 @@ PAGES = {
 FOLDER_PAGES = {
     "runs": {"": RUNS},
     "compare": {"?run=seed-0&run=seed-1&run=seed-2&run=finished": ".chart canvas"},
-    "diff": {"?a=seed-0&b=seed-1": "main table.differs", "?a=seed-0&b=seed-1&exact=1": "main .parting-side"},
+    "diff": {"?a=seed-0&b=seed-1": "main table.differs", "?a=seed-0&b=seed-1&exact=1": "main .difference-side"},
     "ab": {"?a=said-finished&b=said-crashed": ".charts .chart:not([hidden]) canvas"},
 }
 BARE = {

@@ -1,5 +1,6 @@
 """Figures and charts of the web app in a real browser, compared with the record. Needs Chromium; else skipped."""
 
+import json
 import re
 
 import pytest
@@ -8,6 +9,7 @@ from test_ui_browser import _expect, _open, browser, page, pytestmark, tab, wait
 from conversations import Talking, asked, rollout, turn
 from headline_run import falling_lines, is_exact, is_reward, recorded_means, written_run
 from paceline.observe.record import open_run
+from paceline.observe.report.charts import CHARTS, run_charts
 from paceline.observe.report.page import render_report
 from paceline.observe.terminal import snapshot
 from recorded_runs import Told, served
@@ -87,6 +89,80 @@ def test_every_page_shows_the_headline_figures_that_the_record_gives(page, folde
         assert f"{of_now}, from {of_start}" in terminal
         told = re.search(rf"{name}\s+([\d.]+)\s+{of_now}, (\S+) from (\S+) \({of_start}\)", report)
         assert [float(number) for number in told.groups()] == pytest.approx([now, moved, start], abs=6e-4)
+
+
+SHOWN = re.compile(r"(-?[\d,]+(?:\.(\d+))?)(?:e(-?\d+))? ?(%|k|M|B|T|ms|s)?")
+SCALE = {"": 1.0, "%": 0.01, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "ms": 1e-3, "s": 1.0}
+
+
+def _range(text: str) -> tuple[float, float]:
+    """The least and the largest number that is written so."""
+    whole, digits, power, unit = SHOWN.fullmatch(text.replace("−", "-")).groups()
+    scale = SCALE[unit or ""] * 10.0 ** int(power or 0)
+    middle, half = float(whole.replace(",", "")), 0.501 * 10.0 ** -len(digits or "")
+    return (middle - half) * scale, (middle + half) * scale
+
+
+@pytest.mark.parametrize("name", ["talk", "many", "falling"])
+def test_every_figure_of_an_overview_is_what_the_record_says(page, folder, address, name):  # noqa: F811
+    """The last value of each curve of every chart, and the tiles, as text, against the lines of `metrics.jsonl`."""
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    names = list({key: None for line in lines for key in line})
+    columns = {key: [line[key] for line in lines if line.get(key) is not None] for key in names}
+    _open(page, address, f"#/run/{name}/overview", ".chart .legend b")
+    for fold in page.locator("main details:not([open]) > summary:visible").all():
+        fold.click()
+    arranged = page.evaluate(
+        """async (names) => (await import('/static/js/curves.js')).arrange(names)
+          .flatMap(({ chart, curves }) => curves.map(({ name, label }) => [chart.title, label, name]))""",
+        names,
+    )
+    metric = {(title, label): name for title, label, name in arranged}
+    shown = page.evaluate("""() => [...document.querySelectorAll('main .chart')].flatMap((chart) =>
+      [...chart.querySelectorAll('.legend button')].map((button) => [chart.querySelector('h3').textContent,
+        button.querySelector('.label').textContent, button.querySelector('b').textContent]))""")
+    for title, label, text in shown:
+        least, most = _range(text)
+        assert least <= columns[metric.pop((title, label))][-1] <= most, (title, label, text)
+    rest = [name for (title, _), name in metric.items() if any(columns[name])]
+    assert rest == [], "metrics without a figure, but for those that are always 0"
+    tiles = dict(
+        page.locator(".vitals > div").evaluate_all(
+            "all => all.map((one) => "
+            "[one.querySelector('dt').textContent, one.querySelector('dd').firstChild.textContent])"
+        )
+    )
+    assert tiles["Step"].split()[0] == str(columns["step"][-1])
+    for tile, key in (("Staleness", "staleness/mean"), ("Tokens a second", "tokens/s")):
+        if key in columns:
+            least, most = _range(tiles[tile])
+            assert least <= sum(columns[key][-10:]) / len(columns[key][-10:]) <= most, tile
+
+
+def test_the_report_has_the_charts_of_the_page_with_the_same_words_and_curves(page, folder, address):  # noqa: F811
+    _open(page, address, "#/run/falling/overview", ".vitals")
+    told = page.evaluate("""async () => (await import('/static/js/curves.js')).CHARTS.map(
+      ({ title, unit, hint, pattern }) => [title, unit, hint, pattern.source])""")
+    same = [[spec.title, spec.unit, spec.hint, f"^{spec.pattern.replace('?P<', '?<')}$"] for spec in CHARTS]
+    assert same == [[*words, pattern.replace("\\/", "/")] for *words, pattern in told]
+    for name in ("falling", "many", "talk"):
+        run = open_run(folder / name)
+        arranged = page.evaluate(
+            """async (names) => (await import('/static/js/curves.js')).arrange(names)
+              .filter(({ chart }) => chart.section !== 'Other')
+              .map(({ chart, curves }) => [chart.title, curves.map(({ label }) => label)])""",
+            [name for name, column in run.metrics().items() if any(value is not None for value in column)],
+        )
+        shown = {
+            chart["title"]: ([curve["name"] for curve in chart["curves"]], chart["more"]) for chart in run_charts(run)
+        }
+        assert len(shown) > 2
+        for title, labels in arranged:
+            mine, more = shown.pop(title, ([], 0))
+            assert set(mine) <= set(labels)
+            spec = next(spec for spec in CHARTS if spec.title == title)
+            assert spec.nonzero or len(mine) + more == len(labels), title
+        assert shown == {}
 
 
 def test_a_run_shorter_than_the_window_claims_no_change(page, address):  # noqa: F811

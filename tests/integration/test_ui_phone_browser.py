@@ -5,6 +5,7 @@ import test_ui_browser as ui
 import test_ui_rollouts_browser as rollouts
 
 from recorded_runs import Told
+from token_run import tokened
 
 pytestmark = ui.pytestmark
 folder, address, browser, tab, page = rollouts.folder, rollouts.address, ui.browser, ui.tab, ui.page
@@ -36,6 +37,16 @@ def test_runs_are_cards_whose_values_say_what_they_are(phone, address):
     phone.wait_for_selector(".vitals")
 
 
+def test_the_name_of_the_run_is_shown_whole_above_its_pages(phone, folder, address):
+    if not (folder / "reverse-seven").exists():
+        Told(folder, "reverse-seven").step(3).end()
+    phone.goto(f"{address}/#/run/reverse-seven/overview")
+    name = phone.locator("#trail .here")
+    expect(name).to_have_text("reverse-seven")
+    expect(phone.locator("#trail .pill")).to_have_text("finished")
+    assert name.evaluate("(one) => one.scrollWidth <= one.clientWidth")
+
+
 def test_rollouts_are_cards_and_come_before_the_filters(phone, address):
     phone.goto(f"{address}/#/run/talk/rollouts")
     first = phone.locator(rollouts.ROWS).first
@@ -54,7 +65,40 @@ def test_the_conversation_of_a_rollout_comes_before_its_details(phone, address):
     talk, details = phone.locator(".talk").first, phone.get_by_role("complementary")
     expect(talk).to_be_visible()
     assert talk.bounding_box()["y"] < details.bounding_box()["y"]
+    mean = details.locator("dd", has_text="2 rollouts")
+    lines = mean.evaluate("(one) => one.getBoundingClientRect().height / parseFloat(getComputedStyle(one).lineHeight)")
+    assert round(lines) == 1, "a fact is one line, and no word is broken"
     expect(phone.locator(".head", has_text="reward 0")).to_be_visible()
+
+
+TABLES = (
+    "diff?a=talk&b=rate",
+    "compare?run=talk&run=rate",
+    "run/rate/advice",
+    "run/rate/tickets",
+    "run/rate/config",
+    "run/talk/rollouts?id=80&view=group",
+)
+
+
+@pytest.mark.parametrize("place", TABLES)
+def test_rows_of_every_other_table_are_cards_too_and_no_number_is_broken(phone, folder, address, place):
+    if not (folder / "rate").exists():
+        tokened(folder, "rate", **{"trainer.optimizer.lr": 0.1}).end()
+    phone.goto(f"{address}/#/{place}")
+    table = phone.locator("table.list:visible").last
+    expect(table).to_be_visible()
+    assert table.locator("tbody tr").first.evaluate("(one) => getComputedStyle(one).display") == "flex"
+    assert table.locator("tbody :is(td, th)").evaluate_all(f"all => all.every({INSIDE})")
+    assert not phone.evaluate(ui.SIDEWAYS)
+    named = "all => all.every((one) => getComputedStyle(one, '::before').content.length > 3)"
+    assert table.locator("tbody td:not(:empty)").evaluate_all(named)
+    numbers = table.locator("td.right").evaluate_all("""all => all.map((one) => {
+      const range = document.createRange();
+      range.selectNodeContents(one);
+      return new Set([...range.getClientRects()].map(({ top }) => Math.round(top))).size;
+    })""")
+    assert set(numbers) <= {1}
 
 
 def test_tags_are_shown_whole_on_a_small_laptop(page, folder, address):

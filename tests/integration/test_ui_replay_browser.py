@@ -55,7 +55,7 @@ def test_the_pages_open_without_a_complaint_and_never_scroll_sideways(page, addr
     for place, wanted in (
         ("#/run/kept/replay?step=3&set=" + json.dumps(TIGHT), "th:has-text('with the change')"),
         ("#/run/bare/replay", ".empty"),
-        ("#/diff?a=kept&b=other&exact=1", ".parting-side"),
+        ("#/diff?a=kept&b=other&exact=1", ".difference-side"),
     ):
         _open(page, address, place, wanted)
         for theme, width in (("dark", 700), ("light", 1400)):
@@ -128,12 +128,12 @@ def test_the_first_difference_leads_to_its_place_and_rounding_can_be_looked_past
     page.get_by_role("link", name="Differences").click()
     _expect(page.get_by_label("Curves").locator("h2")).to_contain_text("common steps")
     _expect(page.locator(".notice b").first).to_contain_text("bit differences are expected")
-    assert page.locator(".parting-side").count() == 0
+    assert page.locator(".difference-side").count() == 0
     page.get_by_label("Bit for bit").check()
-    page.wait_for_selector(".parting-side")
+    page.wait_for_selector(".difference-side")
     assert "exact=1" in page.url
     assert page.get_by_role("heading", level=2, name="First difference").inner_text().endswith("loss/rl")
-    _expect(page.locator(".parting-chain .differs")).to_contain_text("the loss")
+    _expect(page.locator(".difference-chain .differs")).to_contain_text("the loss")
     page.get_by_role("button", name="Look past differences").click()
     _expect(page.locator("main .notice").last).to_contain_text("No difference")
     assert "tolerance=1e-5" in page.url

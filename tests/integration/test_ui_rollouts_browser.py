@@ -45,12 +45,13 @@ def _told(runs: Path) -> None:
             n,
             [
                 turn(_pictures(), said["content"], 3, said, tools=TOOLS, seconds=0.5, started=0.25),
-                turn(onward, text, 4, seconds=1.5, started=1.75),
+                turn(onward, text, 4, seconds=2.0, started=1.25, queued=0.5),
             ],
             n / 2,
             metrics={"right": n / 2, "words": 3.0, "tools": 1.0, "asked": 2.0, "judge/kind": 0.25},
             target="a red square",
             seconds=3.5,
+            spans=[("sandbox", 3.25, 0.25)],
         )
         for n, text in enumerate(["red to green", "red to blue"])
     ]
@@ -141,15 +142,26 @@ def test_a_line_of_the_list_says_what_was_asked_expected_and_measured_and_a_clic
     expect(page.get_by_role("region", name="Why this reward")).to_contain_text(re.compile("right\\s*0.500"))
     took = page.get_by_role("region", name="Durations")
     expect(took).to_contain_text(
-        re.compile("Episode\\s*3.50 s\\s*Sampling\\s*2.00 s in 2 turns\\s*Environment\\s*1.50 s")
+        re.compile(
+            "Episode\\s*3.50 s\\s*Sampling\\s*2.50 s in 2 turns\\s*Environment\\s*1.00 s\\s*"
+            "Queue\\s*0.50 s in 1 call\\s*Tools\\s*0.50 s in 1 call\\s*Sandbox\\s*0.25 s in 1 call"
+        )
     )
-    expect(page.locator(".message.assistant header").last).to_contain_text("1.50 s")
-    calls = took.get_by_role("list", name="Calls of the engine along the episode").get_by_role("listitem")
+    expect(page.locator(".message.assistant header").last).to_contain_text("2.00 s")
+    lane = {name: took.get_by_role("list", name=name) for name in ("Engine", "Queue", "Tools", "Sandbox")}
+    assert [one.inner_text() for one in lane.values()][1:] == [
+        "queue 1: from 1.25 s, 0.50 s long",
+        "tools 1: from 0.75 s, 0.50 s long",
+        "sandbox 1: from 3.25 s, 0.25 s long",
+    ]
+    calls = lane["Engine"].get_by_role("listitem")
     assert calls.all_inner_texts() == ["turn 1: from 0.25 s, 0.50 s long", "turn 2: from 1.75 s, 1.50 s long"]
     bars = [one.bounding_box() for one in calls.all()]
     (first, second), gap = bars, bars[1]["x"] - bars[0]["x"] - bars[0]["width"]
     assert second["width"] / first["width"] == pytest.approx(3, rel=0.02)
-    assert gap / first["width"] == pytest.approx(2, rel=0.02), "the tool took a second between them"
+    assert gap / first["width"] == pytest.approx(2, rel=0.02), "the tool and the queue took a second between them"
+    tools = lane["Tools"].get_by_role("listitem").bounding_box()
+    assert tools["x"] == pytest.approx(first["x"] + first["width"], abs=1)
 
 
 def test_the_grades_of_judges_add_up_to_the_reward_on_the_page(page, address):
@@ -335,7 +347,12 @@ def test_markdown_code_and_boards_are_drawn_and_nothing_in_them_runs(page, addre
     expect(reply.locator("ol strong")).to_have_text("first")
     expect(reply.locator("pre .code-keyword").first).to_have_text("def")
     expect(reply.locator("td")).to_have_text(["1", "2"])
-    expect(reply.locator(".formula")).to_have_text("$x_1 + y_2$")
+    formula = reply.get_by_role("img", name="x_1 + y_2")
+    size = formula.bounding_box()
+    assert size["width"] > 2 * size["height"] > 20
+    inked = formula.locator("path").evaluate("(one) => [one.getBBox().width, getComputedStyle(one).fill]")
+    assert inked[0] > 200
+    assert inked[1] == reply.evaluate("(one) => getComputedStyle(one).color"), "light on dark, and dark on light"
     expect(page.locator(".message.user .grid td")).to_have_text(["0", "X", "2", "3", "O", "5", "6", "7", "8"])
     assert reply.locator("a").evaluate_all("all => all.map((one) => one.href)") == ["https://example.org/a"]
     assert page.locator("main script, main img").count() == 0

@@ -332,5 +332,6 @@ def _completion(choice: dict[str, Any]) -> Completion:
         top=[[(token, logprob) for token, logprob in place] for place in top] if top is not None else None,
         recomputed=choice["recomputed"],
         cached=choice["cached_tokens"],
+        queued=choice.get("queued_seconds", 0.0),
         weights={int(version): mark for version, mark in choice.get("weights", {}).items()},
     )

@@ -99,6 +99,8 @@ class Turn(_Packing):
     """Seconds from the start of the episode to the call."""
     top: list[list[tuple[int, float]]] | None = field(default=None, compare=False)
     """The most likely tokens at each place with their log probabilities; None unless `record.top_logprobs` asks."""
+    queued: float = field(default=0.0, compare=False)
+    """Seconds of the call that it waited in the engine for its first step."""
 
     @classmethod
     def unsampled(cls, prompt_ids: list[int], completion_ids: list[int], **more: Any) -> "Turn":
@@ -171,6 +173,8 @@ class Rollout:
     """The answer that its row expects, for readers of the record; empty where the row has none."""
     seconds: float = field(default=0.0, compare=False)
     """From the start of its episode until its reward was known, further tries included; 0 where it was not measured."""
+    spans: list[tuple[str, float, float]] = field(default_factory=list, compare=False)
+    """What its episode waited for besides the engine (`util.episode_spans`): kind, start in the episode, seconds."""
 
     @property
     def env(self) -> str:

@@ -78,6 +78,8 @@ class Completion:
     completions of the same weights; empty where the engine does not check its updates."""
     cached: int = field(default=0, compare=False)
     """Prompt tokens whose keys and values were shared instead of computed."""
+    queued: float = field(default=0.0, compare=False)
+    """Seconds that the request waited in the engine for its first step; 0 where an engine does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ order; a sequence that is done leaves only when no launched step can write to it
 """
 
 import heapq
+import time
 from collections.abc import Iterable
 
 from paceline.engine.kv_cache import KVCache
@@ -116,6 +117,7 @@ class Scheduler:
         self.running[sequence.slot] = sequence
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
+            sequence.queued = time.perf_counter() - sequence.submitted
             self.prompt_tokens += len(sequence.tokens)
             self.cached_tokens += sequence.num_computed
         # What it once computed itself was never shared.

@@ -99,6 +99,9 @@ class DecodeSequence:
     pending_steps: int = 0
     """Launched steps that touch it and have not landed: its place in the cache cannot be freed before."""
     num_cached: int | None = None
+    submitted: float = field(default_factory=time.perf_counter)
+    queued: float = 0.0
+    """Seconds that it waited for its first step."""
     weights_key: WeightsKey | None = None
     """None once its cache mixes several versions: such keys are never shared."""
     pages: list[int] = field(default_factory=list)
@@ -163,6 +166,7 @@ class DecodeSequence:
             top=self.top or None,
             recomputed=self.recomputed and not self.has_mixed_cache,
             cached=self.num_cached or 0,
+            queued=self.queued,
             weights=weights if self.fingerprints is None else self.fingerprints | weights,
         )
 

@@ -34,7 +34,7 @@ class Code(DatasetEnvironment[Config]):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._workers = Workers(config.workers)
+        self._workers = Workers(config.workers, kind="sandbox")
 
     async def play(self, example: Row, seats: Mapping[str, Seat]) -> Outcome | None:
         reply = await seats[POLICY].chat(example["messages"])

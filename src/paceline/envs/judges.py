@@ -27,6 +27,7 @@ from paceline.envs.verdicts import fill_prompt, instruction, read_grade, transcr
 from paceline.errors import EngineError
 from paceline.rollout import Message, Seat
 from paceline.util.deadlines import gather_or_cancel
+from paceline.util.episode_spans import episode_span
 
 REMEMBERED = 16_384
 """Verdicts that a run remembers; the one that was not asked for longest goes first."""
@@ -115,7 +116,10 @@ class Judge:
 
     async def ask(self, messages: Sequence[Message]) -> JudgeVerdict:
         """Its verdict on a question of your own, in which you say how to answer."""
-        body = self._body(messages)
+        with episode_span("judge"):
+            return await self._ask_or_remember(self._body(messages))
+
+    async def _ask_or_remember(self, body: dict[str, Any]) -> JudgeVerdict:
         if not self.config.cache:
             return await self._ask(body)
         config = self.config

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from paceline.envs.base import EnvError
+from paceline.util.episode_spans import episode_span
 from paceline.util.user_code import is_ctrl_c
 
 MAX_THREADS = 512
@@ -38,11 +39,12 @@ async def run_user_code(
     """
     try:
         async with asyncio.timeout(timeout) as deadline:
-            if inspect.iscoroutinefunction(function):
-                return await function(*args)
-            value = await _POOL.run(function, args)
-            # A lambda or an object around an async function cannot be told from a sync one before it was called.
-            return await value if inspect.isawaitable(value) else value  # bounded: by `timeout`
+            with episode_span("user code"):
+                if inspect.iscoroutinefunction(function):
+                    return await function(*args)
+                value = await _POOL.run(function, args)
+                # A lambda or an object around an async function cannot be told from a sync one before it was called.
+                return await value if inspect.isawaitable(value) else value  # bounded: by `timeout`
     except TimeoutError as error:
         if not deadline.expired():
             raise  # the function's own

@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 
 from paceline.errors import PacelineError
 from paceline.util.deadlines import wait_within
+from paceline.util.episode_spans import episode_span
 
 WORKER_SCRIPT = Path(__file__).with_name("worker_main.py")
 """Run as a file: as a module it would import all of `paceline.envs`, torch included, into every worker."""
@@ -68,13 +69,21 @@ def run_remotely(call: RemoteCall) -> Generator[None]:
 class Workers:
     """Calls functions in worker processes. One object serves any number of event loops, each with its own workers."""
 
-    def __init__(self, count: int | None = None, memory_mb: int | None = None, answer_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, count: int | None = None, memory_mb: int | None = None, answer_bytes: int = 1 << 20, kind: str = "grader"
+    ) -> None:
+        """`kind`: how the spans of an episode call these calls."""
+        self._kind = kind
         self._limits = WorkerLimits(count or os.cpu_count() or 1, memory_mb, answer_bytes)
         self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Pool] = weakref.WeakKeyDictionary()
 
     async def call(self, function: str, args: Sequence[Any], timeout: float) -> Any:
         """The result of `function(*args)`, as JSON gives it back. `function` is an import path; its time counts from
         when a worker has it loaded. Raises `WorkerFailed`."""
+        with episode_span(self._kind):
+            return await self._call(function, args, timeout)
+
+    async def _call(self, function: str, args: Sequence[Any], timeout: float) -> Any:
         if _remote_calls:
             return await _remote_calls[-1](function, args, timeout, self._limits)
         request = json.dumps({"function": function, "args": list(args)}).encode() + b"\n"

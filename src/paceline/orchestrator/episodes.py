@@ -41,6 +41,7 @@ from paceline.orchestrator.failures import EpisodeLost, error_text, failure_kind
 from paceline.rollout import Group, Rollout, SamplingClient, Seat, SessionMap, assemble
 from paceline.rollout.render import ToolsDropped
 from paceline.util.deadlines import AbandonedError, Clock, DeadlineError, gather_or_cancel
+from paceline.util.episode_spans import Span, open_spans
 from paceline.util.rate_limited_logger import RateLimitedLogger
 from paceline.util.user_code import is_cancelled, is_ctrl_c, user_code
 
@@ -205,9 +206,18 @@ class RolloutRunner:
     environment's `timeout` before it. An episode that fails in the end reports its first failure.
     """
 
-    def __init__(self, client: SamplingClient, clock: Clock, seed: int, domain: int = TRAIN) -> None:
+    def __init__(
+        self,
+        client: SamplingClient,
+        clock: Clock,
+        seed: int,
+        domain: int = TRAIN,
+        running_calls: Counter[str] | None = None,
+    ) -> None:
         self._client, self._clock = client, clock
         self._seed, self._domain = seed, domain
+        self.running_calls: Counter[str] = Counter() if running_calls is None else running_calls
+        """What episodes wait for now besides the engine, by kind."""
         self.retry_counts: Counter[str] = Counter()
         """Tries that were repeated, by kind of failure, since the last call of `metrics`."""
         self.failure_counts: Counter[str] = Counter()
@@ -255,15 +265,16 @@ class RolloutRunner:
         losses: list[EpisodeLost] = []
         # No closure and no further coroutine: for each of 20,000 episodes that is work for the garbage collector.
         while True:
-            seats = SessionMap(client, seed_parts, order, env.environment.actors)
+            seats, spans = SessionMap(client, seed_parts, order, env.environment.actors), open_spans(self.running_calls)
             try:
                 outcome = await self._call_user_code(
                     env, client, "an episode", lambda at=seats: env.environment.play(copy_value(row), at)
                 )
                 if outcome is None:
                     error = f"{env.name}: dropped by the environment"
-                    return [failed_rollout(ticket, member, seats, error, dropped=True, **self._facts(row, began))]
-                rollouts = build_rollouts(env.name, ticket, member, seats, outcome, **self._facts(row, began))
+                    facts = self._facts(row, began, spans)
+                    return [failed_rollout(ticket, member, seats, error, dropped=True, **facts)]
+                rollouts = build_rollouts(env.name, ticket, member, seats, outcome, **self._facts(row, began, spans))
                 if env.judges is None:
                     return rollouts
             except EpisodeLost as lost:
@@ -274,16 +285,15 @@ class RolloutRunner:
             try:
                 if outcome is not None and env.judges is not None:
                     graded = await self._grade(env, env.judges, row, seats, outcome)
-                    return build_rollouts(env.name, ticket, member, seats, graded, **self._facts(row, began))
+                    return build_rollouts(env.name, ticket, member, seats, graded, **self._facts(row, began, spans))
                 await self._wait_for_retry(env, losses)
             except EpisodeLost as lost:
-                return [
-                    failed_rollout(ticket, member, seats, str(lost), cause=lost.__cause__, **self._facts(row, began))
-                ]
+                facts = self._facts(row, began, spans)
+                return [failed_rollout(ticket, member, seats, str(lost), cause=lost.__cause__, **facts)]
 
-    def _facts(self, row: Row, began: float) -> dict[str, Any]:
+    def _facts(self, row: Row, began: float, spans: list[Span]) -> dict[str, Any]:
         """What every rollout of an episode tells besides, failed or not."""
-        return {"target": target_text(row), "seconds": self._clock.now() - began}
+        return {"target": target_text(row), "seconds": self._clock.now() - began, "spans": spans}
 
     async def _grade(
         self, env: TrainEnv, judges: JudgePanel, row: Row, seats: Mapping[str, Seat], outcome: Outcome

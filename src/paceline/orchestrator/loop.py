@@ -54,7 +54,7 @@ class RunMonitor(Protocol):
     def tickets(self, records: Records) -> None: ...
     def token_scores(self, step: int, scores: TokenScores) -> None: ...
     def spans(self, step: int, spans: Sequence[tuple[str, str, float, float]]) -> None: ...
-    def gauges(self, look: Callable[[], tuple[Gauges, Gauges]]) -> None: ...
+    def gauges(self, look: Callable[[], tuple[Gauges, Gauges, Gauges]]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -123,8 +123,9 @@ class Orchestrator:
 
     async def run(self) -> None:
         """Train until the steps are done, the rows are used up, or `stop` is called."""
-        # Busy seconds by engine, and running episodes by environment; asked from any thread.
-        self._parts.monitor.gauges(lambda: (self._parts.pool.busy, self._dispatcher.running_episodes()))
+        # Asked from any thread.
+        pool, episodes, calls = self._parts.pool, self._dispatcher.running_episodes, self._runner.running_calls
+        self._parts.monitor.gauges(lambda: (pool.busy, episodes(), dict(calls)))
         early = self._train_early if self._config.trainer.stream else None
         await self._begin()
         try:
@@ -284,7 +285,7 @@ class Orchestrator:
         with self._stopwatch.phase("eval"):
             parts, config = self._parts, self._config
             progress, played = parts.monitor.phase, partial(parts.monitor.finished_rollouts, self.step)
-            runner = RolloutRunner(parts.eval_client, parts.clock, config.seed, EVAL)
+            runner = RolloutRunner(parts.eval_client, parts.clock, config.seed, EVAL, self._runner.running_calls)
             self._promotion.clear_replies()
 
             def evaluated(rollouts: Sequence[Rollout]) -> None:
@@ -292,7 +293,7 @@ class Orchestrator:
                 self._promotion.add_replies(rollouts)
 
             metrics = await evaluate(parts.envs, runner, config.eval, progress, evaluated)
-            runner = RolloutRunner(parts.eval_client, parts.clock, config.seed, MATCH)
+            runner = RolloutRunner(parts.eval_client, parts.clock, config.seed, MATCH, self._runner.running_calls)
             metrics |= await self._league_checkpoints.rate_version(
                 runner, self._gate.version, config.eval.concurrency, progress, partial(played, "matched")
             )

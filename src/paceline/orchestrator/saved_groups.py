@@ -59,6 +59,7 @@ class _BufferedTurn(msgspec.Struct, array_like=True):
     seconds: float = 0.0
     started: float = 0.0
     top: list[list[tuple[int, float]]] | None = None
+    queued: float = 0.0
 
 
 class _Rollout(msgspec.Struct, array_like=True):
@@ -76,6 +77,7 @@ class _Rollout(msgspec.Struct, array_like=True):
     """Not in files of earlier versions, as what follows it."""
     target: str = ""
     seconds: float = 0.0
+    spans: list[tuple[str, float, float]] = []
 
 
 class _Group(msgspec.Struct, array_like=True):

@@ -222,6 +222,7 @@ class Seat:
             seconds=time.perf_counter() - began,
             started=began - self.opened,
             top=completion.top,
+            queued=completion.queued,
         )
         self.turns.append(turn)
         truncated, message = completion.finish == "length", copy_message(turn.message)

@@ -295,6 +295,7 @@ def _flat_choice(index: int, completion: Completion) -> dict[str, Any]:
         "versions": completion.versions,
         "recomputed": completion.recomputed,
         "cached_tokens": completion.cached,
+        "queued_seconds": completion.queued,
     }
     if completion.weights:
         choice["weights"] = {str(version): mark for version, mark in completion.weights.items()}

@@ -61,12 +61,12 @@ def test_each_evaluation_of_both_is_paired_and_named_by_the_runs(runs):
     found = verdict(open_run(runs / "small"), open_run(runs / "large"))
     assert [(one.step, one.rows, one.is_real) for one in found.held_out] == [(10, ROWS, False), (20, ROWS, True)]
     assert found.held_out_sentence.startswith(
-        f"large is ahead on {ROWS} held-out rows at step 20, at 95%: large - small +0."
+        f"large is ahead on {ROWS} held-out rows at step 20, at 95%: large minus small is +0."
     )
     assert found.sentence == "no draw was made by both"
     swapped = verdict(open_run(runs / "large"), open_run(runs / "small"))
     assert swapped.held_out_sentence.startswith("large is ahead on")
-    assert "small - large -0." in swapped.held_out_sentence
+    assert "small minus large is -0." in swapped.held_out_sentence
 
 
 def test_rows_that_only_one_run_evaluated_are_left_out(runs):
@@ -81,7 +81,9 @@ def test_the_draws_of_both_are_called_by_the_names_of_their_runs(runs):
     for name, level in (("small", 0.2), ("large", 0.8)):
         record_rewards(runs / name, 21, "trained", np.clip(dice.normal(level, 0.1, 120), 0, 1))
     found = verdict(open_run(runs / "small"), open_run(runs / "large"))
-    assert found.sentence.startswith("large is ahead in training, at 95% since draw 80 of 120: large - small +0.")
+    assert found.sentence.startswith(
+        "large is ahead in training, at 95% since draw 80 of 120: large minus small is +0."
+    )
 
 
 def test_the_route_of_the_page_has_the_held_out_rows(runs):

@@ -1,9 +1,11 @@
 """What texts of models draw: trees of a few tags, from Markdown, code, JSON and boards; never markup."""
 
 import json
+import re
 
 import pytest
 
+from paceline.observe.web import typeset
 from paceline.observe.web.markup import MOST_MARKUP, render
 
 
@@ -17,7 +19,17 @@ def tags(trees) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "text", ["plain words\nand more", "x < y\n  indented &lt;", "oxcdxfgoi", "", "5", "a|b", "it costs $5 and $6"]
+    "text",
+    [
+        "plain words\nand more",
+        "x < y\n  indented &lt;",
+        "oxcdxfgoi",
+        "",
+        "5",
+        "a|b",
+        "it costs $5 and $6",
+        "$HOME/bin:$PATH",
+    ],
 )
 def test_plain_words_are_left_as_they_are(text):
     assert render(text) is None
@@ -60,11 +72,6 @@ def test_code_and_json_are_marked_by_what_their_words_are():
     assert flat(render('{"a": [1, {"b": null}]}')) == json.dumps({"a": [1, {"b": None}]}, indent=2)
 
 
-@pytest.mark.parametrize("formula", [r"$x_1 + y_2$", r"\(a\_b*c*d\)", r"\[ \frac{1}{2} \]", "$$a\n= b$$"])
-def test_a_formula_keeps_its_source(formula):
-    assert render(f"So {formula} holds.") == [["p", {}, ["So ", ["code", {"class": "formula"}, [formula]], " holds."]]]
-
-
 @pytest.mark.parametrize(
     ("board", "rows"),
     [
@@ -88,3 +95,64 @@ def test_hostile_texts_end(piece):
     """In a second at most; what takes minutes meets the limit of the suite."""
     render(piece * (MOST_MARKUP // len(piece)))
     assert render(piece * MOST_MARKUP * 2) is None
+
+
+FORMULAS = [
+    r"$\frac{1}{2}$",
+    r"\(a\_b*c*d\)",
+    "$x_1 + y_2$",
+    r"\(x \le 3 \implies y\)",
+    r"\[\sum_{i=1}^n i\]",
+    "$$a\n+b$$",
+    r"so \boxed{\frac{36}{2}}",
+]
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_a_formula_is_an_outline_that_keeps_its_source(text):
+    trees = render(text)
+    assert tags(trees) >= {"formula", "span"}
+    (outline,) = [tree for tree in walk(trees) if tree[0] == "formula"]
+    assert re.fullmatch(r"(M-?\d+ -?\d+([LQC](-?\d+ ?)+)*Z)+", outline[1]["path"])
+    assert outline[1]["width"] > 0.3
+    assert outline[1]["ascent"] > 0.3
+    assert flat([outline]).strip() in text
+
+
+def walk(trees):
+    for tree in trees:
+        if not isinstance(tree, str):
+            yield tree
+            yield from walk(tree[2])
+
+
+def test_what_is_boxed_is_drawn_in_a_box_and_all_beside_it():
+    (found,) = [
+        tree for tree in walk(render(r"$x = \boxed{\frac{1}{2}} + 1$")) if "formula" in tree[1].get("class", "")
+    ]
+    assert [(tree[0], flat([tree])) for tree in found[2]] == [
+        ("formula", "x ="),
+        ("span", r"\frac{1}{2}"),
+        ("formula", "+ 1"),
+    ]
+
+
+UNKNOWN = [
+    r"$\unknown{x}$",
+    r"$\begin{pmatrix}1\end{pmatrix}$",
+    r"$\input{/etc/passwd}$",
+    "$" + "{" * 50 + "}" * 50 + "$",
+    "${}$",
+]
+
+
+@pytest.mark.parametrize("text", UNKNOWN)
+def test_a_formula_that_is_not_known_keeps_its_source(text):
+    assert ["code", {"class": "formula"}, [text]] in [*walk(render(f"so {text} it is"))]
+
+
+def test_formulas_of_one_answer_take_a_bounded_time(monkeypatch):
+    monkeypatch.setattr(typeset, "MOST_SECONDS", -1.0)
+    with typeset.limit_typesetting():
+        assert "formula" not in tags(render("$x_{late}$"))
+    assert "formula" in tags(render("$x_{late}$"))

@@ -97,8 +97,8 @@ def same(told, rollout: Rollout) -> bool:
     assert told.ticket == rollout.ticket
     assert (told.row.member, told.row.actor, told.row.kind) == (rollout.member, rollout.actor, rollout.kind)
     assert (told.parent, told.error, told.metrics) == (rollout.parent, rollout.error, rollout.metrics)
-    assert (told.target, told.seconds) == (rollout.target, rollout.seconds)
-    assert [turn.seconds for turn in told.turns] == [turn.seconds for turn in rollout.turns]
+    assert (told.target, told.seconds, told.spans) == (rollout.target, rollout.seconds, rollout.spans)
+    assert [(turn.seconds, turn.queued) for turn in told.turns] == [(t.seconds, t.queued) for t in rollout.turns]
     assert told.reward == rollout.reward or (math.isnan(told.reward) and math.isnan(rollout.reward))
     assert len(told.turns) == len(rollout.turns)
     for back, turn in zip(told.turns, rollout.turns, strict=True):
@@ -157,6 +157,7 @@ def rollouts(draw) -> Rollout:
                 text=draw(st.text(max_size=20)),
                 said=draw(st.none() | st.just({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]})),
                 seconds=draw(st.floats(0, 99)),
+                queued=draw(st.floats(0, 9)),
             )
         )
     names = st.text(st.characters(codec="utf-8"), max_size=6)
@@ -172,6 +173,7 @@ def rollouts(draw) -> Rollout:
         error=draw(st.none() | st.text(max_size=20)),
         target=draw(st.text(max_size=9)),
         seconds=draw(st.floats(0, 99)),
+        spans=draw(st.lists(st.tuples(st.text(max_size=4), st.floats(0, 99), st.floats(0, 99)), max_size=2)),
     )
     rollout.samples = [changed(draw, sample) for sample in assemble(rollout)]
     return rollout
@@ -239,9 +241,9 @@ def test_a_record_of_an_earlier_version_has_neither_target_nor_durations_and_all
 
     def earlier(rollout: Rollout) -> tuple:
         data, messages = body.encode(rollout)
-        *fields, _, _ = msgspec.msgpack.decode(data)  # the form, eight fields, a turn or turns, samples, verdicts
+        *fields, _, _, _ = msgspec.msgpack.decode(data)  # the form, eight fields, a turn or turns, samples, verdicts
         assert len(fields) == 12
-        fields[9] = fields[9][:-1] if fields[0] == 2 else [turn[:-1] for turn in fields[9]]
+        fields[9] = fields[9][:-4] if fields[0] == 2 else [turn[:-4] for turn in fields[9]]
         return msgspec.msgpack.encode(fields), messages
 
     monkeypatch.setattr(keeper, "encode", earlier)

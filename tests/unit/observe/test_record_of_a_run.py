@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from paceline.config import CheckpointConfig, EvalConfig, RecordConfig, RunConfig
+from paceline.config.env import CustomEnvConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.data import encode
 from paceline.data.sample import trained_mask
+from paceline.observe.analysis.timeline import lanes
 from paceline.observe.monitor import read_jsonl
 from paceline.observe.record import Query, open_run
 from paceline.runtime import session
@@ -76,6 +78,7 @@ def test_every_rollout_of_a_run_is_there_with_what_became_of_it(tmp_path, monkey
         assert played.target == played.messages[0]["content"].rpartition(" ")[2][::-1]
         assert 0 < sum(turn.seconds for turn in played.turns) <= played.seconds
         (turn,) = played.turns
+        assert 0 < turn.queued < turn.seconds
         assert 0 <= turn.started <= turn.started + turn.seconds <= played.seconds
         for token, logprob, ranked in zip(turn.completion_ids, turn.logprobs, turn.top, strict=True):
             assert [pair[1] for pair in ranked] == sorted((pair[1] for pair in ranked), reverse=True)
@@ -116,3 +119,45 @@ def test_a_run_that_does_not_want_a_record_has_none(tmp_path):
     run = open_run(session.train(config).directory)
     assert not (run.path / "record").exists()
     assert 0 < run.rollouts.count <= 3
+
+
+WAITING = """
+import time
+import paceline
+from paceline.envs.offloop import run_user_code
+from paceline.envs.workers import Workers
+
+GRADERS = Workers(1, kind="sandbox")
+
+class Waiting(paceline.Environment):
+    def examples(self, split):
+        return [{"n": n} for n in range(4)]
+
+    async def play(self, example, seats):
+        reply = await seats["policy"].chat([{"role": "user", "content": f"say {example['n']}"}])
+        await run_user_code(time.sleep, 1.5)
+        await GRADERS.call("time:sleep", [0.3], 60)
+        return paceline.Outcome.solo(len(reply.text) / 10)
+"""
+
+
+def test_sandboxes_and_user_code_are_spans_of_their_episode_and_lanes_of_the_run(tmp_path):
+    (tmp_path / "waiting.py").write_text(WAITING)
+    env = CustomEnvConfig(name="waits", import_path=f"{tmp_path / 'waiting.py'}:Waiting")
+    config = RunConfig(
+        runs=str(tmp_path), steps=1, batch_size=4, group_size=4, env=[env], eval=EvalConfig(every=1, examples=1)
+    )
+    run = open_run(session.train(config).directory)
+    rows = run.rollouts.find(Query(limit=None)).rows
+    assert {row.domain for row in rows} == {"training", "evaluation"}
+    for row in rows:
+        played = run.rollouts.get(row.index)
+        (code, began, took), (sandbox, later, waited) = played.spans
+        assert (code, sandbox) == ("user code", "sandbox")
+        ended = played.turns[0].started + played.turns[0].seconds
+        assert ended <= began < began + 1.5 <= began + took <= later < later + 0.3 <= later + waited <= played.seconds
+    busy = {span.lane for span in run.lanes() if span.kind == "calls"}
+    assert busy == {"user code", "sandbox"}
+    shown = {lane["lane"]: lane["spans"] for lane in lanes(run, None, None, 100)["lanes"]}
+    assert list(shown) == ["engine 0", "environment waits", "sandbox", "user code", "trainer", "publish", "evaluation"]
+    assert shown["sandbox"][0][5].endswith("under way")

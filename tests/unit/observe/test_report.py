@@ -18,7 +18,7 @@ from paceline.commands import main
 from paceline.observe.analysis.vitals import vitals
 from paceline.observe.record import open_run
 from paceline.observe.record.advice import Advisory, Knob
-from paceline.observe.report.charts import CURVE_BINS, Scale, axis_bounds, build_chart, downsample
+from paceline.observe.report.charts import CURVE_BINS, ChartSpec, Scale, axis_bounds, build_chart, downsample
 from paceline.observe.report.page import CONTENT_SECURITY_POLICY, STYLE, TEMPLATES, _fall_text, render_report
 from paceline.observe.terminal.drawing import RunSnapshot
 from recorded_runs import Told, torn
@@ -163,6 +163,7 @@ def test_a_run_without_a_record_shows_the_few_rollouts_it_wrote_down(tmp_path):
             "ticket": n,
             "reward": n / 4,
             "messages": [{"role": HOSTILE, "content": HOSTILE}, image, long],
+            "metrics": {"right": n / 4, HOSTILE: HOSTILE},
         }
         for n in range(5)
     ]
@@ -173,6 +174,7 @@ def test_a_run_without_a_record_shows_the_few_rollouts_it_wrote_down(tmp_path):
     assert re.findall(r"(best|median|worst): reward ([\d.]+)", shown)[0] == ("best", "1")
     assert "an image at http://evil.test/a.png, which is not loaded" in shown
     assert "(and 47,000 more characters)" in shown
+    assert "right 1," in shown
     assert len(text) < 200_000
 
 
@@ -259,11 +261,27 @@ def test_advice_comes_with_its_evidence_and_the_setting_to_change_in_file_and_te
     assert f"{found.title}: {found.seen}" in screen.file.getvalue()
 
 
+def spec(**more) -> ChartSpec:
+    return ChartSpec(title="any", pattern="", **more)
+
+
+def test_parts_of_a_stack_stand_on_each_other_and_what_is_missing_counts_as_nothing():
+    drawn = build_chart(spec(least=0.0, stacked=True), {"a": [(1, 1.0), (2, 1.0)], "b": [(2, 3.0)]})
+    (first, second), floor = drawn["curves"], dict(drawn["rows"])
+    places = [[float(pair.split(",")[1]) for pair in curve["line"].split()] for curve in (first, second)]
+    one, four = places[0][0], places[1][1]
+    zero = places[0][-1]
+    assert floor[zero] == "0"
+    assert places == [[one, one, zero, zero], [one, four, one, one]]
+    assert zero - four == pytest.approx(4 * (zero - one), abs=0.5)
+    assert [curve["last"] for curve in (first, second)] == ["1", "3"], "their own values, not the sums"
+
+
 @pytest.mark.parametrize(
     "values", [[0.0], [5.0] * 9, [float("nan"), float("inf"), 1.0, -1e300], [1e20, -1e20], [1e-12, 2e-12], [-3.0, -3.0]]
 )
 def test_any_values_make_a_chart_within_its_frame(values):
-    drawn = build_chart("any", "", {"a": list(enumerate(values, 1))}, 0.0)
+    drawn = build_chart(spec(least=0.0), {"a": list(enumerate(values, 1))})
     (curve,) = drawn["curves"]
     numbers = [y for y, _ in drawn["rows"]] + [y for _, y in curve["dots"]]
     numbers += [float(pair.split(",")[1]) for pair in curve["line"].split()]
@@ -272,7 +290,7 @@ def test_any_values_make_a_chart_within_its_frame(values):
 
 
 def test_no_two_curves_of_a_chart_look_the_same():
-    drawn = build_chart("many", "", {f"curve {n}": [(1.0, float(n)), (2.0, 0.0)] for n in range(20)})
+    drawn = build_chart(spec(), {f"curve {n}": [(1.0, float(n)), (2.0, 0.0)] for n in range(20)})
     looks = [curve["colour"] for curve in drawn["curves"]]
     assert len(set(looks)) == len(looks) == 16
     assert looks[7:9] == ["s8", "s1 dashed"]
@@ -282,7 +300,7 @@ def test_no_two_curves_of_a_chart_look_the_same():
 
 @pytest.mark.parametrize(("steps", "high"), [(962, 1.2e6), (9_620, 0.00012), (99_999, 4.2e5), (7, 12_345.0)])
 def test_labels_of_the_axes_fit_beside_the_plot(steps, high):
-    drawn = build_chart("wide", "", {"": [(1.0, 0.0), (steps, high)]}, 0.0)
+    drawn = build_chart(spec(least=0.0), {"": [(1.0, 0.0), (steps, high)]})
     letter = 6.5  # pixels, more than a digit takes at 11 pixels
     assert max(len(text) * letter for _, text in drawn["rows"]) <= 44 + letter
     assert all(x + len(text) * letter / 2 <= 460 for x, text in drawn["steps"])
@@ -290,7 +308,7 @@ def test_labels_of_the_axes_fit_beside_the_plot(steps, high):
 
 
 def test_nothing_makes_no_chart():
-    assert build_chart("none", "", {"a": [], "b": [(1, float("nan"))]}) is None
+    assert build_chart(spec(), {"a": [], "b": [(1, float("nan"))]}) is None
 
 
 def test_thinning_keeps_every_spike():

@@ -29,6 +29,11 @@ def safe_line(value: Any, most: int = 400) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def format_value(value: object) -> str:
+    """A figure of a rollout; what another program wrote in its place is shown as text."""
+    return format_number(value) if value is None or isinstance(value, int | float) else safe_line(value, 60)
+
+
 def format_number(value: float | None) -> str:
     """0.612, 0.0004, 12,300: as many digits as a reader can use."""
     if value is None:

@@ -10,14 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.observe.monitor.text import format_amount
 from paceline.observe.record import RunFolder, TimelineSpan
 
 Columns = Mapping[str, Sequence[float | None]]
 
 PHASES = {"eval": "evaluation", "publish": "publish", "train": "trainer", "score": "trainer"}
 """The parts of a step, last first, and whose lane they stand in. Before them the trainer waits for its batch."""
-PAGE_ORDER = ("engine", "environment", "trainer", "publish", "evaluation")
-BUSY_ORDER = ("engine", "trainer", "publish", "environment", "evaluation")
+CALLS = ("sandbox", "grader", "judge", "user code")
+"""What episodes wait for besides the engine, as `util.episode_spans` has it."""
+PAGE_ORDER = ("engine", "environment", *CALLS, "trainer", "publish", "evaluation")
+BUSY_ORDER = ("engine", "trainer", "publish", "environment", *CALLS, "evaluation")
+COUNTED = {"playing": "episode", "calls": "call"}
+"""Kinds of spans whose value is a number, and of what."""
 
 
 def lanes(run: RunFolder, start: float | None, end: float | None, bins: int) -> dict[str, Any]:
@@ -40,17 +45,18 @@ def lanes(run: RunFolder, start: float | None, end: float | None, bins: int) -> 
 
 
 def spans_from_record(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
-    """Recorded spans, each on the lane of who did the work and with its share of that lane as `value`. Environments
-    have a number of episodes, shown as a share of their highest number."""
+    """Recorded spans, each on the lane of who did the work and with its share of that lane as `value`. Environments and
+    what episodes wait for have a number, shown as a share of the highest."""
     most: dict[str, float] = defaultdict(float)
     for span in spans:
-        if span.kind == "playing":
+        if span.kind in COUNTED:
             most[span.lane] = max(most[span.lane], span.value)
     found = []
     for span in spans:
         lane, kind, share, detail = span.lane, span.kind, 1.0, span.detail
-        if span.kind == "playing":
-            share, detail = span.value / (most[span.lane] or 1.0), detail or f"{span.value:.0f} episodes under way"
+        if span.kind in COUNTED:
+            share = span.value / (most[span.lane] or 1.0)
+            detail = detail or f"{format_amount(round(span.value), COUNTED[kind])} under way"
         elif span.kind == "busy":
             share, detail = span.value, detail or f"{span.value:.0%} of the time"
         elif lane == "run":
@@ -137,20 +143,20 @@ def recent_load(run: RunFolder, columns: Columns, pace: float | None) -> RecentL
     tail = {name: column[-MOST_LINES:] for name, column in columns.items()}
     spans = spans_from_record(recorded) or [span for span in spans_from_metrics(tail) if start <= span.end <= end]
     start = max(start, min((span.start for span in spans), default=start))
-    working = [replace(span, value=1.0) if span.kind == "playing" else span for span in spans if span.kind != "wait"]
+    working = [replace(span, value=1.0) if span.kind in COUNTED else span for span in spans if span.kind != "wait"]
     loads = []
     for lane, mine in sorted(_by_lane(working).items(), key=lambda item: _lane_rank(item[0], BUSY_ORDER)):
         share = sum(part.value for part in bin_spans(mine, (start, end), 1))
-        loads.append(LaneLoad(lane, min(1.0, share), _episodes(recorded, lane, start, end)))
+        loads.append(LaneLoad(lane, min(1.0, share), _counted(recorded, lane, start, end)))
     return RecentLoad(end - start, loads)
 
 
-def _episodes(spans: Sequence[TimelineSpan], lane: str, start: float, end: float) -> str:
-    playing = [span for span in spans if span.lane == lane and span.kind == "playing"]
-    if not playing or end <= start:
+def _counted(spans: Sequence[TimelineSpan], lane: str, start: float, end: float) -> str:
+    counted = [span for span in spans if span.lane == lane and span.kind in COUNTED]
+    if not counted or end <= start:
         return ""
-    total = sum(span.value * max(0.0, min(span.end, end) - max(span.start, start)) for span in playing)
-    return f"{total / (end - start):.1f} episodes at once"
+    total = sum(span.value * max(0.0, min(span.end, end) - max(span.start, start)) for span in counted)
+    return f"{total / (end - start):.1f} {COUNTED[counted[0].kind]}s at once"
 
 
 def _by_lane(spans: Sequence[TimelineSpan]) -> dict[str, list[TimelineSpan]]:

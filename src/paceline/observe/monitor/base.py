@@ -7,8 +7,9 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-Gauges = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
-"""Seconds that each engine has computed so far, and episodes that each environment plays now."""
+Gauges = Callable[[], tuple[Mapping[str, float], Mapping[str, float], Mapping[str, float]]]
+"""Seconds that each engine has computed so far, episodes that each environment plays now, and what episodes wait for
+now besides the engine, by kind."""
 
 
 @dataclass(frozen=True)

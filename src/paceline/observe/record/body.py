@@ -123,6 +123,7 @@ class ShortTurn(msgspec.Struct, array_like=True, gc=False):
     seconds: float = 0.0
     started: float = 0.0
     top: list[list[tuple[int, float]]] | None = None
+    queued: float = 0.0
 
 
 class ShortSample(msgspec.Struct, array_like=True, gc=False):
@@ -147,6 +148,7 @@ class ShortRolloutRecord(_RolloutFields, array_like=True, tag=2, gc=False):
     verdicts: list[dict[str, Any]] = []
     target: str = ""
     seconds: float = 0.0
+    spans: list[tuple[str, float, float]] = []
 
     @property
     def turns(self) -> list[ShortTurn]:
@@ -184,6 +186,7 @@ class _Turn(msgspec.Struct, array_like=True):
     seconds: float = 0.0
     started: float = 0.0
     top: list[list[tuple[int, float]]] | None = None
+    queued: float = 0.0
 
 
 class _Sample(msgspec.Struct, array_like=True):
@@ -207,6 +210,7 @@ class RolloutRecord(_RolloutFields, array_like=True, tag=1):
     verdicts: list[dict[str, Any]] = []
     target: str = ""
     seconds: float = 0.0
+    spans: list[tuple[str, float, float]] = []
 
     def sanitize(self) -> None:
         """Make everything that came from others something msgpack takes."""
@@ -218,7 +222,7 @@ class RolloutRecord(_RolloutFields, array_like=True, tag=1):
 
 
 _rollout_fields = attrgetter(*_RolloutFields.__struct_fields__)
-_last_fields = attrgetter("verdicts", "target", "seconds")
+_last_fields = attrgetter("verdicts", "target", "seconds", "spans")
 """What came to both forms later, with defaults, so that older records are read."""
 _turn_fields = attrgetter(*ShortTurn.__struct_fields__)
 
@@ -298,8 +302,9 @@ class LongEncoder:
         self._tokens.append(TurnTokens(logprobs, versions, turn.temperature))
         numbers = sampled, logprobs, versions, None if turn.log_z is None else pack_floats(turn.log_z)
         facts = turn.finish, turn.temperature, turn.recomputed, dict(turn.weights)
-        conversation = repeated, messages, tools, turn.text, turn.said, turn.seconds, turn.started, turn.top
-        return _Turn(like, shared, prompt[4 * shared :], *numbers, *facts, *conversation)
+        conversation = repeated, messages, tools, turn.text, turn.said
+        measured = turn.seconds, turn.started, turn.top, turn.queued
+        return _Turn(like, shared, prompt[4 * shared :], *numbers, *facts, *conversation, *measured)
 
     def _goes_on(self, prompt: bytes, place: int) -> tuple[int, int]:
         """The turn that a prompt repeats most of, the latest of them, and how many tokens of it."""

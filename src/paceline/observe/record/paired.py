@@ -179,7 +179,7 @@ class Verdict(ConfidenceSequence):
 
     def _band(self, mean: float, radius: float) -> str:
         one, other = self.names
-        return f"{other} - {one} {mean:+.3f}" + ("" if np.isinf(radius) else f" ± {radius:.3f}")
+        return f"{other} minus {one} is {mean:+.3f}" + ("" if np.isinf(radius) else f" ± {radius:.3f}")
 
 
 def verdict(one: RunFolder, other: RunFolder) -> Verdict | None:

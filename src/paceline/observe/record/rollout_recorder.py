@@ -75,12 +75,13 @@ class LoadSampler:
         return 0.0 if self._at is None else max(0.0, self._at + self._window - now)
 
     def sample(self, now: float) -> list[LoadSpan]:
-        busy, playing = self._look()
+        busy, playing, calls = self._look()
         since, self._at = self._at, now
         before, self._before = self._before, dict(busy)
         if since is None or now <= since:
             return []
         values = {("environment " + env, "playing"): float(count) for env, count in playing.items()}
+        values |= {(kind, "calls"): float(count) for kind, count in calls.items()}
         for engine, seconds in busy.items():
             share = (seconds - before.get(engine, seconds)) / (now - since)
             values[engine, "busy"] = round(min(1.0, max(0.0, share)) * SHARE_LEVELS) / SHARE_LEVELS

@@ -82,7 +82,7 @@ class RecordView:
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             raise RolloutNotFound(f"rollout {index} cannot be read: {error}") from error
         messages = [*(turns[-1].messages or ()), turns[-1].message] if turns else []
-        names = "parent", "reward", "metrics", "error", "verdicts", "target", "seconds"
+        names = "parent", "reward", "metrics", "error", "verdicts", "target", "seconds", "spans"
         facts = {name: getattr(body, name) for name in names}
         return StoredRollout(
             row=row, ticket=Ticket(*body.ticket), messages=messages, turns=turns, samples=samples, **facts

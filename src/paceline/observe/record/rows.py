@@ -114,6 +114,8 @@ class StoredTurn:
     """Seconds from the start of the episode to the call; 0 too in records of earlier versions."""
     top: list[list[tuple[int, float]]] | None = None
     """The most likely tokens at each place, where `record.top_logprobs` asked for them."""
+    queued: float = 0.0
+    """Seconds of the call that it waited in the engine; 0 in records of earlier versions."""
 
     @property
     def message(self) -> Any:
@@ -146,6 +148,8 @@ class StoredRollout:
     """The answer that its row expects; empty where it has none, or the record is of an earlier version."""
     seconds: float = 0.0
     """From the start of its episode until its reward was known; 0 where it was not measured."""
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    """What its episode waited for besides the engine: kind, start in the episode, seconds."""
 
 
 class RolloutNotFound(LookupError):

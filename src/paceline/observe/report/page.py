@@ -22,6 +22,7 @@ from paceline.observe.analysis.text import (
     event_text,
     format_number,
     format_timestamp,
+    format_value,
     format_whole_seconds,
     safe_line,
 )
@@ -84,7 +85,12 @@ TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-TEMPLATES.filters |= {"line": safe_line, "shorten": _shorten, "sentence": lambda text: f"{text[:1].upper()}{text[1:]}"}
+TEMPLATES.filters |= {
+    "line": safe_line,
+    "value": format_value,
+    "shorten": _shorten,
+    "sentence": lambda text: f"{text[:1].upper()}{text[1:]}",
+}
 TEMPLATES.filters |= {"timestamp": format_timestamp, "event_text": event_text}
 
 
@@ -246,8 +252,9 @@ def _conversations(run: RunFolder, each: int) -> Iterator[Markup]:
             reward = format_number(row.reward)
             facts = f"reward {reward}, step {row.step}, ticket {row.ticket}, {row.tokens} tokens, {state}"
             content = _conversation(run, row) if left > 0 else {"problem": "Left out: the file is large enough."}
-            empty = {"title": safe_line(f"{rank}: {facts}"), "problem": "", "messages": (), "skipped": 0, "others": 0}
-            shown = TEMPLATES.get_template("conversation.html").render(empty | content)
+            empty = {"problem": "", "messages": (), "skipped": 0, "others": 0, "target": "", "metrics": {}}
+            title = safe_line(f"{rank}: {facts}")
+            shown = TEMPLATES.get_template("conversation.html").render(empty | content, title=title)
             left -= len(shown) if "messages" in content else 0
             yield Markup(shown)
     if len(envs) > MOST_ENVS:
@@ -256,14 +263,16 @@ def _conversations(run: RunFolder, each: int) -> Iterator[Markup]:
 
 def _conversation(run: RunFolder, row: Row) -> dict[str, Any]:
     try:
-        found = conversations(run.rollouts.get(row.index))
+        rollout = run.rollouts.get(row.index)
+        found = conversations(rollout)
     except RolloutNotFound as error:
         return {"problem": f"It cannot be read: {error}"}
     if not found["shown"]:
         return {"problem": "Its conversation was not kept."}
     messages = found["shown"][-1]["messages"]
     skipped = max(0, len(messages) - MOST_MESSAGES)
-    return {"messages": messages[skipped:], "skipped": skipped, "others": found["total"] - 1}
+    why = {"target": rollout.target, "metrics": rollout.metrics}
+    return {"messages": messages[skipped:], "skipped": skipped, "others": found["total"] - 1} | why
 
 
 def _pick_rollouts(run: RunFolder, env: str, steps: tuple[int, int], each: int) -> list[tuple[str, Row]]:

@@ -13,6 +13,7 @@ from textual.worker import Worker, WorkerState
 from paceline.errors import PacelineError
 from paceline.observe.analysis.text import safe_line
 from paceline.observe.terminal.drawing import RunPoller, RunSnapshot
+from paceline.observe.terminal.reader import ReaderScreen
 from paceline.observe.web.runs import Runs
 
 POLL_SECONDS = 1.0
@@ -21,6 +22,8 @@ HELP = """\
 q          leave; the run goes on
 j k ↓ ↑    the next or previous run of a folder; scrolls a single one
 PgUp PgDn  scroll
+r          reads rollouts: j k from one to the next, f filters by what
+           became of them, s sorts, Esc comes back
 t          light or dark
 ?          this help; any key closes it
 
@@ -61,6 +64,7 @@ class TopApp(App[None]):
         Binding("k,up", "go(-1)", "previous"),
         Binding("pagedown", "page(1)", show=False),
         Binding("pageup", "page(-1)", show=False),
+        Binding("r", "read", "rollouts"),
         Binding("t", "theme", "theme"),
         Binding("question_mark", "help", "help"),
     ]
@@ -119,6 +123,10 @@ class TopApp(App[None]):
 
     def action_theme(self) -> None:
         self.theme = "textual-light" if self.theme == "textual-dark" else "textual-dark"
+
+    def action_read(self) -> None:
+        if (path := self._paths[self.run_name]).is_dir():
+            self.push_screen(ReaderScreen(self._runs.open_path(path)))
 
     def action_help(self) -> None:
         self.push_screen(HelpScreen())

@@ -2,7 +2,7 @@
 
 A tree is a text or `[tag, attributes, children]`. It never becomes markup: the page builds elements from a short list
 of tags, links lead to http(s) and mail alone, and images are named, not loaded. HTML in a text stays text. Formulas
-keep their source, in the letters of code: what typesets them is megabytes.
+are outlines with their source; one that cannot be typeset keeps its source, in the letters of code.
 """
 
 import json
@@ -18,13 +18,18 @@ from pygments.lexers import get_lexer_by_name
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 from pygments.util import ClassNotFound
 
+from paceline.observe.web.typeset import typeset
+
 MOST_MARKUP = 20_000
 """Characters of a text that is rendered; a longer one is shown as it is."""
 Tree = str | list[Any]
 _LINK = re.compile(r"(?:https?://|mailto:)", re.IGNORECASE)
+_BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\}){0,200}\}){0,200}\}"
 _FORMULA = re.compile(
-    r"\$\$.{1,1000}?\$\$|\$(?=\S)[^$\n]{1,200}?(?<=\S)\$(?!\d)|\\\(.{1,1000}?\\\)|\\\[.{1,1000}?\\\]", re.DOTALL
+    r"\$\$.{1,1000}?\$\$|\$(?=\S)[^$\n]{1,200}?(?<=\S)\$(?!\w)|\\\(.{1,1000}?\\\)|\\\[.{1,1000}?\\\]|\\boxed" + _BRACES,
+    re.DOTALL,
 )
+_BOXED = re.compile(r"\\(?:boxed|fbox)(" + _BRACES + ")")
 _KINDS = ((Comment, "comment"), (Keyword, "keyword"), (String, "string"), (Number, "number"), (Operator, "operator"))
 _NAMES = (Name.Function, Name.Class, Name.Tag, Name.Builtin, Name.Attribute)
 
@@ -72,7 +77,7 @@ def _trees(node: SyntaxTreeNode) -> Iterator[Tree]:
         case "softbreak" | "hardbreak":
             yield "\n"
         case "formula":
-            yield ["code", {"class": "formula"}, [node.content]]
+            yield _formula(node.content)
         case "code_inline":
             yield ["code", {}, [node.content]]
         case "fence" | "code_block":
@@ -86,6 +91,23 @@ def _trees(node: SyntaxTreeNode) -> Iterator[Tree]:
             yield [node.tag, start, _children(node)]
         case _:
             yield from _children(node)
+
+
+def _formula(source: str) -> Tree:
+    """A formula as outlines, its boxed parts each in a box; as code where a part of it cannot be typeset."""
+    marks = 0 if source.startswith("\\boxed") else 2 if source.startswith(("$$", "\\")) else 1
+    parts = _BOXED.split(source[marks : len(source) - marks])  # by turns beside a box and in one, with its braces
+    trees: list[Tree] = []
+    for at, part in enumerate(parts):
+        tex = part[1:-1] if at % 2 else part
+        if not tex.strip():
+            continue
+        if (outline := typeset(tex)) is None:
+            return ["code", {"class": "formula"}, [source]]
+        tree: Tree = ["formula", outline._asdict(), [tex.strip()]]
+        trees.append(["span", {"class": "boxed"}, [tree]] if at % 2 else tree)
+    is_block = source.startswith(("$$", "\\["))
+    return ["span", {"class": "formula block" if is_block else "formula"}, trees]
 
 
 def _code(text: str, language: str) -> Tree:

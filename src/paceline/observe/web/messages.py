@@ -10,6 +10,7 @@ browser draws without running anything; every other one is named and never loade
 
 import base64
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from paceline.data.sample import Ticket
 from paceline.observe.record import RolloutNotFound, Row, StoredRollout, StoredTurn
 from paceline.observe.record.rollouts import Rollouts
 from paceline.observe.web.markup import render
+from paceline.observe.web.typeset import limit_typesetting
 
 MOST_TEXT, MOST_IMAGE = 1_000_000, 8 << 20
 """Characters of one text, and bytes of one image, that a page is sent."""
@@ -38,9 +40,8 @@ _MOST_NAME = 120
 Part = dict[str, Any]
 
 
-def rendered_view(message: Any) -> dict[str, Any]:
-    """The same with a tree for each text that has something to draw."""
-    view = message_view(message)
+def _render(view: dict[str, Any]) -> dict[str, Any]:
+    """Adds a tree to each text that has something to draw."""
     for part in view["parts"]:
         if part["kind"] in ("text", "thought") and (trees := render(part["text"])):
             part["rendered"] = trees
@@ -167,10 +168,19 @@ MOST_CONVERSATIONS = 20
 """Conversations of one rollout that a page can hold, the latest ones."""
 
 
+def rendered_conversations(rollout: StoredRollout) -> dict[str, Any]:
+    """The same, each text that has something to draw with its tree."""
+    found = conversations(rollout)
+    with limit_typesetting():
+        for message in (message for talk in found["shown"] for message in talk["messages"]):
+            _render(message)
+    return found
+
+
 def conversations(rollout: StoredRollout) -> dict[str, Any]:
     """The conversations with their messages, and how many there are. The policy's replies carry facts of their turn."""
     if not rollout.turns:
-        found = [{"messages": [rendered_view(message) for message in rollout.messages]}] if rollout.messages else []
+        found = [{"messages": [message_view(message) for message in rollout.messages]}] if rollout.messages else []
         return {"total": len(found), "shown": found}
     last = _last_turns(rollout.turns)
     return {"total": len(last), "shown": [_conversation(at, rollout.turns) for at in last[-MOST_CONVERSATIONS:]]}
@@ -190,10 +200,10 @@ def _last_turns(turns: Sequence[StoredTurn]) -> list[int]:
 def _conversation(last: int, turns: Sequence[StoredTurn]) -> dict[str, Any]:
     ending = turns[last]
     if ending.messages is None:
-        reply = rendered_view(ending.message) | {"turn": turn_facts(last, ending)}
+        reply = message_view(ending.message) | {"turn": turn_facts(last, ending)}
         return {"prompt_tokens": len(ending.prompt_ids), "messages": [reply]}
     whole = _turn_messages(ending)
-    messages = [rendered_view(message) for message in whole]
+    messages = [message_view(message) for message in whole]
     for at, turn in enumerate(turns[: last + 1]):
         if turn.messages is not None and whole[: len(turn.messages) + 1] == _turn_messages(turn):
             messages[len(turn.messages)]["turn"] = turn_facts(at, turn)
@@ -211,6 +221,29 @@ def turn_facts(at: int, turn: StoredTurn) -> dict[str, Any]:
         "started": turn.started,
         "versions": sorted(set(turn.versions.tolist())),
     }
+
+
+LEAST_QUEUED = 0.001
+"""Seconds in the engine's queue that are worth a lane; the next step of an idle engine begins sooner."""
+
+
+def episode_lanes(rollout: StoredRollout) -> dict[str, list[tuple[float, float]]]:
+    """What a rollout's episode did, by lane: start and seconds of each span. The engine's are its calls; tools
+    take from a reply to the next call that brings their results."""
+    turns = rollout.turns
+    lanes: dict[str, list[tuple[float, float]]] = {}
+    if len(turns) == 1 or any(turn.started for turn in turns):  # records of earlier versions lack the starts
+        lanes["engine"] = [(turn.started + turn.queued, turn.seconds - turn.queued) for turn in turns]
+        if queued := [(turn.started, turn.queued) for turn in turns if turn.queued >= LEAST_QUEUED]:
+            lanes["queue"] = queued
+    for before, turn in itertools.pairwise(turns):
+        new = (turn.messages or [])[len(_turn_messages(before)) :]
+        began = before.started + before.seconds
+        if turn.started > began and any(isinstance(one, dict) and one.get("role") == "tool" for one in new):
+            lanes.setdefault("tools", []).append((began, turn.started - began))
+    for kind, started, seconds in rollout.spans:
+        lanes.setdefault(kind, []).append((started, seconds))
+    return lanes
 
 
 def _turn_messages(turn: StoredTurn) -> list[Any]:
@@ -240,10 +273,12 @@ def episode_timeline(rollouts: Rollouts, index: int) -> dict[str, Any]:
     seats = [_read_seat(rollouts, row) for row in rows[:MOST_SEATS]]
     spoken = [list(_episode_turns(one.turns)) for one in seats]
     line = []
-    for seat, at in order_turns(spoken, _parent_seats(seats)):
-        one = spoken[seat][at]
-        reply = rendered_view(one.turn.message) | {"turn": turn_facts(at, one.turn)}
-        line.append({"seat": seat, "heard": [rendered_view(message) for message in one.new_messages], "said": reply})
+    with limit_typesetting():
+        for seat, at in order_turns(spoken, _parent_seats(seats)):
+            one = spoken[seat][at]
+            reply = _render(message_view(one.turn.message)) | {"turn": turn_facts(at, one.turn)}
+            heard = [_render(message_view(message)) for message in one.new_messages]
+            line.append({"seat": seat, "heard": heard, "said": reply})
     return {
         "seats": [{"row": o.row, "parent": o.parent, "metrics": o.metrics, "error": o.error} for o in seats],
         "line": line,

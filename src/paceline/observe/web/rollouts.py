@@ -19,7 +19,7 @@ from paceline.observe.monitor.text import one_line
 from paceline.observe.record import Query, Row, RunFolder, StoredRollout
 from paceline.observe.record.layout import DOMAINS
 from paceline.observe.record.rollouts import SORTS, Rollouts
-from paceline.observe.web.messages import conversations, episode_timeline, flat_text
+from paceline.observe.web.messages import episode_lanes, episode_timeline, flat_text, rendered_conversations
 from paceline.observe.web.runs import FiniteJsonResponse, OneRun
 
 STATE_FILE = "state.json"
@@ -297,14 +297,14 @@ def one_rollout(run: OneRun, index: Index, query: OneQuery) -> Response:
             "metrics": rollout.metrics,
             "verdicts": [verdict for verdict in rollout.verdicts if isinstance(verdict, dict)],
             "error": rollout.error,
-            "talks": conversations(rollout),
+            "talks": rendered_conversations(rollout),
             "beside": beside,
             "tries": len(tries),
             "mean_reward": fmean(rewards) if rewards else None,
             "target": rollout.target,
             "seconds": rollout.seconds,
             "turn_seconds": sum(turn.seconds for turn in rollout.turns),
-            "turn_times": [(turn.started, turn.seconds) for turn in rollout.turns],
+            "lanes": episode_lanes(rollout),
             "seats": len(run.rollouts.episode(index)),
             "kept": run.rollouts.keeps_all,
         }

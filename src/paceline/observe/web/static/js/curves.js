@@ -109,16 +109,16 @@ function place(chart, { what }) {
 }
 
 /**
- * One environment needs no name on each curve, and one measure none either. Where both differ, colour tells the environment
- * and dashes the measure.
+ * One environment needs no name on each curve; what is measured always has one. Where both differ, colour tells the
+ * environment and dashes the measure.
  */
 function shorten(chart, curves) {
   const envs = new Set(curves.map((curve) => curve.env));
   const whats = new Set(curves.map((curve) => curve.what));
   for (const curve of curves) {
     const parts = [];
-    if (curve.env && (envs.size > 1 || whats.size <= 1)) parts.push(curve.env);
-    if (curve.what && (whats.size > 1 || !curve.env)) parts.push(curve.what);
+    if (curve.env && (envs.size > 1 || !curve.what)) parts.push(curve.env);
+    if (curve.what) parts.push(curve.what);
     curve.label = parts.join(" · ") || curve.name;
     curve.dash = envs.size > 1 && whats.size > 1 ? [...whats].indexOf(curve.what) : 0;
     curve.byEnv = Boolean(curve.env) && (envs.size > 1 || whats.size === 1);

@@ -45,6 +45,20 @@ export function icon(name) {
   return picture;
 }
 
+/** A formula: a path of 100 units to the em, in the colour of the text around it; `source` is what it says. */
+export function outline({ path, width, ascent, depth }, source) {
+  const picture = document.createElementNS(SVG, "svg");
+  const [left, right] = [4, 4]; // letters reach over their ends
+  const box = { viewBox: `${-left} ${-100 * ascent} ${100 * width + left + right} ${100 * (ascent + depth)}`, width: `${width + (left + right) / 100}em`, height: `${ascent + depth}em`, role: "img", "aria-label": source };
+  for (const [name, value] of Object.entries(box)) picture.setAttribute(name, value);
+  picture.style.setProperty("--depth", `${-depth}em`);
+  const [title, line] = ["title", "path"].map((tag) => document.createElementNS(SVG, tag));
+  title.textContent = source;
+  line.setAttribute("d", path);
+  picture.append(title, line);
+  return picture;
+}
+
 function flat(children) {
   return children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
 }

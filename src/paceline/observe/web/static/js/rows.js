@@ -45,6 +45,14 @@ export function walkable(body, { open, tick }) {
   };
 }
 
+/** A table whose rows are cards on a phone. */
+export function cards(table) {
+  table.classList.add("cards");
+  const headings = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+  for (const row of table.tBodies[0].rows) named(row, headings);
+  return table;
+}
+
 /** Write the heading of its column on each cell of a row: on a phone, where rows are cards, it stands before the value. */
 export function named(row, headings) {
   [...row.cells].forEach((cell, at) => (cell.dataset.heading = headings[at]));

@@ -11,7 +11,7 @@ const WIDEST = 190;
 const ROW = 30;
 const BAR = 22;
 const AXIS = 22;
-const WORK = { train: 0, sample: 2, busy: 2, score: 5, publish: 1, eval: 3, playing: 7 };
+const WORK = { train: 0, sample: 2, busy: 2, score: 5, publish: 1, eval: 3, playing: 7, calls: 4 };
 const IDLE = /^(wait|idle)/;
 const NAMES = { eval: "evaluate" };
 

@@ -28,7 +28,7 @@ export class Group extends EventTarget {
     if (!given) this.keep();
   }
 
-  /** Write the view into the address, so that Back and whoever gets the link see the same. */
+  /** Write the view into the address, so that Back and a link to it show the same. */
   keep() {
     if (!this.inAddress) return;
     const [path, query] = location.hash.split("?", 2);

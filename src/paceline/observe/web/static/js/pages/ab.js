@@ -38,7 +38,7 @@ export async function render(root, _, params) {
   async function draw() {
     const told = await ask("ab", { a, b });
     verdict.className = told.real ? "notice good" : "notice";
-    fill(verdict, told.draws ? h("b", {}, told.sentence) : "No draw was made by both yet.");
+    fill(verdict, told.draws ? h("b", {}, told.sentence) : "No draw was made by both.");
     heldOutVerdict.className = told.held_out.at(-1)?.is_real ? "notice good" : "notice";
     heldOutVerdict.hidden = heldOut.element.hidden = !told.held_out.length;
     fill(heldOutVerdict, h("b", {}, told.held_out_sentence ?? ""));
@@ -46,6 +46,7 @@ export async function render(root, _, params) {
     fill(facts, told.draws ? `${amount(told.draws, "draw")} made by both.` : "",
       told.real ? ` More than chance since step ${whole(told.real_step)}, after ${amount(told.real, "draw")}.` : "",
       told.different_rows ? ` ${amount(told.different_rows, "draw")} left out: the runs drew other rows there, so they do not share seed or data.` : "");
+    chart.element.hidden = !told.draws;
     chart.update(differences([...told.steps], told.means ?? [], (told.radii ?? []).map((radius) => radius ?? 0)));
     const gaps = told.held_out.map(({ one, other }) => other - one);
     heldOut.update(differences(told.held_out.map(({ step }) => step), gaps, told.held_out.map(({ radius }) => radius ?? 0)));

@@ -6,6 +6,7 @@ import { arrange, points } from "../curves.js";
 import { announce, fill, h, prose, scrollable } from "../dom.js";
 import { amount, number, whole } from "../format.js";
 import { toRun } from "../router.js";
+import { cards } from "../rows.js";
 
 export const title = "Advice";
 const PATIENCE = 4000;
@@ -91,14 +92,14 @@ function card(one, run, group, charts) {
 }
 
 function knobs(rows) {
-  return scrollable("Keys to turn", h("table", {},
+  return scrollable("Keys to turn", cards(h("table", { class: "list" },
     h("thead", {}, h("tr", {}, ["Key", "Now", "Try", "Why", "On the command line"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, rows.map((knob) => h("tr", {},
       h("th", { scope: "row", class: "mono" }, knob.key),
       h("td", { class: "mono" }, knob.now === null ? "not set" : JSON.stringify(knob.now)),
       h("td", { class: "mono suggested" }, knob.text),
       h("td", {}, prose(knob.why)),
-      h("td", { class: "mono" }, knob.flag))))));
+      h("td", { class: "mono" }, knob.flag)))))));
 }
 
 function rollout({ index, step, reward, tokens }, run) {
@@ -137,12 +138,12 @@ function measured({ env, value, missing }, { found, measured: all, name }) {
 function ruleList({ rules: all }) {
   const rules = [...all].sort((one, other) => other.found.length - one.found.length);
   return h("section", { class: "section", "aria-label": "All that was looked for" }, h("h2", {}, "All that was looked for"),
-    scrollable("Rules with their limits", h("table", { class: "list" },
+    scrollable("Rules with their limits", cards(h("table", { class: "list" },
       h("thead", {}, h("tr", {}, ["Question", "Found", "Limit", "Key of the limit", "Pauses (advice.pause)"].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, rules.map((rule) => h("tr", {},
         h("th", { scope: "row" }, rule.asks, h("span", { class: "faint help" }, prose(rule.help))),
         h("td", {}, rule.measured.map((one) => measured(one, rule))),
         h("td", {}, `${rule.below ? "at least" : "at most"} ${number(rule.limit)}`),
         h("td", { class: "mono" }, `advice.${rule.name}`),
-        h("td", {}, rule.pauses.length ? rule.pauses.join(", ") : "none")))))));
+        h("td", {}, rule.pauses.length ? rule.pauses.join(", ") : "none"))))))));
 }

@@ -8,6 +8,7 @@ import { arrange, points, SECTIONS } from "../curves.js";
 import { fill, h, perFrame, scrollable } from "../dom.js";
 import { number } from "../format.js";
 import { toPage, toRun } from "../router.js";
+import { cards } from "../rows.js";
 import { append } from "../run.js";
 import { families, groupsByKey, joinCurves } from "../seeds.js";
 import { statePill } from "../status.js";
@@ -156,9 +157,9 @@ function differences(runs, tables, differing) {
   const shown = (text) => (text === undefined ? "–" : text.replace(/^"|"$/g, ""));
   return h("details", { class: "section", open: differing.length <= 8 },
     h("summary", {}, "Settings that differ", h("span", { class: "faint" }, number(differing.length) + (differing.length === 1 ? " key" : " keys"))),
-    scrollable("Keys in which the runs differ", h("table", { class: "list differs" },
+    scrollable("Keys in which the runs differ", cards(h("table", { class: "list differs" },
       h("caption", { class: "unseen" }, "Keys in which the runs differ"),
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Key"), runs.map((run) => h("th", { scope: "col" }, run.name)))),
       h("tbody", {}, differing.map((key) => h("tr", {}, h("th", { scope: "row", class: "mono" }, key),
-        runs.map((run) => h("td", { class: "mono" }, shown(tables.get(run.name).get(key))))))))));
+        runs.map((run) => h("td", { class: "mono" }, shown(tables.get(run.name).get(key)))))))))));
 }

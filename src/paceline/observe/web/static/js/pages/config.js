@@ -2,6 +2,7 @@
 import { ask } from "../api.js";
 import { fill, h, memory, prose, scrollable } from "../dom.js";
 import { amount } from "../format.js";
+import { cards } from "../rows.js";
 
 export const title = "Config";
 
@@ -53,10 +54,10 @@ function table(rows) {
       h("td", { class: "was mono" }, row.changed ? (row.default === null || row.default === undefined ? "not set" : text(row.default)) : ""),
       h("td", { class: "help" }, row.known ? prose(row.help) : "this version does not know the key")));
   }
-  return scrollable("The run file, key by key", h("table", { class: "list config" },
+  return scrollable("The run file, key by key", cards(h("table", { class: "list config" },
     h("caption", { class: "unseen" }, "The run file, key by key"),
     h("thead", {}, h("tr", {}, ["Key", "Value", "Default", "Meaning"].map((name) => h("th", { scope: "col" }, name)))),
-    h("tbody", {}, lines)));
+    h("tbody", {}, lines))));
 }
 
 function text(value) {

@@ -4,6 +4,7 @@ import { announce, fill, h, prose, say, scrollable } from "../dom.js";
 import { amount, number, whole } from "../format.js";
 import { figure, visible } from "../replay/words.js";
 import { toPage, toRun } from "../router.js";
+import { cards } from "../rows.js";
 
 export const title = "Differences";
 
@@ -107,19 +108,19 @@ const signed = (value) => (value > 0 ? "+" : "") + number(value);
 
 /** Each metric over the steps in which it differs most. */
 function curveTable(all, names) {
-  return scrollable("Metrics of both runs", h("table", { class: "list differs" },
+  return scrollable("Metrics of both runs", cards(h("table", { class: "list differs" },
     h("caption", { class: "unseen" }, "Means of both runs over the steps in which they differ most, and the difference that chance explains"),
     h("thead", {}, h("tr", {}, ["Metric", ...names, "Difference", "Chance, 95%", "Steps"].map((name, at) => h("th", { scope: "col", class: at ? "right" : null }, name)))),
     h("tbody", {}, all.map((one) => h("tr", {}, h("th", { scope: "row", class: "mono" }, one.name),
-      [number(one.one), number(one.other), signed(one.other - one.one), one.noise === null ? "too few pairs" : `±${number(one.noise)}`, [...new Set(one.steps)].map(whole).join(" to ")].map((text) => h("td", { class: "right" }, text)))))));
+      [number(one.one), number(one.other), signed(one.other - one.one), one.noise === null ? "too few pairs" : `±${number(one.noise)}`, [...new Set(one.steps)].map(whole).join(" to ")].map((text) => h("td", { class: "right" }, text))))))));
 }
 
 function settings(rows, names) {
   const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
-  return scrollable("Settings of both runs", h("table", { class: "list differs" },
+  return scrollable("Settings of both runs", cards(h("table", { class: "list differs" },
     h("caption", { class: "unseen" }, "Settings that differ"),
     h("thead", {}, h("tr", {}, ["Key", ...names].map((name) => h("th", { scope: "col" }, name)))),
-    h("tbody", {}, rows.map(({ key, one, other }) => h("tr", {}, h("th", { scope: "row", class: "mono" }, key), h("td", { class: "mono" }, text(one)), h("td", { class: "mono" }, text(other)))))));
+    h("tbody", {}, rows.map(({ key, one, other }) => h("tr", {}, h("th", { scope: "row", class: "mono" }, key), h("td", { class: "mono" }, text(one)), h("td", { class: "mono" }, text(other))))))));
 }
 
 function difference(told, names, again) {
@@ -129,8 +130,8 @@ function difference(told, names, again) {
     h("p", {}, h("b", {}, first.where), `, after ${amount(same.steps, "whole step")} and ${amount(same.rollouts, "rollout")} ${same.said ? "in which all that was said is the same" : "that are the same"}.`),
     h("p", { class: "meaning" }, prose(told.meaning), told.evaluation ? ` ${first.step ? "It was played to evaluate: the step's training and its loss were compared before it, and are the same." : "It was played to evaluate the model before any training."}` : null),
     distance(first, again),
-    h("div", { class: "parting-sides" }, told.sides.map((side, at) => oneSide(side, names[at], first))),
-    told.chain.length ? [h("h3", {}, "What was compared, in this order"), h("ol", { class: "parting-chain" }, told.chain.map(({ what, state }) =>
+    h("div", { class: "difference-sides" }, told.sides.map((side, at) => oneSide(side, names[at], first))),
+    told.chain.length ? [h("h3", {}, "What was compared, in this order"), h("ol", { class: "difference-chain" }, told.chain.map(({ what, state }) =>
       h("li", { class: state }, what, " ", h("span", { class: "state" }, STATES[state]))))] : null);
 }
 
@@ -144,7 +145,7 @@ function distance({ one, other, kind }, again) {
 }
 
 function oneSide(side, name, first) {
-  return h("article", { class: "parting-side", "aria-label": name },
+  return h("article", { class: "difference-side", "aria-label": name },
     h("h3", {}, h("a", { href: toRun(name) }, name)),
     h("p", { class: "value mono" }, value(side, first)),
     side.tokens ? h("p", { class: "bits", "aria-label": "Tokens around it" }, side.tokens.map(({ id, text }, at) =>

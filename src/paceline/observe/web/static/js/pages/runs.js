@@ -39,7 +39,7 @@ export async function render(root, _, params) {
   const body = h("tbody");
   const headings = COLUMNS.map(([key, label, value, side]) => h("th", { scope: "col", class: side },
     value ? h("button", { type: "button", on: { click: () => sortBy(key) } }, label) : label));
-  const list = h("div", { class: "scroll" }, h("table", { class: "list runs" },
+  const list = h("div", { class: "scroll" }, h("table", { class: "list runs cards" },
     h("caption", { class: "unseen" }, "Runs. Arrow keys go from row to row, Space ticks one to compare, Enter opens it."),
     h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "pick" }, h("span", { class: "unseen" }, "Compare")), headings)),
     body));

@@ -3,7 +3,7 @@ import { ask } from "../api.js";
 import { fill, h, patchRows, prose } from "../dom.js";
 import { clock, count, moment, number, seconds, whole } from "../format.js";
 import { toRun } from "../router.js";
-import { walkable } from "../rows.js";
+import { cards, named, walkable } from "../rows.js";
 
 export const title = "Tickets";
 const PAGE = 50;
@@ -49,7 +49,7 @@ async function many(root, run, params) {
   const pager = h("div", { class: "row" });
   const nothing = h("div");
   const problems = h("div");
-  const table = h("div", { class: "scroll" }, h("table", { class: "list" },
+  const table = h("div", { class: "scroll" }, h("table", { class: "list cards" },
     h("caption", { class: "unseen" }, "Tickets, the newest first"),
     h("thead", {}, h("tr", {}, COLUMNS.map((name) => h("th", { scope: "col" }, name)))), body));
 
@@ -88,12 +88,12 @@ async function many(root, run, params) {
 
 function row(run, ticket) {
   const { number, env, row: at, epoch, step, attempts, reason, why, replays } = ticket;
-  return h("tr", { data: { key: number }, tabindex: -1 },
+  return named(h("tr", { data: { key: number }, tabindex: -1 },
     h("td", {}, h("a", { href: toRun(run.name, "tickets", { ticket: number }), tabindex: -1 }, number)),
     h("td", {}, pill(ticket.state), replays === undefined ? null : h("span", { class: "soft" }, ` replays ${replays}`)),
     h("td", {}, env), h("td", {}, whole(at)), h("td", {}, whole(epoch)),
     h("td", {}, step === undefined ? "–" : whole(step)), h("td", {}, attempts || "–"),
-    h("td", { class: "soft", title: reason ?? null }, why || "–"));
+    h("td", { class: "soft", title: reason ?? null }, why || "–")), COLUMNS);
 }
 
 function choices(told, state, go) {
@@ -174,11 +174,11 @@ function group(run, told) {
       h("a", { href: toRun(run.name, "tokens", { id: row.index }), "aria-label": `Tokens of member ${row.member}` }, "tokens"))));
   const left = told.rollouts_total - told.rollouts.length;
   return h("section", { class: "section" }, h("h2", {}, "Its group", left ? h("span", { class: "faint" }, `${left} more are not listed`) : null),
-    h("div", { class: "scroll" }, h("table", { class: "list" },
+    h("div", { class: "scroll" }, cards(h("table", { class: "list" },
       h("caption", { class: "unseen" }, "Rollouts of this ticket"),
       h("thead", {}, h("tr", {}, ["Member", "Actor", "Reward", "Advantage", "Tokens", "Version", "Finish", "State", "Look"].map((name, place) =>
         h("th", { scope: "col", class: place > 1 && place < 5 ? "right" : null }, name)))),
-      h("tbody", {}, rows))));
+      h("tbody", {}, rows)))));
 }
 
 /** The lines as they stand in the file. */

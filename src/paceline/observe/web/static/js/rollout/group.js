@@ -2,6 +2,7 @@
 import { ask } from "../api.js";
 import { h } from "../dom.js";
 import { amount, number, whole } from "../format.js";
+import { cards } from "../rows.js";
 import { stateMark, stateWords, toOne, versionWords } from "./words.js";
 import { foldedText } from "./talk.js";
 
@@ -25,7 +26,7 @@ export async function content(run, row, query) {
 function table(run, row, tries, query) {
   const names = [...new Set(tries.flatMap(({ metrics }) => Object.keys(metrics)))].slice(0, 6);
   const heads = ["Try", "Reward", "Advantage", "Tokens", "Turns", "Version", ...names, "State"];
-  return h("div", { class: "scroll" }, h("table", { class: "list tries" },
+  return h("div", { class: "scroll" }, cards(h("table", { class: "list tries" },
     h("caption", { class: "unseen" }, "Tries of this ticket"),
     h("thead", {}, h("tr", {}, heads.map((name, at) => h("th", { scope: "col", class: at && at < heads.length - 1 ? "right" : null }, name)))),
     h("tbody", {}, tries.map(({ row: one, metrics, name: called }) => h("tr", { class: one.index === row.index ? "ticked" : null },
@@ -33,7 +34,7 @@ function table(run, row, tries, query) {
       h("td", { class: "right" }, number(one.reward)), h("td", { class: "right" }, number(one.advantage)),
       h("td", { class: "right" }, whole(one.tokens)), h("td", { class: "right" }, whole(one.turns)), h("td", { class: "right" }, versionWords(one)),
       names.map((name) => h("td", { class: "right" }, typeof metrics[name] === "number" ? number(metrics[name]) : "–")),
-      h("td", {}, stateMark(one.state)))))));
+      h("td", {}, stateMark(one.state))))))));
 }
 
 /** One reply, and all tries that gave it. */

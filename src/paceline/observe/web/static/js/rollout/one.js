@@ -65,10 +65,13 @@ function details(run, told, query) {
     ["Finish", FINISH[row.finish] ?? row.finish],
   ];
   const rest = told.seconds - told.turn_seconds;
+  const sum = (spans) => `${seconds(spans.reduce((all, [, took]) => all + took, 0))} in ${amount(spans.length, "call")}`;
+  const waited = Object.entries(told.lanes).filter(([lane]) => lane !== "engine").map(([lane, spans]) => [laneName(lane), sum(spans), LANES[lane]?.[1]]);
   const took = [
     ["Episode", told.seconds ? seconds(told.seconds) : "", "from its start until its reward was known"],
     ["Sampling", told.turn_seconds ? `${seconds(told.turn_seconds)} in ${amount(row.turns, "turn")}` : "", "the calls of the engine, queueing included"],
     ["Environment", told.turn_seconds && rest > 0 ? seconds(rest) : "", "the rest: tools, scoring, judges, waiting"],
+    ...waited,
   ];
   const known = [
     ["Environment", row.env], ["Actor", row.actor], ["Kind of episode", row.kind], ["Started by", parent],
@@ -82,7 +85,7 @@ function details(run, told, query) {
     verdicts.length ? h("section", { "aria-label": "Parts of the reward" }, h("h2", {}, "Parts of the reward"), verdicts.map(verdict),
       verdicts.some(({ judge }) => judge === "task") ? h("p", { class: "soft" }, `${verdicts.map(product).join(" + ")} = ${number(told.reward)}`) : null) : null,
     facts(verdicts.length ? "Metrics" : "Why this reward", found, "mono"),
-    facts("Durations", took, null, turnTimes(told)),
+    facts("Durations", took, null, lanes(told)),
     facts("Details", known),
     h("p", {}, h("a", { href: toList(run, { ...query, ticket: row.ticket, env: row.env }) }, "All rollouts of this ticket")),
   ];
@@ -95,16 +98,32 @@ function facts(title, pairs, style = null, more = null) {
     h("div", {}, h("dt", { class: style, title: about ?? null }, name), h("dd", {}, value)))), more) : null;
 }
 
-/** When the engine was called and for how long, along the episode: what lies between is the environment's time. */
-function turnTimes({ seconds: whole, turn_times: turns }) {
-  if (!whole || turns.length < 2 || !turns.some(([started]) => started)) return null;
+/** What an episode waits for: the name of its lane, and what that is. */
+const LANES = {
+  engine: ["Engine", "calls of the engine, from the first step on"],
+  queue: ["Queue", "calls that waited in the engine for their first step"],
+  tools: ["Tools", "from a reply with calls to the results that were sent with the next one"],
+  sandbox: ["Sandbox", "programs of the policy with their tests, in processes of their own"],
+  grader: ["Grader", "answers checked in processes of their own"],
+  judge: ["Judge", "questions to a model that grades"],
+  "user code": ["User code", "functions of the run file's modules: tools, moves, rewards"],
+};
+
+function laneName(lane) {
+  return LANES[lane]?.[0] ?? lane;
+}
+
+/** A lane for the engine and for each thing that the episode waited for, along the episode. */
+function lanes({ seconds: whole, lanes: all }) {
+  const known = Object.entries(all);
+  if (!whole || (known.length === 1 && known[0][1].length < 2) || !known.length) return null;
   const share = (value) => `${(100 * Math.min(1, Math.max(0, value / whole))).toFixed(2)}%`;
-  return h("div", { class: "turn-times" },
-    h("ol", { class: "turn-lane", "aria-label": "Calls of the engine along the episode" }, turns.map(([started, took], at) => {
-      const words = `turn ${at + 1}: from ${seconds(started)}, ${seconds(took)} long`;
+  return h("div", { class: "turn-times" }, known.map(([lane, spans]) => [
+    h("p", { class: "soft" }, laneName(lane)),
+    h("ol", { class: "turn-lane", "aria-label": `${laneName(lane)} along the episode`, vars: { "--lane": `var(--series-${lane === "engine" ? 3 : 5})` } }, spans.map(([started, took], at) => {
+      const words = `${lane === "engine" ? "turn" : lane} ${at + 1}: from ${seconds(started)}, ${seconds(took)} long`;
       return h("li", { title: words, vars: { "--from": share(started), "--for": share(took) } }, h("span", { class: "unseen" }, words));
-    })),
-    h("p", { class: "soft" }, "Bars: calls of the engine. Between them: tools and environment."));
+    }))]));
 }
 
 function product({ weight, score }) {

@@ -23,7 +23,7 @@ export async function render(root, run, params) {
   const headings = COLUMNS.map(([key, label, side]) => h("th", { scope: "col", class: side },
     key ? h("button", { type: "button", on: { click: () => sortBy(key) } }, label) : label));
   const body = h("tbody");
-  const list = h("div", { class: "scroll" }, h("table", { class: "list rollouts" },
+  const list = h("div", { class: "scroll" }, h("table", { class: "list rollouts cards" },
     h("caption", { class: "unseen" }, "Rollouts. Arrow keys go from row to row, Enter opens one."),
     h("thead", {}, h("tr", {}, headings)), body));
   const empty = h("div");
