@@ -1,9 +1,7 @@
 """Every causal language model of transformers: run exactly, refused by name, or (never) silently wrong.
 
-    python scripts/check_families.py            # all of them, half a minute
-    python scripts/check_families.py phi3 opt   # some
-
-The table at the end of docs/models.md is this script's `--markdown` output.
+python scripts/check_families.py            # all of them, some minutes
+python scripts/check_families.py phi3 opt   # some
 """
 
 import argparse

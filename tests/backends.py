@@ -18,7 +18,7 @@ from paceline.engine.cpu import sampler as torch_sampler
 from paceline.engine.cpu.kv_cache import SlotCache as TorchSlotCache
 from paceline.engine.cpu.sampler import uniform as torch_uniform
 from paceline.engine.runner import SamplerOutput, SamplingMetadata
-from paceline.model.support import AttentionShape
+from paceline.model.support import CacheShape
 
 MLX = os.environ.get("PACELINE_BACKEND", "torch") == "mlx"
 BITS = 1e-5 if MLX else 0.0
@@ -57,12 +57,13 @@ if MLX:
         """Slots of MLX that a test reads and writes with tensors."""
 
         def __init__(
-            self, shape: AttentionShape, slots: int, length: int, most: int, dtype: torch.dtype, device: str,
+            self, shape: CacheShape, slots: int, length: int, most: int, dtype: torch.dtype, device: str,
             deterministic: bool = False,
         ) -> None:  # fmt: skip
             kind = getattr(mx, str(dtype).removeprefix("torch."))
-            heads, dim = shape.kv_heads, shape.head_dim
-            super().__init__(KVShape(shape.layers, heads, dim, dim, kind), slots, length, most, deterministic)
+            layer = shape.attention[0]
+            same = KVShape(len(shape.attention), layer.kv_heads, layer.key_dim, layer.value_dim, kind)
+            super().__init__(same, slots, length, most, deterministic)
 
         def write(self, layer, slots, positions, keys, values) -> None:
             if not isinstance(keys, torch.Tensor):
@@ -112,7 +113,6 @@ if MLX:
 
 else:
     from paceline.engine import EmbeddedEngine as engine_of  # noqa: F401
-    from paceline.engine.pages import PageCache
 
     SlotCache = TorchSlotCache
     sample, apply_top_k_top_p, inverse_cdf = (
@@ -123,8 +123,8 @@ else:
     uniform = torch_uniform
 
     def held_bytes(cache: Any) -> int:
-        tensors = [cache.kv] if isinstance(cache, PageCache) else [*cache.keys, *cache.values]
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        parts = (tensor.untyped_storage() for tensor in (*cache.keys.values(), *cache.values.values()))
+        return sum({part.data_ptr(): part.nbytes() for part in parts}.values())
 
     def interfere(monkeypatch: pytest.MonkeyPatch, copy_one: Callable) -> None:
         """Let `copy_one(number, put, tensor)` stand for what an engine does with each tensor of an update."""

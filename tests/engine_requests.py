@@ -14,7 +14,7 @@ from paceline.clients.link import EngineLink
 from paceline.clients.rpc import EngineHost
 from paceline.config.inference import EngineConfig
 from paceline.engine import Completion, GenerateRequest, noise_key
-from paceline.model import ATTENTION_KEY, LMHead, PackedPlan, token_logprobs
+from paceline.model import LMHead, PackedPlan, hidden_states, token_logprobs
 
 
 def requests(groups: int = 5, members: int = 3, seed: int = 0, **settings) -> list[GenerateRequest]:
@@ -89,11 +89,11 @@ def trainer_logprobs(model, request: GenerateRequest, completion: Completion) ->
     """The same tokens through the trainer's code path: packed attention, chunked head."""
     ids = torch.tensor([*request.prompt_ids, *completion.token_ids])
     plan = PackedPlan([len(ids)], "cpu")
-    positions = torch.arange(len(ids))[None]
+    positions = torch.arange(len(ids))
     with torch.no_grad():
-        out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan})
+        hidden = hidden_states(model.get_decoder(), ids, positions, plan)
         temperatures = torch.full((len(ids) - 1,), request.temperature)
-        logprobs, _ = token_logprobs(LMHead(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
+        logprobs, _ = token_logprobs(LMHead(model), hidden[:-1], ids[1:], temperatures)
     return logprobs[len(request.prompt_ids) - 1 :]
 
 

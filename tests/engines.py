@@ -69,7 +69,8 @@ def content(weights: tuple, tokens: list[int]) -> list[int]:
 
 
 class SymbolicRunner(Runner):
-    """Writes `chain` numbers where a model would write keys, reading what came before from the same cache."""
+    """Writes `chain` numbers where a model would write keys, reading what came before from the same cache. Where the
+    cache keeps states they are the number of the last token, and must be at each chunk the one before it."""
 
     def __init__(self, cache, depth: int, served: ServedModels) -> None:
         self.depth, self.cache, self.served = depth, cache, served
@@ -83,8 +84,12 @@ class SymbolicRunner(Runner):
         assert all(c.length > 0 for c in chunks)
         flight = StepInFlight(chunks)
         self.writes[flight] = self._pages(chunks) if isinstance(self.cache, PageCache) else set()
+        if self.cache.keeps_states:
+            self.cache.reset_states(chunks)
         for chunk in sorted(chunks, key=lambda c: c.start):  # a chunk that shares in this step reads what it wrote
             self._compute(chunk)
+        if self.cache.keeps_states:
+            self.cache.keep_prompt_states(chunks)
         return flight
 
     def _pages(self, chunks) -> set[int]:
@@ -112,6 +117,8 @@ class SymbolicRunner(Runner):
         weights = self.served.weights_key(sequence.request.model)
         assert chunk.version == self.served.versions[sequence.request.model]
         last = int(self.cache.read(0, slice(number, number + 1), chunk.start)[0][0, -1]) if chunk.start else 0
+        if self.cache.keeps_states:
+            assert int(self.cache.read_states(0, slot)["recurrent0"]) == last
         made = []
         for token in known[chunk.start : chunk.start + chunk.length]:
             made.append(last := chain(last, token, weights))
@@ -119,6 +126,8 @@ class SymbolicRunner(Runner):
         positions = torch.arange(chunk.start, chunk.start + chunk.length)
         self.computed.setdefault(sequence, set()).update(positions.tolist())
         self.cache.write(0, slot.expand(chunk.length), positions, numbers, -numbers)
+        if self.cache.keeps_states:
+            self.cache.write_states(0, slot, {"recurrent0": torch.tensor([made[-1]])})
         if sequence.scores is not None:
             chunk.scores = made[: len(chunk.targets)]
         if chunk.samples_token:

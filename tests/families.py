@@ -1,6 +1,8 @@
 """Tiny random models of every family, and the two ways to compute their log probabilities."""
 
+import asyncio
 import copy
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from paceline.model import ATTENTION, ATTENTION_KEY, LMHead, PackedPlan, UnsupportedModel
+from paceline.config.inference import EngineConfig
+from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
+from paceline.model import ATTENTION, LMHead, PackedPlan, UnsupportedModel, clone_model, hidden_states
+from paceline.model.states import mix_by_plan
 from paceline.model.support import check_supported
 
 VOCABULARY = 67
@@ -29,6 +34,16 @@ _SMALL = {
     "eos_token_id": 2,
 }
 _GROUPED = _SMALL | {"num_key_value_heads": 2}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_LINEAR = {
+    **_HYBRID | {"head_dim": 16},
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_value_head_dim": 16, "linear_key_head_dim": 16},
+}
+_LATENT = {
+    **{"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "v_head_dim": 12},
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"), 8),
+}
 _SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -84,15 +99,32 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+STATEFUL: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3.5": lambda: hf.Qwen3_5TextConfig(**_GROUPED, **_LINEAR),
+    "qwen3-next": lambda: hf.Qwen3NextConfig(**_GROUPED, **_LINEAR, **_EXPERTS, num_experts=4),
+    "mamba": lambda: any_config("mamba"),
+    "falcon-h1": lambda: any_config("falcon_h1"),
+    "lfm2": lambda: any_config("lfm2"),
+}
+ON_CPU: dict[str, Callable[[], PreTrainedConfig]] = STATEFUL | {
+    "gemma2": lambda: hf.Gemma2Config(**_GROUPED, head_dim=16, sliding_window=7, attn_logit_softcapping=2.0),
+    "qwen3-moe": lambda: hf.Qwen3MoeConfig(**_GROUPED, **_EXPERTS, num_experts=4, head_dim=16),
+    "gpt-oss": lambda: hf.GptOssConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2, head_dim=16),
+    "deepseek-v3": lambda: hf.DeepseekV3Config(**_SMALL | _EXPERTS | _LATENT | {"num_key_value_heads": 4}),
+}
+"""What mlx does not run, nor the engine on a GPU in float32."""
+
+
 def tiny(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A random model of a family with Paceline's attention."""
-    return randomised(FAMILIES[family](), seed).to(dtype)
+    return randomised((FAMILIES | ON_CPU)[family](), seed).to(dtype)
 
 
 def randomised(config: PreTrainedConfig, seed: int = 0, attention: str = ATTENTION) -> PreTrainedModel:
     """Weights large enough that distributions are not flat; biases and norms random too, so that all of them count."""
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    mix_by_plan(model)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -113,21 +145,67 @@ def packed_logprobs(model: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tens
     positions = torch.cat([torch.arange(n) for n in lengths]).to(model.device)
     plan = PackedPlan(lengths, model.device)
     ids = torch.cat(list(rows)).to(model.device)
-    out = model.get_decoder()(
-        input_ids=ids[None], position_ids=positions[None], use_cache=False, **{ATTENTION_KEY: plan}
-    )
-    return list(LMHead(model)(out.last_hidden_state[0]).log_softmax(-1).split(lengths))
+    hidden = hidden_states(model.get_decoder(), ids, positions, plan)
+    return list(LMHead(model)(hidden).log_softmax(-1).split(lengths))
 
 
 def eager_logprobs(model: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tensor]:
     """The same by transformers alone: its eager attention and the model's own forward pass, one row at a time."""
     reference = copy.deepcopy(model)
     reference.set_attn_implementation("eager")
-    return [reference(input_ids=row.to(model.device)[None]).logits[0].float().log_softmax(-1) for row in rows]
+    inputs = (row.to(model.device)[None] for row in rows)
+    return [reference(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1) for ids in inputs]
 
 
 def largest_gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def engine_gap(model: PreTrainedModel) -> float:
+    """How far log probabilities of a crowd of replies, prompts computed in chunks, are from those of a pack."""
+    rng = random.Random(1)
+    wanted = []
+    for group, length in enumerate([1, 3, 17, 40, 58]):
+        prompt = tuple(rng.randrange(3, VOCABULARY) for _ in range(length))
+        for member in range(2):
+            tokens, noise = rng.randrange(2, 20), noise_key(group, member)
+            wanted.append(GenerateRequest(prompt_ids=prompt, max_tokens=tokens, noise=noise, order=group))
+
+    async def work():
+        engine = EmbeddedEngine(clone_model(model), EngineConfig(threads=1, prefill_tokens=16, max_running=6))
+        engine.start()
+        try:
+            return await asyncio.gather(*(engine.generate(request) for request in wanted))
+        finally:
+            engine.close()
+
+    done = asyncio.run(asyncio.wait_for(work(), 240))
+    rows = [torch.tensor([*r.prompt_ids, *c.token_ids]) for r, c in zip(wanted, done, strict=True)]
+    with torch.no_grad():
+        packed = packed_logprobs(model, rows)
+    chosen = []
+    for request, row, logprobs in zip(wanted, rows, packed, strict=True):
+        at = len(request.prompt_ids)
+        chosen.append(logprobs[at - 1 : -1].gather(-1, row[at:, None])[:, 0])
+    return largest_gap([torch.tensor(c.logprobs) for c in done], chosen)
+
+
+def gradient_gap(model: PreTrainedModel) -> tuple[float, str]:
+    """Of the gradient of a pack from the sum of its sequences', the largest part of a parameter's own, and of which."""
+    rows = sequences([21, 4, 33])
+
+    def gradient(packs: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+        model.zero_grad()
+        for pack in packs:
+            outs = packed_logprobs(model, pack)
+            sum(o[:-1].gather(-1, r[1:, None]).sum() for o, r in zip(outs, pack, strict=True)).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    together, apart = gradient([rows]), gradient([[row] for row in rows])
+    assert together.keys() == apart.keys()
+    gaps = {name: float((g - apart[name]).abs().max() / (g.abs().max() + 1e-3)) for name, g in together.items()}
+    worst = max(gaps, key=gaps.__getitem__)
+    return gaps[worst], worst
 
 
 # -- every causal language model of transformers --------------------------------------------------------------------
@@ -152,11 +230,13 @@ _ANY: dict[str, Any] = {
     "embedding_multiplier": 2.0,
     "residual_multiplier": 0.6,
     "query_pre_attn_scalar": 24,
-    # Experts and latent attention, to be small enough to be refused quickly.
+    # Experts and latent attention.
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
     "num_experts_per_tok": 2,
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"), 8),
+    "v_head_dim": 12,  # and keys have 16
 }
 _MIXED = {"layer_types": _SLIDING}
 _ASIDE: dict[str, dict[str, Any]] = {
@@ -169,6 +249,7 @@ _ASIDE: dict[str, dict[str, Any]] = {
     | {"activation_sparsity_pattern": [0.0] * 3, "laurel_rank": 4, "intermediate_size": [48] * 3},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "dots1": {"n_shared_experts": 1},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _HYBRID),
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
     "zamba": {"num_hidden_layers": 4},
     "olmo3": _MIXED,
@@ -181,6 +262,7 @@ _ASIDE: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"]},
     "emu3": {"pad_token_id": 0},
+    "moshi": {"sliding_window": 128},
     "modernbert-decoder": {"pad_token_id": 0},
     "gemma3": {"final_logit_softcapping": ...} | _MIXED,
     "gemma4_text": {"head_dim": ..., "num_key_value_heads": ...},
@@ -220,7 +302,12 @@ def verdict(model_type: str) -> Verdict:
         return Verdict(kind, "refused" if named else "refused without its name", reason)
     with torch.no_grad():
         gap = largest_gap(packed_logprobs(model, sequences()), eager_logprobs(model, sequences()))
-    return Verdict(kind, "exact" if gap < 1e-4 else "WRONG", f"{gap:.0e}")
+    gradient, where = gradient_gap(model)
+    engine = engine_gap(model)
+    gaps = f"{gap:.0e} packed, {engine:.0e} engine, {gradient:.0e} gradient"
+    if gradient > 1e-3:
+        gaps += f" of {where}"
+    return Verdict(kind, "exact" if max(gap, engine) < 1e-4 and gradient < 1e-3 else "WRONG", gaps)
 
 
 def any_config(model_type: str) -> PreTrainedConfig:
@@ -228,7 +315,10 @@ def any_config(model_type: str) -> PreTrainedConfig:
     kind = CONFIG_MAPPING[model_type]
     default = kind()
     text = default.get_text_config()
-    values = {name: value for name, value in _ANY.items() if name in _fields(text)} | _ASIDE.get(model_type, {})
+    values = {name: value for name, value in _ANY.items() if name in _fields(text)}
+    if "kv_lora_rank" in values:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    values |= _ASIDE.get(model_type, {})
     values = {name: value for name, value in values.items() if value is not ...}
     if text is default:
         return kind(**values)

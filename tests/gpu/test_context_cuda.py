@@ -10,6 +10,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+from paceline.model.attention import Scores
 from paceline.trainer.torch.forward import ContextShards, SlicedPlan, SlicedVarlenPlan
 from paceline.trainer.torch.world import World
 
@@ -38,9 +39,8 @@ def test_slices_attend_as_if_padded(window, heads):
             shards = Known(cast(World, SimpleNamespace(group=object(), rank=rank, size=RANKS)), LENGTHS)
             shards.whole = k, v
             positions = torch.from_numpy(shards.own_positions).cuda()
-            out = make(shards, torch.device("cuda")).attend(
-                0, q[positions], k[positions], v[positions], DIM**-0.5, window
-            )
+            scores = Scores(DIM**-0.5, window)
+            out = make(shards, torch.device("cuda")).attend(0, q[positions], k[positions], v[positions], scores)
             (out.float() * weight[positions]).sum().backward()
             results.append([out, q.grad, k.grad, v.grad])
         for fast, exact in zip(*results, strict=True):

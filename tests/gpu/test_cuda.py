@@ -15,7 +15,7 @@ from paceline import RunConfig, train
 from paceline.config import CheckpointConfig, EvalConfig, inference, trainer
 from paceline.config.inference import SamplingConfig
 from paceline.engine import EmbeddedEngine, GenerateRequest, noise_key
-from paceline.model import ATTENTION_KEY, LMHead, PackedPlan, WeightUpdate, clone_model, fingerprint, token_logprobs
+from paceline.model import LMHead, PackedPlan, WeightUpdate, clone_model, fingerprint, hidden_states, token_logprobs
 
 pytestmark = pytest.mark.gpu
 
@@ -51,14 +51,12 @@ def test_engine_and_trainer_agree(dtype, bound, deterministic):
     gaps = []
     for request, completion in zip(requests(), asyncio.run(work()), strict=True):
         ids = torch.tensor([*request.prompt_ids, *completion.token_ids], device="cuda")
-        positions = torch.arange(len(ids), device="cuda")[None]
+        positions = torch.arange(len(ids), device="cuda")
         with torch.no_grad():
             plan = PackedPlan([len(ids)], "cuda")
-            out = model.get_decoder()(
-                input_ids=ids[None], position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan}
-            )
+            hidden = hidden_states(model.get_decoder(), ids, positions, plan)
             temperatures = torch.full((len(ids) - 1,), request.temperature, device="cuda")
-            logprobs, _ = token_logprobs(LMHead(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
+            logprobs, _ = token_logprobs(LMHead(model), hidden[:-1], ids[1:], temperatures)
         gaps += (logprobs[len(request.prompt_ids) - 1 :].cpu().numpy() - np.array(completion.logprobs)).tolist()
     assert np.abs(gaps).mean() < bound
 

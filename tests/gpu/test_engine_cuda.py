@@ -19,13 +19,13 @@ from paceline.engine.cpu.sampler import sample, uniform
 from paceline.engine.runner import SamplingMetadata
 from paceline.errors import EngineError
 from paceline.model import (
-    ATTENTION_KEY,
     Adapter,
     LMHead,
     PackedPlan,
     WeightUpdate,
     clone_model,
     fingerprint,
+    hidden_states,
     token_logprobs,
 )
 from paceline.model.head import make_canary
@@ -76,11 +76,11 @@ def reference(model, request, completion) -> np.ndarray:
     """The trainer's log probabilities of the sampled tokens."""
     ids = torch.tensor([*request.prompt_ids, *completion.token_ids], device="cuda")
     plan = PackedPlan([len(ids)], "cuda")
-    positions = torch.arange(len(ids), device="cuda")[None]
+    positions = torch.arange(len(ids), device="cuda")
     with torch.no_grad():
-        out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan})
+        hidden = hidden_states(model.get_decoder(), ids, positions, plan)
         temperatures = torch.full((len(ids) - 1,), request.temperature, device="cuda")
-        logprobs, _ = token_logprobs(LMHead(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
+        logprobs, _ = token_logprobs(LMHead(model), hidden[:-1], ids[1:], temperatures)
     return logprobs[len(request.prompt_ids) - 1 :].cpu().numpy()
 
 

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 from conftest import VOCABULARY, tiny_model
 from paceline.config import trainer as config
 from paceline.data import Sample
-from paceline.model.attention import PackedPlan, VarlenPlan
+from paceline.model.attention import PackedPlan, Scores, VarlenPlan
 from paceline.model.head import logprobs_and_entropy
 from paceline.trainer.torch.trainer import TorchTrainer
 
@@ -27,7 +27,7 @@ def test_sequences_attend_as_if_padded(window, heads):
     results = []
     for make, dtype in ((VarlenPlan, torch.bfloat16), (PackedPlan, torch.float32)):
         q, k, v = (x.to(dtype).requires_grad_() for x in given)
-        out = make(lengths, "cuda").attend(0, q, k, v, dim**-0.5, window)
+        out = make(lengths, "cuda").attend(0, q, k, v, Scores(dim**-0.5, window))
         (out.float() * weight).sum().backward()
         results.append([out, q.grad, k.grad, v.grad])
     for fast, exact in zip(*results, strict=True):

@@ -27,12 +27,12 @@ from paceline.engine.engine import DecodingEngine
 from paceline.engine.mlx.engine import MlxEngine
 from paceline.errors import EngineError
 from paceline.model import (
-    ATTENTION_KEY,
     Adapter,
     LMHead,
     PackedPlan,
     WeightUpdate,
     fingerprint,
+    hidden_states,
     load_model,
     token_logprobs,
 )
@@ -75,10 +75,10 @@ async def stopped_at(engine: DecodingEngine, tokens: int) -> None:
 @torch.no_grad()
 def logprobs_in_torch(model, request: GenerateRequest, completion: Completion) -> list[float]:
     ids = torch.tensor([*request.prompt_ids, *completion.token_ids])
-    positions, plan = torch.arange(len(ids))[None], PackedPlan([len(ids)], "cpu")
-    out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan})
+    positions, plan = torch.arange(len(ids)), PackedPlan([len(ids)], "cpu")
+    hidden = hidden_states(model.get_decoder(), ids, positions, plan)
     temperatures = torch.full((len(ids) - 1,), request.temperature)
-    logprobs, _ = token_logprobs(LMHead(model), out.last_hidden_state[0, :-1], ids[1:], temperatures)
+    logprobs, _ = token_logprobs(LMHead(model), hidden[:-1], ids[1:], temperatures)
     return logprobs[len(request.prompt_ids) - 1 :].tolist()
 
 

@@ -18,12 +18,12 @@ from paceline.engine.engine import DecodingEngine
 from paceline.engine.pages import PAGE, PageCache, PageMemory
 from paceline.engine.sequence import GrammarMatcher
 from paceline.engine.weight_applier import StagedUpdate, WeightApplier
-from paceline.errors import DeltaBaseMismatch, Mismatch
+from paceline.errors import DeltaBaseMismatch, EngineError, Mismatch
 from paceline.model import LMHead, set_cpu_threads
 from paceline.model.adapters import Adapters, install
 from paceline.model.background_compile import BackgroundCompile
 from paceline.model.head import CanaryScorer, sequence_logprobs
-from paceline.model.support import attention_shape
+from paceline.model.support import cache_shape, check_cuda_engine
 from paceline.weights.delta import WeightDelta
 from paceline.weights.update import BASE_MODEL, WeightUpdate, canary_ids, fingerprint
 
@@ -57,7 +57,7 @@ class EmbeddedEngine(DecodingEngine):
         head, text, device = LMHead(model, fp32_head), model.config.get_text_config(), model.device
         limit = getattr(text, "max_position_embeddings", None) or 1 << 20
         max_context = min(config.max_context or limit, limit)
-        shape, adapters = attention_shape(model), None
+        shape, adapters = cache_shape(model), None
         if config.adapters:
             # Captured steps round both numbers up, the second to a power of two from 128 on.
             most = max(2, config.max_running) + 2 * max(config.prefill_tokens, 128)
@@ -66,19 +66,24 @@ class EmbeddedEngine(DecodingEngine):
 
         def paged(memory: PageMemory, free_bytes: int) -> PageCache:
             """As many pages as the budget holds, but no more than all requests could ever fill."""
-            page_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * PAGE * model.dtype.itemsize
+            page_bytes = sum(layer.numbers for layer in shape.attention.values()) * PAGE * model.dtype.itemsize
             budget = config.cache_gib * 2**30 if config.cache_gib else FREE_MEMORY_SHARE * free_bytes
             pages = max(2, min(int(budget // page_bytes), config.max_running * -(-max_context // PAGE)))
-            return PageCache(shape, config.max_running, pages, max_context, model.dtype, memory, deterministic)
+            return PageCache(
+                shape.attention, config.max_running, pages, max_context, model.dtype, memory, deterministic
+            )
 
         if device.type == "cuda":
             from paceline.engine.cuda.kv_cache import CudaVirtualMemory
             from paceline.engine.cuda.runner import GraphRunner
 
+            check_cuda_engine(model, shape)
             cache = paged(CudaVirtualMemory(device), torch.cuda.mem_get_info(device)[0])
-            runner = GraphRunner(model, head, cache, shape, config, adapters, deterministic, background, steps)
+            runner = GraphRunner(model, head, cache, config, adapters, deterministic, background, steps)
         else:
             if config.cache == "pages":
+                if shape.states:
+                    raise EngineError(f'{type(model).__name__} keeps states: set engine.cache = "slots", not "pages"')
                 cache = paged(TensorMemory(device), CPU_PAGES_BYTES)
             else:
                 first = max_context if deterministic else min(FIRST_CACHE_LENGTH, max_context)

@@ -17,6 +17,9 @@ class KVCache(ABC):
 
     shares_within_step: bool
     """Whether a prompt can be shared in the very step that computes it."""
+    keeps_states = False
+    """Whether layers carry states, which stand at one token: a prompt is computed up to its last token, where its
+    states are kept for others."""
 
     def __init__(self, slots: int, max_length: int, deterministic: bool) -> None:
         self.slots, self.max_length, self._deterministic = slots, max_length, deterministic
@@ -144,6 +147,8 @@ class BaseSlotCache(KVCache):
             return best, most
         for slot, (weights_key, tokens) in self._freed_tokens.items():
             shared = min(len(tokens), len(sequence.tokens) - 1)
+            if self.keeps_states and shared < len(tokens):
+                continue  # its states have gone further
             if shared > most and weights_key == sequence.weights_key and tokens[:shared] == sequence.tokens[:shared]:
                 best, most = slot, shared
         return best, most
@@ -171,7 +176,9 @@ class BaseSlotCache(KVCache):
         slot = sequence.slot
         if key := self._owners.pop(slot, None):
             del self._prompts[key]
-        if sequence.weights_key is not None and sequence.num_computed > 1:
+        # Where steps run ahead, states may have gone past the tokens that count.
+        is_ahead = self.keeps_states and sequence.num_computed > len(sequence.tokens)
+        if sequence.weights_key is not None and sequence.num_computed > 1 and not is_ahead:
             self._freed_tokens[slot] = (sequence.weights_key, sequence.tokens[: sequence.num_computed])
         heapq.heappush(self._free, slot)
 

@@ -102,7 +102,15 @@ class PageCache(KVCache):
     ) -> None:  # fmt: skip
         super().__init__(slots, max_length, deterministic)
         self.pages, self._memory = pages, memory
-        self.kv = memory.allocate((shape.layers, 2, pages + 1, shape.kv_heads, PAGE, shape.head_dim), dtype)
+        sizes = [(pages + 1) * PAGE * layer.numbers for layer in shape.values()]
+        self._kv = memory.allocate((sum(sizes),), dtype)
+        self.keys: dict[int, Tensor] = {}
+        """[pages, kv heads, page, dim] of each layer that attends; the values likewise."""
+        self.values: dict[int, Tensor] = {}
+        for (number, layer), part in zip(shape.items(), self._kv.split(sizes), strict=True):
+            keys = (pages + 1) * PAGE * layer.kv_heads * layer.key_dim
+            self.keys[number] = part[:keys].view(pages + 1, layer.kv_heads, PAGE, layer.key_dim)
+            self.values[number] = part[keys:].view(pages + 1, layer.kv_heads, PAGE, layer.value_dim)
         self.columns = -(-max_length // PAGE)
         self.table = np.zeros((slots + 1, self.columns), np.int32)
         self.table_changes: dict[tuple[int, int], int] = {}
@@ -114,7 +122,7 @@ class PageCache(KVCache):
 
     @property
     def device(self) -> torch.device:
-        return self.kv.device
+        return self._kv.device
 
     @property
     def available_pages(self) -> int:
@@ -191,7 +199,9 @@ class PageCache(KVCache):
     def scrub(self, sequence: DecodeSequence) -> None:
         sequence.weights_key = None
         own = [page for page in sequence.pages if self._ref_counts[page] == 1]
-        self.kv[:, :, torch.tensor([SCRATCH_PAGE, *own], device=self.kv.device)] = 0
+        pages = torch.tensor([SCRATCH_PAGE, *own], device=self.device)
+        for layer in (*self.keys.values(), *self.values.values()):
+            layer[pages] = 0
 
     def reset_prefixes(self) -> None:
         self._free.extend(self._prefixes.clear())
@@ -207,10 +217,11 @@ class PageCache(KVCache):
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         self.table_changes.clear()  # the table is read right here
         pages = torch.from_numpy(self.table)[slots, positions // PAGE].long()
-        self.kv[layer, 0][pages, :, positions % PAGE] = k
-        self.kv[layer, 1][pages, :, positions % PAGE] = v
+        self.keys[layer][pages, :, positions % PAGE] = k
+        self.values[layer][pages, :, positions % PAGE] = v
 
     def read(self, layer: int, slots: slice, width: int) -> tuple[Tensor, Tensor]:
         pages = torch.from_numpy(self.table)[slots, : -(-width // PAGE)].long()
-        keys, values = (self.kv[layer, i][pages].transpose(2, 3).flatten(1, 2)[:, :width] for i in range(2))
+        stores = self.keys[layer], self.values[layer]
+        keys, values = (store[pages].transpose(2, 3).flatten(1, 2)[:, :width] for store in stores)
         return keys, values

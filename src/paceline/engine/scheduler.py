@@ -139,6 +139,9 @@ class Scheduler:
         if self._deterministic:
             # Every sampled token comes from a decode step, so all see the same shapes, even where a prompt is shared.
             length = min(pending - samples_token, self._prefill_tokens)
+        before_last = len(sequence.request.prompt_ids) - 1 - sequence.num_computed
+        if self._cache.keeps_states and before_last > 0:
+            length = min(length, before_last)
         if length <= 0:
             return 0
         return self._launch(sequence, length, samples_token and length == pending, chunks)

@@ -12,13 +12,12 @@ from paceline.util.lazy_import import lazy_getattr
 from paceline.weights.update import Adapter, Canary, ServedPolicy, WeightUpdate, fingerprint
 
 if TYPE_CHECKING:
-    from paceline.model.attention import ATTENTION, ATTENTION_KEY, PackedPlan, UnsupportedModel
+    from paceline.model.attention import ATTENTION, PackedPlan, UnsupportedModel, hidden_states
     from paceline.model.head import LMHead, token_logprobs
     from paceline.model.loading import attach_lora, clone_for_engine, clone_model, load_model, trainable_parameters
 
 __all__ = [
     "ATTENTION",
-    "ATTENTION_KEY",
     "Adapter",
     "Canary",
     "LMHead",
@@ -33,6 +32,7 @@ __all__ = [
     "clone_model",
     "end_tokens",
     "fingerprint",
+    "hidden_states",
     "load_model",
     "load_tokenizer",
     "resolve",
@@ -46,7 +46,7 @@ __all__ = [
 __getattr__ = lazy_getattr(
     __name__,
     {
-        "attention": ("ATTENTION", "ATTENTION_KEY", "PackedPlan", "UnsupportedModel"),
+        "attention": ("ATTENTION", "PackedPlan", "UnsupportedModel", "hidden_states"),
         "head": ("LMHead", "token_logprobs"),
         "loading": ("attach_lora", "clone_for_engine", "load_model", "trainable_parameters", "clone_model"),
     },

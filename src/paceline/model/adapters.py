@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from paceline.model.adapter_names import AdapterError, check_scale, pair_halves
+from paceline.model.support import called_layers
 from paceline.weights.manifest import find_problems, join_first
 
 
@@ -59,10 +60,11 @@ class SlotLinear(nn.Linear):
         self.register_buffer("lora_b", base.weight.new_zeros(base.out_features, slots * rank), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        tokens = input.shape[-2]
-        low = nn.functional.linear(input, self.lora_a)
+        tokens = math.prod(input.shape[:-1])
+        low = nn.functional.linear(input, self.lora_a).view(tokens, -1)
         # Zeroed before the product: another slot's overflow times zero would be NaN.
-        low = (low.masked_fill(self.routes.off[:tokens], 0.0) * self.routes.mask[:tokens]).to(input.dtype)
+        low = low.masked_fill(self.routes.off[:tokens], 0.0) * self.routes.mask[:tokens]
+        low = low.to(input.dtype).view(*input.shape[:-1], -1)
         return self.base_forward(input) + nn.functional.linear(low, self.lora_b)
 
     def base_forward(self, input: Tensor) -> Tensor:
@@ -184,8 +186,10 @@ def target_layers(model: PreTrainedModel, targets: Iterable[str] | str) -> dict[
     """The layers peft would adapt for the same targets, by name."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     modules = dict(model.named_modules())
+    left_out = unadaptable_layers(model)
     if targets == "all-linear":
-        chosen = {n: m for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head}
+        linear = {n: m for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head}
+        chosen = {name: module for name, module in linear.items() if name not in left_out}
     else:
         wanted = [targets] if isinstance(targets, str) else list(targets)
         chosen = {n: m for n, m in modules.items() if any(n == t or n.endswith(f".{t}") for t in wanted)}
@@ -197,9 +201,34 @@ def target_layers(model: PreTrainedModel, targets: Iterable[str] | str) -> dict[
                 f"adapter target `{name}` is an embedding or the output layer, which the engine cannot adapt: "
                 'leave it out, or write targets = "all-linear"'
             )
+        if name in left_out:
+            raise AdapterError(f"adapter target `{name}`: {left_out[name]}; leave it out")
         if type(module) is not nn.Linear:
             raise AdapterError(f"adapter target `{name}` is a {type(module).__name__}, not a plain linear layer")
     return {name: module for name, module in chosen.items() if isinstance(module, nn.Linear)}
+
+
+EXPERT_MATRICES = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""In a model with experts peft reads these names as their matrices, whatever else is called so."""
+PEFT_REFUSES = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
+"""Model types whose output projections peft does not adapt: kernels for them read the weights by themselves."""
+
+
+def unadaptable_layers(model: PreTrainedModel) -> dict[str, str]:
+    """Layers on which an adapter would not be felt, or could not be held, with the reason."""
+    names = {module: name for name, module in model.named_modules()}
+    found = {name: "the engine has no slots for experts" for name in names.values() if "experts" in name.split(".")}
+    if found:
+        of_experts = [name for name in names.values() if name.rpartition(".")[2] in EXPERT_MATRICES]
+        found |= dict.fromkeys(of_experts, "peft takes its name for that of the experts'")
+    for module, called in called_layers(model).items():
+        for child in module.modules():
+            if isinstance(child, nn.Linear) and child not in called:
+                found[names[child]] = f"{type(module).__name__} reads its weights without calling it"
+        if model.config.model_type in PEFT_REFUSES:
+            out = f"{names[module]}.out_proj"
+            found[out] = f"peft does not adapt it in models of type `{model.config.model_type}`"
+    return found
 
 
 UNSUPPORTED = (

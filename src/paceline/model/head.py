@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from paceline.model.attention import ATTENTION_KEY, PackedPlan
+from paceline.model.attention import PackedPlan, hidden_states
 from paceline.weights.update import Canary, canary_ids, canary_of
 
 ELEMENTS = {"cuda": 1 << 29, "cpu": 1 << 25}
@@ -192,13 +192,13 @@ def sequence_logprobs(model: PreTrainedModel, head: LMHead, token_ids: Sequence[
 def _canary_pass(model: PreTrainedModel, head: LMHead, token_ids: Sequence[int]) -> Callable[[], Tensor]:
     """One forward pass over always the same tokens, its inputs laid out beforehand."""
     ids = torch.tensor(token_ids, device=model.device)
-    positions = torch.arange(len(token_ids), device=model.device)[None]
+    positions = torch.arange(len(token_ids), device=model.device)
     plan = PackedPlan([len(token_ids)], model.device)
     ones = torch.ones(len(token_ids) - 1, device=model.device)
 
     def run() -> Tensor:
-        out = model.get_decoder()(input_ids=ids[None], position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan})
-        return token_logprobs(head, out.last_hidden_state[0, :-1], ids[1:], ones)[0]
+        hidden = hidden_states(model.get_decoder(), ids, positions, plan)
+        return token_logprobs(head, hidden[:-1], ids[1:], ones)[0]
 
     return run
 

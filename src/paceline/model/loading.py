@@ -20,11 +20,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from paceline.config.model import ModelConfig
+from paceline.model.adapters import target_layers, unadaptable_layers
 from paceline.model.attention import ATTENTION
 from paceline.model.cpu import warn_of_slow
 from paceline.model.dtypes import resolve_dtype
 from paceline.model.hub import fetch
 from paceline.model.source import ModelError, base_name, check_source, resolve, unloadable_message
+from paceline.model.states import mix_by_plan
 from paceline.model.support import build, check_supported, refusals_name, without_dropout
 from paceline.weights.manifest import join_first
 
@@ -66,6 +68,7 @@ def _read(config: ModelConfig, source: str, device: str) -> PreTrainedModel:
             use_safetensors=True,
         )
         model, info = build(lambda: _loading_info(load))
+        mix_by_plan(model)
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
@@ -82,13 +85,17 @@ def attach_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> PreTr
     from peft import LoraConfig, inject_adapter_in_model
 
     model.requires_grad_(False)
+    targets, left_out = config.lora.targets, unadaptable_layers(model)
+    if targets == "all-linear" and left_out:
+        targets = list(target_layers(model, targets))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         adapters = LoraConfig(
             r=config.lora.rank,
             lora_alpha=config.lora.alpha,  # ty: ignore[invalid-argument-type] - peft takes any number
             lora_dropout=config.lora.dropout,
-            target_modules=config.lora.targets,
+            target_modules=targets,
+            exclude_modules=list(left_out) or None,
             task_type="CAUSAL_LM",
             base_model_name_or_path=base_name(model.name_or_path) if model.name_or_path else None,
         )

@@ -6,95 +6,174 @@ verified: do a few tokens get the probabilities that transformers' own attention
 `attention_shape` is what a KV cache must know.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from paceline.model.attention import ATTENTION, ATTENTION_KEY, NoAttentionPlan, UnsupportedModel, sdpa, window_mask
+from paceline.model.attention import (
+    ATTENTION,
+    Mixer,
+    Scores,
+    UnsupportedModel,
+    hidden_states,
+    sdpa,
+    window_mask,
+)
 from paceline.model.head import LMHead
 from paceline.model.source import ROPE_OF_WHOLE_BATCH
+from paceline.model.states import StateCache, States, goes_on, mix_by_plan, mixers
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """The same heads in every layer; windows may differ."""
+class LayerAttention:
+    """What one layer attends with."""
 
-    layers: int
     heads: int
     kv_heads: int
-    head_dim: int
-    windows: tuple[int | None, ...]
-    """Per layer, how many tokens a query sees, itself included; None for all."""
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    """How many tokens a query sees, itself included; None for all."""
+    is_plain: bool = True
+    """Neither sinks nor capped scores."""
+
+    @property
+    def numbers(self) -> int:
+        """Of a token's keys and values."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
 
 
-def attention_shape(model: PreTrainedModel) -> AttentionShape:
-    """Found by asking: one token goes through the model and every layer says what it would attend to.
+AttentionShape = Mapping[int, LayerAttention]
+"""The layers that attend, by their number."""
+
+
+class CacheShape(NamedTuple):
+    """What is kept of a sequence, by the numbers of layers; a layer may have both."""
+
+    attention: AttentionShape
+    states: Mapping[int, States]
+    """States of one sequence, for their shapes and types."""
+
+
+def cache_shape(model: PreTrainedModel) -> CacheShape:
+    """Find out what every layer asks of a plan, by letting one token through the model.
 
     Configs spell heads, windows and layer types in a dozen ways; what reaches the attention function is the truth.
     """
     probe = _Probe(type(model).__name__)
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    token = torch.zeros(1, dtype=torch.long, device=model.device)
     with torch.no_grad():
-        model.get_decoder()(input_ids=token, position_ids=token, use_cache=False, **{ATTENTION_KEY: probe})
-    return probe.shape(model.config.get_text_config().num_hidden_layers)
+        hidden_states(model.get_decoder(), token, token, probe)
+    return probe.shape(model.config.get_text_config())
+
+
+def called_layers(model: PreTrainedModel) -> dict[nn.Module, set[nn.Module]]:
+    """The modules that keep states, each with those of its children that it calls."""
+    called: set[nn.Module] = set()
+    found = [module for module, _ in mixers(model)]
+    hooks = [
+        child.register_forward_pre_hook(lambda child, _: called.add(child))
+        for module in found
+        for child in module.modules()
+    ]
+    if hooks:
+        cache_shape(model)
+    for hook in hooks:
+        hook.remove()
+    return {module: called.intersection(module.modules()) for module in found}
+
+
+def attention_shape(model: PreTrainedModel) -> AttentionShape:
+    """What every layer that attends asks of the attention function."""
+    return cache_shape(model).attention
 
 
 class _Probe:
-    """An attention plan (`model/attention.py`: what one forward pass attends to) that attends to nothing and writes
-    down what it was asked."""
+    """A plan that attends to nothing and writes down what it was asked."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._asked: dict[int, tuple[int, int, int]] = {}
-        self._windows: dict[int, int | None] = {}
+        self._attention: dict[int, LayerAttention] = {}
+        self._states: dict[int, States] = {}
 
-    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         layer = int(layer)
-        if layer in self._asked:
+        if layer in self._attention:
             raise UnsupportedModel(f"{self._kind}: layer {layer} attends more than once; not supported")
-        if not q.shape[-1] == k.shape[-1] == v.shape[-1]:
-            sizes = f"{q.shape[-1]}, {k.shape[-1]} and {v.shape[-1]}"
-            raise UnsupportedModel(
-                f"{self._kind}: queries, keys and values of different sizes ({sizes}); not supported"
-            )
-        self._asked[layer] = (q.shape[1], k.shape[1], q.shape[2])
-        self._windows[layer] = window or None
+        (_, heads, key_dim), (_, kv_heads, value_dim) = q.shape, v.shape
+        self._attention[layer] = LayerAttention(heads, kv_heads, key_dim, value_dim, scores.window, scores.is_plain)
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
-    def shape(self, layers: int) -> AttentionShape:
-        if sorted(self._asked) != list(range(layers)):
-            silent = sorted(set(range(layers)) - self._asked.keys())
+    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        if layer in self._states:
+            raise UnsupportedModel(f"{self._kind}: layer {layer} has states more than once; not supported")
+        cache = StateCache()
+        out = mixer(hidden[None], cache)[0]
+        if not hidden.is_meta and not all(goes_on(mixer, hidden, pieces) for pieces in (1, 3)):
             raise UnsupportedModel(
-                f"{self._kind}: layers {silent} of {layers} do not attend through transformers' attention interface "
-                "(state-space, linear or convolutional layers, or attention of their own); not supported"
+                f"{self._kind}: layer {layer} computes a token alone otherwise than among others; not supported"
             )
-        shapes = set(self._asked.values())
-        if len(shapes) > 1:
-            raise UnsupportedModel(f"{self._kind}: layers with different numbers of heads {shapes}; not supported")
-        heads, kv_heads, head_dim = shapes.pop()
-        windows = tuple(self._windows[layer] for layer in range(layers))
-        return AttentionShape(layers, heads, kv_heads, head_dim, windows)
+        self._states[layer] = cache.states
+        return out
+
+    def shape(self, config: PreTrainedConfig) -> CacheShape:
+        layers = range(config.num_hidden_layers)
+        named = dict(enumerate(_layer_types(config)))
+        heard = self._attention.keys() | self._states.keys()
+        silent = [layer for layer in layers if layer not in heard and named.get(layer) not in TOKENS_ALONE]
+        if silent or not heard <= set(layers):
+            raise UnsupportedModel(
+                f"{self._kind}: layers {silent} of {len(layers)} neither attend through transformers' attention "
+                "interface nor keep their states in its cache (attention or recurrence of their own); not supported"
+            )
+        return CacheShape(dict(sorted(self._attention.items())), dict(sorted(self._states.items())))
+
+
+def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
+    return getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
 
 
 MAX_HEAD_DIM = 256
+
+
+def check_cuda_engine(model: PreTrainedModel, shape: CacheShape) -> None:
+    """Refuse what the engine's kernels and captured steps do not do on a GPU."""
+    reason, layers = "", shape.attention.values()
+    if shape.states:
+        reason = "layers with states"
+    elif not all(layer.is_plain for layer in layers):
+        reason = "attention sinks or capped scores"
+    elif any(layer.key_dim != layer.value_dim for layer in layers):
+        reason = "keys and values of different widths"
+    elif any(name.endswith(".experts") for name, _ in model.named_modules()) and (
+        model.dtype != torch.bfloat16 or not model._can_set_experts_implementation()
+    ):
+        reason = "experts in another type than bfloat16, or not through transformers' experts interface"
+    if reason:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: {reason}, which the engine does not run on a GPU; it does on a CPU"
+        )
 
 
 def can_varlen(model: PreTrainedModel, device: torch.device) -> bool:
     """Whether FlashAttention computes this model's attention there; float32 takes the padded way."""
     if device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return attention_shape(model).head_dim <= MAX_HEAD_DIM
+    layers = attention_shape(model).values()
+    return all(layer.is_plain and layer.key_dim == layer.value_dim <= MAX_HEAD_DIM for layer in layers)
 
 
-PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+TOKENS_ALONE = {"mlp", "moe"}
+"""Layers that compute each token by itself."""
+PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention", *TOKENS_ALONE}
 
 # fmt: off
 VERIFIED = frozenset((
@@ -111,7 +190,10 @@ def check_family(config: PreTrainedConfig) -> None:
     """Run `check_supported` on the model that a config describes, without its weights: the module tree is built on
     the meta device, where tensors have shapes and no memory. Only `check_numerics` waits for the weights."""
     with torch.device("meta"):
-        model = build(lambda: AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION))
+        # The other ways of experts ask the device how many tokens each gets, or know fewer types.
+        way = {"attn_implementation": ATTENTION, "experts_implementation": "batched_mm"}
+        model = build(lambda: AutoModelForCausalLM.from_config(config, **way))
+    mix_by_plan(model)
     check_supported(model.eval())
 
 
@@ -140,13 +222,7 @@ def check_supported(model: PreTrainedModel) -> None:
     for reason in _unsupported_features(model):
         raise UnsupportedModel(f"{kind}: {reason}; not supported")
     try:
-        shape = attention_shape(model)
-        typed = getattr(model.config.get_text_config(), "layer_types", None) or []
-        for layer, (asked, window) in enumerate(zip(typed, shape.windows, strict=False)):
-            if asked == "sliding_attention" and window is None:
-                raise UnsupportedModel(
-                    f"{kind}: layer {layer} does not hand its sliding window to the attention function"
-                )
+        _check_windows(model.config.get_text_config(), attention_shape(model))
         if model.config.model_type not in VERIFIED and model.device.type != "meta":
             check_numerics(model)
     except torch.OutOfMemoryError:
@@ -155,10 +231,24 @@ def check_supported(model: PreTrainedModel) -> None:
         if kind in str(error):
             raise
         raise UnsupportedModel(f"{kind}: {error}") from error
-    except NoAttentionPlan as error:
-        raise UnsupportedModel(f"{kind}: it hands no keyword arguments to its attention; not supported") from error
     except (RuntimeError, TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
-        raise UnsupportedModel(f"{kind}: fails with Paceline's attention ({error}); not supported") from error
+        reason = f"fails with Paceline's attention ({error})"
+        if not getattr(model, "_supports_attention_backend", False):
+            reason = "transformers offers no attention interface for it"
+        raise UnsupportedModel(f"{kind}: {reason}; not supported") from error
+
+
+def _check_windows(config: PreTrainedConfig, shape: AttentionShape) -> None:
+    """Refuse a window that stands in the config and reaches no layer's attention: masks are not used."""
+    unheard = UnsupportedModel("it does not hand its sliding window to the attention function; not supported")
+    typed = getattr(config, "layer_types", None) or []
+    for layer, asked in enumerate(typed):
+        if asked == "sliding_attention" and layer in shape and shape[layer].window is None:
+            raise unheard
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    longest = getattr(config, "max_position_embeddings", None) or math.inf
+    if not typed and window and window < longest and all(layer.window is None for layer in shape.values()):
+        raise unheard
 
 
 def _unsupported_features(model: PreTrainedModel) -> list[str]:
@@ -168,24 +258,18 @@ def _unsupported_features(model: PreTrainedModel) -> list[str]:
     def has(*names: str) -> Any:
         return next((value for name in names if (value := getattr(config, name, None))), None)
 
-    counts = [getattr(config, name, 0) for name in EXPERTS]  # one for the model, or one for each layer
-    experts = any(n > 1 if isinstance(n, int) else isinstance(n, list | tuple) for n in counts)
-    experts |= any(name.endswith(".experts") for name, _ in model.named_modules())
     rope = next((kind for kind in _rope_types(config) if kind in ROPE_OF_WHOLE_BATCH), None)
-    other = [name for name in dict.fromkeys(has("layer_types", "layers_block_type") or ()) if name not in PLAIN_LAYERS]
+    mixed = {module.layer_idx for module, _ in mixers(model)}
+    named = [name for layer, name in enumerate(_layer_types(config)) if layer not in mixed]
+    other = [name for name in dict.fromkeys(named) if name not in PLAIN_LAYERS]
     ahead = any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules())
     found = {
         "it is an encoder-decoder": model.config.is_encoder_decoder,
         f"rope type `{rope}` depends on the longest sequence in the batch": rope,
-        "it caps attention scores (attn_logit_softcapping)": has("attn_logit_softcapping"),
-        "it uses multi-head latent attention (MLA)": has("kv_lora_rank"),
-        "some of its layers share keys and values (num_kv_shared_layers)": has("num_kv_shared_layers"),
         "it adds position biases to attention scores (ALiBi)": has("alibi", "use_alibi"),
-        "it uses attention sinks": any(isinstance(getattr(m, "sinks", None), Tensor) for m in model.modules()),
-        "it is a mixture of experts": experts,
         f"it has {' and '.join(f'`{name}`' for name in other)} layers": other,
-        "transformers offers no attention interface for it": not getattr(model, "_supports_attention_backend", False),
         "its attention looks ahead": ahead,
+        "its router draws noise in training": any(hasattr(m, "router_jitter_noise") for m in model.modules()),
     }
     return [reason for reason, applies in found.items() if applies]
 
@@ -210,9 +294,17 @@ class ShuffledPlan:
         self._same = sequences[:, None] == sequences[None, :]
         self._positions = positions
 
-    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        seen = self._same & window_mask(self._positions, self._positions, window)
-        return sdpa(q[None], k[None], v[None], scale, seen)[0]
+    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+        seen = self._same & window_mask(self._positions, self._positions, scores.window)
+        return sdpa(q[None], k[None], v[None], scores, seen)[0]
+
+    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        out = torch.empty_like(hidden)
+        for sequence in self._same.unique(dim=0):
+            tokens = sequence.nonzero()[:, 0]
+            tokens = tokens[self._positions[tokens].argsort()]
+            out[tokens] = mixer(hidden[tokens][None], None)[0]
+        return out
 
 
 CHECKED_LENGTHS = (9, 14)
@@ -231,10 +323,8 @@ def check_numerics(model: PreTrainedModel) -> None:
     sequences = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(model.device)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(model.device)
     plan = ShuffledPlan(sequences[order], positions[order])
-    out = model.get_decoder()(
-        input_ids=ids[order][None], position_ids=positions[order][None], use_cache=False, **{ATTENTION_KEY: plan}
-    )
-    ours = LMHead(model)(out.last_hidden_state[0]).softmax(-1)[order.argsort()]
+    hidden = hidden_states(model.get_decoder(), ids[order], positions[order], plan)
+    ours = LMHead(model)(hidden).softmax(-1)[order.argsort()]
     theirs = torch.cat([p.softmax(-1) for p in _eager(model, list(ids.split(lengths)))])
     apart = (ours - theirs).abs().sum(-1).mean() / 2
     bound = TOLERANCE if model.dtype == torch.float32 else HALF_TOLERANCE
@@ -254,8 +344,10 @@ def _eager(model: PreTrainedModel, rows: list[Tensor]) -> list[Tensor]:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Switch dropout off for good: the trainer must see the very policy that was sampled from."""
+    """Switch dropout and the noise of routers off for good: the trainer must see the very policy that was sampled
+    from."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
+            noise = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
+            if isinstance(value, float) and noise:
                 setattr(module, name, 0.0)

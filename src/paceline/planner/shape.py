@@ -29,6 +29,8 @@ class ModelShape:
     head_dim: int
     mlp: int
     vocabulary: int
+    attending: int
+    """Layers that keep keys and values; others carry a state or mix nothing."""
     tied: bool = False
     biased: bool = False
     """Queries, keys and values have a bias."""
@@ -58,7 +60,7 @@ class ModelShape:
     @property
     def kv_elements(self) -> int:
         """Elements of one token's keys and values in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        return 2 * self.attending * self.kv_heads * self.head_dim
 
     @property
     def gathered_elements(self) -> int:
@@ -110,18 +112,20 @@ def read_shape(config: Mapping[str, Any], name: str = "the model") -> ModelShape
 
     hidden, layers = first("hidden_size", "n_embd", "d_model"), first("num_hidden_layers", "n_layer", "num_layers")
     heads, vocabulary = first("num_attention_heads", "n_head"), first("vocab_size")
-    if not (hidden and layers and heads and vocabulary):
+    if not (hidden and layers and vocabulary):
         raise UnknownShape(f"the config.json of `{name}` does not say how large the model is")
     family = str(table.get("model_type", ""))
     experts = first("num_experts", "num_local_experts", "n_routed_experts") or 1
     plain = first("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
     mlp = (first("moe_intermediate_size") if experts > 1 else None) or plain
+    types = table.get("layer_types") or table.get("layers_block_type") or ["attention" if heads else "none"] * layers
     return ModelShape(
         layers=layers,
         hidden=hidden,
-        heads=heads,
-        kv_heads=first("num_key_value_heads") or heads,
-        head_dim=first("head_dim") or hidden // heads,
+        heads=heads or 0,
+        kv_heads=first("num_key_value_heads") or heads or 0,
+        head_dim=first("head_dim") or (hidden // heads if heads else 0),
+        attending=sum("linear" not in kind and ("attention" in kind or kind == "hybrid") for kind in types),
         mlp=mlp,
         vocabulary=vocabulary,
         tied=bool(config.get("tie_word_embeddings", table.get("tie_word_embeddings", family in TIED))),

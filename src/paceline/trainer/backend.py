@@ -212,7 +212,7 @@ def cost_of(model: "PreTrainedConfig") -> Cost:
     text = model.get_text_config()
     # A family's own names, and transformers' for them.
     shape = read_shape(text.to_dict() | {name: getattr(text, name, None) for name in text.attribute_map})
-    return Cost(2.0 * shape.active_parameters, 2.0 * shape.layers * shape.heads * shape.head_dim)
+    return Cost(2.0 * shape.active_parameters, 2.0 * shape.attending * shape.heads * shape.head_dim)
 
 
 class PolicyBackend(ABC):

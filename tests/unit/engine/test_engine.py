@@ -20,7 +20,7 @@ from paceline.engine.runner import SamplingMetadata
 from paceline.engine.scheduler import Scheduler
 from paceline.errors import EngineError, RequestError
 from paceline.model import WeightUpdate, clone_model, fingerprint
-from paceline.model.support import attention_shape
+from paceline.model.support import cache_shape
 from paceline.rollout import Rollout, Turn, assemble
 from paceline.weights.update import POLICY_MODEL
 from trainers import trainer_of
@@ -393,7 +393,7 @@ def test_inverse_cdf_never_picks_what_has_no_mass():
 
 def test_requests_queue_by_order_then_arrival(model):
     """Older tickets first, whichever arrives first."""
-    cache = SlotCache(attention_shape(model), 1, 16, 16, torch.float32, "cpu")
+    cache = SlotCache(cache_shape(model), 1, 16, 16, torch.float32, "cpu")
     scheduler = Scheduler(cache, prefill_tokens=100)
     from concurrent.futures import Future
 

@@ -25,12 +25,13 @@ from paceline.engine.pages import PAGE, PageCache
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import DecodeSequence
 from paceline.model import Adapter, WeightUpdate, clone_model
-from paceline.model.support import AttentionShape
+from paceline.model.support import CacheShape, LayerAttention
 
 STOP = 0
 CONTEXT = 80
 MODEL = tiny_model()
-NUMBER = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=1, windows=(None,))
+NUMBER = {0: LayerAttention(heads=1, kv_heads=1, key_dim=1, value_dim=1)}
+STATES = {0: {"recurrent0": torch.zeros(1, dtype=torch.int64)}}
 
 
 def prompt(length: int, other: int) -> tuple[int, ...]:
@@ -45,9 +46,9 @@ class EngineByHand(RuleBasedStateMachine):
         paged=st.just(False) if MLX else st.sampled_from([True, True, False]),
         depth=st.sampled_from([0, 1, 3, 3]), pages=st.integers(5, 8), slots=st.integers(2, 6),
         prefill=st.sampled_from([3, 20, 200]), on_swap=st.sampled_from(["keep", "keep", "recompute"]),
-        deterministic=st.sampled_from([False, False, False, True]),
+        deterministic=st.sampled_from([False, False, False, True]), states=st.booleans(),
     )  # fmt: skip
-    def build(self, paged, depth, pages, slots, prefill, on_swap, deterministic):
+    def build(self, paged, depth, pages, slots, prefill, on_swap, deterministic, states):
         config = EngineConfig(max_running=slots, on_swap=on_swap, max_context=CONTEXT)
         self.engine = engine = engine_of(MODEL, config)
         given = {"deterministic": deterministic}
@@ -55,7 +56,8 @@ class EngineByHand(RuleBasedStateMachine):
             memory = TensorMemory(torch.device("cpu"))
             cache = PageCache(NUMBER, slots, pages, CONTEXT, torch.int64, memory, **given)
         else:
-            cache = SlotCache(NUMBER, slots, 8, CONTEXT, torch.int64, "cpu", **given)
+            shape = CacheShape(NUMBER, STATES if states and not MLX else {})
+            cache = SlotCache(shape, slots, 8, CONTEXT, torch.int64, "cpu", **given)
         self.served = engine._served
         (
             self.served.adapter_slots["a"],

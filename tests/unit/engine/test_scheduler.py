@@ -19,7 +19,7 @@ from paceline.engine.base import Grammar
 from paceline.engine.pages import PageCache
 from paceline.engine.runner import SamplingMetadata
 from paceline.errors import EngineError, RequestError
-from paceline.model import ATTENTION_KEY, LMHead, PackedPlan, WeightUpdate, clone_model
+from paceline.model import LMHead, PackedPlan, WeightUpdate, clone_model, hidden_states
 
 MODEL = tiny_model()
 SCARCE = {"cache_gib": 7.5 * PAGE_GIB, "max_running": 8}
@@ -28,11 +28,9 @@ SCARCE = {"cache_gib": 7.5 * PAGE_GIB, "max_running": 8}
 @torch.no_grad()
 def all_logprobs(ids: list[int], temperature: float) -> torch.Tensor:
     """log-softmax over the vocabulary after each token."""
-    plan, positions = PackedPlan([len(ids)], "cpu"), torch.arange(len(ids))[None]
-    out = MODEL.get_decoder()(
-        input_ids=torch.tensor([ids]), position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan}
-    )
-    return torch.log_softmax(LMHead(MODEL)(out.last_hidden_state[0]) / temperature, -1)
+    plan, positions = PackedPlan([len(ids)], "cpu"), torch.arange(len(ids))
+    hidden = hidden_states(MODEL.get_decoder(), torch.tensor(ids), positions, plan)
+    return torch.log_softmax(LMHead(MODEL)(hidden) / temperature, -1)
 
 
 def close(got: list[float], expected) -> bool:

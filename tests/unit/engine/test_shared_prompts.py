@@ -12,7 +12,7 @@ from paceline.engine import GenerateRequest
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import DecodeSequence
 from paceline.engine.weight_applier import ServedModels
-from paceline.model.support import AttentionShape
+from paceline.model.support import CacheShape, LayerAttention
 
 PROMPTS = [(5, 6, 7), (5, 6, 8, 9), (5, 6, 7, 1, 1)]
 """The third is the first with two tokens that it is likely to sample."""
@@ -22,8 +22,8 @@ class Shadow(SlotCache):
     """Also remembers, for each slot, of which tokens its keys and values are."""
 
     def __init__(self, slots: int) -> None:
-        shape = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=1, windows=(None,))
-        super().__init__(shape, slots, 64, 64, torch.float32, "cpu")
+        layer = LayerAttention(heads=1, kv_heads=1, key_dim=1, value_dim=1)
+        super().__init__(CacheShape({0: layer}, {}), slots, 64, 64, torch.float32, "cpu")
         self.held: dict[int, list[int]] = {}
 
     def flush_copies(self) -> None:

@@ -16,7 +16,7 @@ from engines import MATRIX, merged, random_adapter
 from paceline.clients import Pool
 from paceline.engine import Completion, GenerateRequest, noise_key
 from paceline.errors import DeltaBaseMismatch, EngineError, PartialUpdateError, RequestError, UnknownModel
-from paceline.model import ATTENTION_KEY, Adapter, Canary, LMHead, ServedPolicy, WeightUpdate, clone_model, fingerprint
+from paceline.model import Adapter, Canary, LMHead, ServedPolicy, WeightUpdate, clone_model, fingerprint, hidden_states
 from paceline.model.attention import sdpa, window_mask
 from paceline.model.head import make_canary
 from paceline.weights.delta import DeltaEncoder, WeightDelta
@@ -42,12 +42,12 @@ class KeptKeys:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
-    def attend(self, layer, q, k, v, scale, window):
+    def attend(self, layer, q, k, v, scores):
         for store, new in ((self.keys, k), (self.values, v)):
             store[layer] = torch.cat([store[layer], new]) if layer in store else new
         total = len(self.keys[layer])
-        mask = window_mask(torch.arange(total - len(q), total), torch.arange(total), window)
-        return sdpa(q[None], self.keys[layer][None], self.values[layer][None], scale, mask)[0]
+        mask = window_mask(torch.arange(total - len(q), total), torch.arange(total), scores.window)
+        return sdpa(q[None], self.keys[layer][None], self.values[layer][None], scores, mask)[0]
 
 
 @torch.no_grad()
@@ -58,11 +58,9 @@ def replayed_logprobs(request: GenerateRequest, completion: Completion) -> list[
     fresh, at = list(request.prompt_ids), 0
     for token, version in zip(completion.token_ids, completion.versions, strict=True):
         model = POLICIES[version]
-        positions = torch.arange(at, at + len(fresh))[None]
-        out = model.get_decoder()(
-            input_ids=torch.tensor([fresh]), position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan}
-        )
-        logits = LMHead(model)(out.last_hidden_state[0, -1])
+        positions = torch.arange(at, at + len(fresh))
+        hidden = hidden_states(model.get_decoder(), torch.tensor(fresh), positions, plan)
+        logits = LMHead(model)(hidden[-1])
         logprobs.append(torch.log_softmax(logits / request.temperature, -1)[token].item())
         fresh, at = [token], at + len(fresh)
     return logprobs

@@ -11,16 +11,16 @@ from safetensors.torch import load_file, save_file
 
 from conftest import tiny_model
 from engines import merge
-from families import FAMILIES, eager_logprobs, largest_gap, packed_logprobs, sequences, tiny
+from families import FAMILIES, STATEFUL, eager_logprobs, largest_gap, packed_logprobs, sequences, tiny
 from paceline.config.model import LoRAConfig, ModelConfig
 from paceline.config.trainer import TrainerConfig
 from paceline.model import (
-    ATTENTION_KEY,
     PackedPlan,
     attach_lora,
     clone_for_engine,
     clone_model,
     fingerprint,
+    hidden_states,
     trainable_parameters,
 )
 from paceline.model.adapter_names import AdapterError, canonical_name
@@ -61,7 +61,7 @@ def run(model, adapters, slots, rows=None):
     return packed_logprobs(model, rows)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *STATEFUL])
 def test_a_slot_computes_what_peft_computes(family):
     """For every family's target set, in float32 and in bfloat16."""
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
@@ -75,11 +75,10 @@ def test_a_slot_computes_what_peft_computes(family):
             hidden = {}
             for name, module in (("peft", peft_model), ("ours", plain)):
                 adapters.route(torch.full((20,), 2))
-                ids = sequences([20])[0][None]
-                positions = torch.arange(20)[None]
-                plan = {ATTENTION_KEY: PackedPlan([20], "cpu")}
-                out = module.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, **plan)
-                hidden[name] = out.last_hidden_state.float()
+                ids = sequences([20])[0]
+                positions = torch.arange(20)
+                plan = PackedPlan([20], "cpu")
+                hidden[name] = hidden_states(module.get_decoder(), ids, positions, plan).float()
             base = packed_logprobs(model, sequences([20]))
             assert largest_gap(run(plain, adapters, 2, sequences([20])), base) > 0.1, "the adapter does nothing"
         gap = (hidden["peft"] - hidden["ours"]).norm() / hidden["peft"].norm()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.model.attention import PackedPlan, attention, sdpa, similar_lengths, window_mask
+from paceline.model.attention import PackedPlan, Scores, attending, attention, sdpa, similar_lengths, window_mask
 
 
 @settings(max_examples=30, deadline=None)
@@ -19,13 +19,13 @@ def test_a_pack_is_its_sequences_side_by_side(lengths, window):
     torch.manual_seed(sum(lengths))
     total = sum(lengths)
     q, k, v = torch.randn(total, 4, 8), torch.randn(total, 2, 8), torch.randn(total, 2, 8)
-    packed = PackedPlan(lengths, "cpu").attend(0, q, k, v, 0.3, window)
+    packed = PackedPlan(lengths, "cpu").attend(0, q, k, v, Scores(0.3, window))
     at = 0
     for length in lengths:
         here = slice(at, at + length)
         positions = torch.arange(length)
         mask = window_mask(positions, positions, window)
-        alone = sdpa(q[here][None], k[here][None], v[here][None], 0.3, mask)[0]
+        alone = sdpa(q[here][None], k[here][None], v[here][None], Scores(0.3), mask)[0]
         assert torch.allclose(packed[here], alone, atol=1e-5)
         at += length
 
@@ -42,7 +42,7 @@ def test_buckets_hold_each_sequence_once_and_waste_little(lengths):
 
 def test_gradients_stay_inside_a_sequence():
     q, k, v = (torch.randn(30, 2, 8, requires_grad=True) for _ in range(3))
-    out = PackedPlan([10, 13, 7], "cpu").attend(0, q, k, v, 1.0, None)
+    out = PackedPlan([10, 13, 7], "cpu").attend(0, q, k, v, Scores(1.0))
     out[10:23].sum().backward()
     for x in (q, k, v):
         assert x.grad[:10].abs().max() == x.grad[23:].abs().max() == 0
@@ -50,14 +50,14 @@ def test_gradients_stay_inside_a_sequence():
 
 
 def test_what_the_attention_does_not_do_is_refused_by_name():
-    from paceline.model import ATTENTION_KEY, UnsupportedModel
+    from paceline.model import UnsupportedModel
 
     module = torch.nn.Linear(1, 1)
     x = torch.zeros(1, 1, 1, 8)
-    plan = {ATTENTION_KEY: PackedPlan([1], "cpu")}
     with pytest.raises(RuntimeError, match="without an attention plan"):
         attention(module, x, x, x, None)
-    with pytest.raises(UnsupportedModel, match="softcap"):
-        attention(module, x, x, x, None, softcap=30.0, **plan)
-    with pytest.raises(UnsupportedModel, match="mask"):
-        attention(module, x, x, x, torch.zeros(1, 1, 1, 1), **plan)
+    with attending(PackedPlan([1], "cpu")):
+        with pytest.raises(UnsupportedModel, match="`indices`"):
+            attention(module, x, x, x, None, indices=x)
+        with pytest.raises(UnsupportedModel, match="mask"):
+            attention(module, x, x, x, torch.zeros(1, 1, 1, 1))

@@ -28,8 +28,8 @@ from paceline.planner.speed import Speeds, ways
 ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "examples" / "quickstart.toml")
 QWEN = {"vocabulary": 151_936, "kv_heads": 2, "tied": True, "biased": True, "max_context": 32_768}
-SMALL = ModelShape(layers=24, hidden=896, heads=14, head_dim=64, mlp=4864, **QWEN)
-LARGER = ModelShape(layers=28, hidden=1536, heads=12, head_dim=128, mlp=8960, **QWEN)
+SMALL = ModelShape(layers=24, attending=24, hidden=896, heads=14, head_dim=64, mlp=4864, **QWEN)
+LARGER = ModelShape(layers=28, attending=28, hidden=1536, heads=12, head_dim=128, mlp=8960, **QWEN)
 HUGE = replace(LARGER, layers=64, hidden=5120, heads=40, kv_heads=8, mlp=27_648, tied=False)
 SHAPES = {"0.5B": SMALL, "1.5B": LARGER}
 WORK = Work(rollouts=256, group=8, prompt=128, reply=512, longest=512)

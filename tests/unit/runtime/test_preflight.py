@@ -26,6 +26,7 @@ SMALL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+RECURRENT = "RecurrentGemmaForCausalLM: it has `linear_attention`"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -69,9 +70,8 @@ VISION = {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}
 @pytest.mark.parametrize(
     ("config", "changes", "sentence"),
     [
-        (hf.MixtralConfig(**SMALL), {}, "MixtralForCausalLM: it is a mixture of experts; not supported"),
-        (hf.DeepseekV3Config(**SMALL), {}, "DeepseekV3ForCausalLM: it uses multi-head latent attention"),
-        (hf.Gemma2Config(**SMALL, head_dim=8, num_key_value_heads=2), {}, "it caps attention scores"),
+        (hf.RecurrentGemmaConfig(**SMALL), {}, f"{RECURRENT} layers; not supported"),
+        (hf.PhimoeConfig(**SMALL), {}, "PhimoeForCausalLM: its router draws noise in training"),
         (hf.Qwen2_5_VLConfig(), VISION, "Qwen2_5_VLForConditionalGeneration (model type `qwen2_5_vl`) reads images"),
         (hf.BertConfig(**SMALL), BERT, "BertForMaskedLM (model type `bert`) is an encoder"),
         (hf.T5Config(), {}, "type `t5` is an encoder-decoder"),
@@ -398,10 +398,10 @@ def test_a_key_that_is_not_set_is_named(user, monkeypatch):
 
 
 def test_a_teacher_that_the_run_serves_is_checked_like_the_policy(folder):
-    made = folder(hf.MixtralConfig(**SMALL))
+    made = folder(hf.RecurrentGemmaConfig(**SMALL))
     flags = ("--placement", "ray", "--algo.type", "opd", "--algo.teacher.name", made)
     (problem,) = problems(*flags)
-    assert f"model `{made}`: MixtralForCausalLM: it is a mixture of experts" in problem
+    assert f"model `{made}`: {RECURRENT} layers" in problem
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -442,13 +442,11 @@ def test_check_and_train_refuse_all_of_it_at_once_in_the_same_words(user, here):
     assert "nowhere`: no such folder" in compared.stderr
 
 
-@pytest.mark.parametrize(
-    ("model", "sentence"), [("experts", "it is a mixture of experts"), ("model.gguf", "gguf_file='model.gguf'")]
-)
-def test_the_command_refuses_a_mixture_of_experts_and_a_gguf_file(user, folder, here, model, sentence):
+@pytest.mark.parametrize(("model", "sentence"), [("states", RECURRENT), ("model.gguf", "gguf_file='model.gguf'")])
+def test_the_command_refuses_layers_with_states_and_a_gguf_file(user, folder, here, model, sentence):
     (user / "quick.toml").write_text("steps = 1\n")
     (user / "model.gguf").write_text("GGUF")
-    folder(hf.MixtralConfig(**SMALL)).rename(user / "experts")
+    folder(hf.RecurrentGemmaConfig(**SMALL)).rename(user / "states")
     done = here("check", "quick.toml", "--model.name", str(user / model))
     assert (done.returncode, "is valid" in done.stderr) == (2, False)
     assert sentence in done.stderr

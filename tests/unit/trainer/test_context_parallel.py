@@ -17,6 +17,7 @@ from child_processes import Launched
 from paceline.config import trainer as config
 from paceline.config.cluster import ParallelConfig
 from paceline.model import PackedPlan
+from paceline.model.attention import Scores
 from paceline.trainer.torch.forward import ContextShards, SlicedPlan, assign_slices
 from paceline.trainer.torch.world import Ranks, destroy_group, join
 from run_once import once
@@ -53,7 +54,7 @@ def attended(lengths: tuple[int, ...], window: int | None, group=None) -> list[t
         ranks = Ranks(group, torch.device("cpu"), ParallelConfig(ranks=2, context=2))
         shards = ContextShards(ranks.context, lengths)
         plan, positions = SlicedPlan(shards, torch.device("cpu")), shards.own_positions
-    out = plan.attend(0, *(x[positions] for x in (q, k, v)), 0.3, window)
+    out = plan.attend(0, *(x[positions] for x in (q, k, v)), Scores(0.3, window))
     (out * weights[positions]).sum().backward()
     grads = [x.grad for x in (q, k, v) if x.grad is not None]
     return [torch.zeros(q.shape).index_copy(0, torch.from_numpy(positions), out.detach()), *grads]

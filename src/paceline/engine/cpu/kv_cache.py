@@ -1,6 +1,7 @@
 """The KV cache in plain torch: a slot per running request, or the memory of pages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -8,49 +9,90 @@ from torch import Tensor
 
 from paceline.engine.cpu import native
 from paceline.engine.kv_cache import BaseSlotCache
-from paceline.model.support import AttentionShape
+from paceline.engine.sequence import Chunk
+from paceline.model.states import States
+from paceline.model.support import CacheShape
+
+IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
 
 class SlotCache(BaseSlotCache):
     """Keys and values as [slot, position, kv head, dim] per layer. One slot more than asked for takes the writes of
-    padding rows."""
+    padding rows. States have a row for each slot, and one for each as they were before its prompt's last token."""
 
     def __init__(
-        self, shape: AttentionShape, slots: int, length: int, max_length: int, dtype: torch.dtype, device: str,
+        self, shape: CacheShape, slots: int, length: int, max_length: int, dtype: torch.dtype, device: str,
         deterministic: bool = False,
     ) -> None:  # fmt: skip
         self._shape, self._dtype, self.device = shape, dtype, torch.device(device)
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.keeps_states = bool(shape.states)
+        self.states: dict[int, States] = {}
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
         super().__init__(slots, length, max_length, deterministic)
 
     def wake(self) -> None:
-        shape = (self.slots + 1, self.length, self._shape.kv_heads, self._shape.head_dim)
-        self.keys, self.values = (
-            [torch.zeros(shape, dtype=self._dtype, device=self.device) for _ in range(self._shape.layers)]
-            for _ in range(2)
-        )
+        for number, layer in self._shape.attention.items():
+            self.keys[number], self.values[number] = (
+                torch.zeros(self.slots + 1, self.length, layer.kv_heads, dim, dtype=self._dtype, device=self.device)
+                for dim in (layer.key_dim, layer.value_dim)
+            )
+        for number, states in self._shape.states.items():
+            self.states[number] = {
+                name: one.new_zeros(2 * (self.slots + 1), *one.shape[1:], device=self.device)
+                for name, one in states.items()
+            }
 
     def _free_memory(self) -> None:
-        self.keys, self.values = [], []
+        self.keys, self.values, self.states = {}, {}, {}
 
     def _copy_slot(self, source: int, length: int, targets: Sequence[int]) -> None:
         slots = torch.tensor(targets, device=self.device)
-        for layer in (*self.keys, *self.values):
+        for layer in (*self.keys.values(), *self.values.values()):
             layer[slots, :length] = layer[source, :length]
+        for states in self._all_states():
+            states[slots] = states[self._at_prompt(slots)] = states[self._at_prompt(source)].clone()
 
     def _zero_slot(self, slot: int) -> None:
-        for layer in (*self.keys, *self.values):
+        for layer in (*self.keys.values(), *self.values.values(), *self._all_states()):
             layer[slot].zero_()
+
+    def _all_states(self) -> Iterator[Tensor]:
+        return (one for states in self.states.values() for one in states.values())
+
+    def _at_prompt(self, slots: IntOrTensor) -> IntOrTensor:
+        """The rows of states as they were before the last token of the prompts in these slots."""
+        return slots + self.slots + 1
+
+    def keep_prompt_states(self, chunks: Iterable[Chunk]) -> None:
+        """Remember states that stand, after these chunks, before the last token of a prompt."""
+        slots = [c.sequence.slot for c in chunks if c.start + c.length == len(c.sequence.request.prompt_ids) - 1]
+        rows = torch.tensor(slots, dtype=torch.long, device=self.device)
+        for states in self._all_states():
+            states[self._at_prompt(rows)] = states[rows]
+
+    def read_states(self, layer: int, slots: Tensor) -> States:
+        return {name: states[slots] for name, states in self.states[layer].items()}
+
+    def write_states(self, layer: int, slots: Tensor, states: States) -> None:
+        for name, rows in states.items():
+            self.states[layer][name][slots] = rows
+
+    def reset_states(self, chunks: Iterable[Chunk]) -> None:
+        """Empty the states of the sequences that begin with one of these chunks."""
+        slots = [c.sequence.slot for c in chunks if c.start == 0]
+        rows = torch.tensor(slots, dtype=torch.long, device=self.device)
+        for states in self._all_states():
+            states[rows] = 0
 
     def _resize(self, length: int) -> None:
         for store in (self.keys, self.values):
-            for layer, old in enumerate(store):
+            for layer, old in store.items():
                 store[layer] = F.pad(old, (0, 0, 0, 0, 0, length - old.shape[1]))
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         keys, values = self.keys[layer], self.values[layer]
-        if native.has_kernel(keys, keys.shape[2]):
+        if native.has_kernel(keys, values, keys.shape[2]):
             native.write_cache(keys, values, k, v, slots, positions)
         else:
             keys[slots, positions] = k

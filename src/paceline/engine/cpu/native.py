@@ -97,9 +97,9 @@ MOST_HEADS = 256
 """Query heads that the kernel has room for."""
 
 
-def has_kernel(keys: Tensor, heads: int) -> bool:
+def has_kernel(keys: Tensor, values: Tensor, heads: int) -> bool:
     """Whether there is a kernel for a cache like this, [slots, length, kv heads, dim], under so many query heads."""
-    if kernels() is None or not keys.is_cpu or keys.dtype != torch.float32:
+    if kernels() is None or not keys.is_cpu or keys.dtype != torch.float32 or keys.shape != values.shape:
         return False
     return heads <= MOST_HEADS and keys.shape[3] % 16 == 0
 

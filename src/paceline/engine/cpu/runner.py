@@ -13,7 +13,7 @@ from paceline.engine.cpu.sampler import sample, tensor_factory
 from paceline.engine.pages import PageCache
 from paceline.engine.runner import Runner, SamplingMetadata, StepInFlight
 from paceline.engine.sequence import Chunk, DecodeSequence
-from paceline.model import ATTENTION_KEY, LMHead, token_logprobs
+from paceline.model import LMHead, hidden_states, token_logprobs
 from paceline.model.adapters import Adapters
 
 
@@ -49,11 +49,14 @@ class EagerRunner(Runner):
         fresh = [c for c in chunks if c.length > 1 and c.start == 0]
         resumed = [c for c in chunks if c.length > 1 and c.start > 0]
         chunks = [*singles, *fresh, *resumed]
-        plan = CachedPlan(self._cache, singles, fresh, resumed, self._deterministic)
+        plan = CachedPlan(self._cache, singles, fresh, resumed, self._deterministic, self._adapters)
         ids = [
             t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.length] or [self._last[c.sequence.slot]]
         ]
-        hidden = self._run_model(ids + [0] * plan.padding, plan, chunks)
+        tokens = torch.tensor(ids + [0] * plan.padding, device=self._device)
+        hidden = hidden_states(self._decoder, tokens, plan.positions, plan)
+        if isinstance(self._cache, SlotCache) and self._cache.keeps_states:
+            self._cache.keep_prompt_states(chunks)
         ends = list(itertools.accumulate(c.length for c in chunks))
         for chunk, end in zip(chunks, ends, strict=True):
             if chunk.sequence.scores is not None:
@@ -71,14 +74,6 @@ class EagerRunner(Runner):
             self._last.update(
                 (c.sequence.slot, c.sampled_token.token) for c in sampled_chunks if c.sampled_token is not None
             )
-
-    def _run_model(self, ids: list[int], plan: CachedPlan, chunks: Sequence[Chunk]) -> Tensor:
-        if self._adapters is not None:
-            routes = [c.adapter for c in chunks for _ in range(c.length)] + [0] * plan.padding
-            self._adapters.route(torch.tensor(routes, device=self._device))
-        tokens, positions = torch.tensor(ids, device=self._device)[None], plan.positions[None]
-        out = self._decoder(input_ids=tokens, position_ids=positions, use_cache=False, **{ATTENTION_KEY: plan})
-        return out.last_hidden_state[0]
 
     def _sampling_metadata(self, chunks: list[Chunk]) -> SamplingMetadata:
         """How these rows are sampled; built anew only when the rows change."""

@@ -24,10 +24,10 @@ from paceline.engine.cuda.step import TILE_ROWS, StepShape, device_fields, is_de
 from paceline.engine.pages import PageCache
 from paceline.engine.runner import Runner, SamplerOutput, SamplingMetadata, StepInFlight
 from paceline.engine.sequence import Chunk, SampledToken
-from paceline.model import ATTENTION_KEY, LMHead
+from paceline.model import LMHead, hidden_states
 from paceline.model.adapters import Adapters
+from paceline.model.attention import Mixer, Scores
 from paceline.model.background_compile import BackgroundCompile, compile_blocks, number_layers
-from paceline.model.support import AttentionShape
 
 DEPTH = 3
 """Steps in flight: enough that a slow moment of the host is never seen on the device."""
@@ -60,8 +60,11 @@ class CustomOpPlan:
     def __init__(self, runner: int) -> None:
         self._runner = runner
 
-    def attend(self, layer: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        return torch.ops.paceline.attend(q, k, v, layer, scale, window or 0, self._runner)
+    def attend(self, layer: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+        return torch.ops.paceline.attend(q, k, v, layer, scores.scale, scores.window or 0, self._runner)
+
+    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        raise AssertionError  # `check_cuda_engine`
 
 
 @dataclass(slots=True)
@@ -106,7 +109,7 @@ class GraphRunner(Runner):
     """Captures one graph per step size at the start, and picks the smallest that fits."""
 
     def __init__(
-        self, model: PreTrainedModel, head: LMHead, cache: PageCache, shape: AttentionShape,
+        self, model: PreTrainedModel, head: LMHead, cache: PageCache,
         config: inference.EngineConfig, adapters: Adapters | None, deterministic: bool,
         background: BackgroundCompile | None, steps: int | None,
     ) -> None:  # fmt: skip
@@ -115,7 +118,7 @@ class GraphRunner(Runner):
         self.depth = 0 if deterministic else DEPTH if config.in_flight is None else config.in_flight
         self._decoder = model.get_decoder()
         number_layers(self._decoder)
-        self._head, self._cache, self._shape, self._adapters = head, cache, shape, adapters
+        self._head, self._cache, self._adapters = head, cache, adapters
         self._device, self._deterministic = device, deterministic
         self._runner_id = next(_runner_ids)
         _runners[self._runner_id] = self
@@ -208,22 +211,19 @@ class GraphRunner(Runner):
         self._table.view(-1).index_copy_(0, f.places, f.pages.int())
         if self._adapters is not None:
             self._adapters.route(f.adapters)
-        ids = torch.where(f.ids >= 0, f.ids, self._last[f.slots])[None]
-        out = self._decoder(
-            input_ids=ids, position_ids=f.positions[None], use_cache=False, **{ATTENTION_KEY: self._plan}
-        )
-        step.hidden = out.last_hidden_state[0]
+        ids = torch.where(f.ids >= 0, f.ids, self._last[f.slots])
+        step.hidden = hidden_states(self._decoder, ids, f.positions, self._plan)
         step.logits = self._head.native_logits(step.hidden if not step.shape.prefill_tokens else step.hidden[f.rows])
         tokens, logprobs = self._out[0], self._out[1].view(torch.float64)
         sample_into(step.logits, f.temperatures, f.keys, f.indices, f.targets, tokens, logprobs, self._last)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         shape, f = self._current_step.shape, self._current_step.fields
-        keys, values = self._cache.kv[layer, 0], self._cache.kv[layer, 1]
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         attention.store(k, v, keys, values, self._table, f.slots, f.positions)
         n = shape.rows
-        splits = num_splits(n * self._shape.kv_heads)
+        splits = num_splits(n * k.shape[1])
         attention.decode(q[:n], keys, values, self._table, f.slots, f.lengths, out, scale, window, splits)
         if shape.prefill_tokens:
             attention.prefill(q, keys, values, self._table, f.tiles, f.chunks, out, scale, window, TILE_ROWS)

@@ -32,9 +32,20 @@ from transformers import PreTrainedModel
 
 from paceline.data import MicroBatch
 from paceline.data.packing import similar_lengths
-from paceline.model import ATTENTION_KEY, LMHead, PackedPlan, token_logprobs
-from paceline.model.attention import AttentionPlan, PaddedBucket, VarlenPlan, sdpa, window_mask, window_sizes
+from paceline.model import LMHead, PackedPlan, hidden_states, token_logprobs
+from paceline.model.attention import (
+    AttentionPlan,
+    Mixer,
+    PaddedBucket,
+    Scores,
+    UnsupportedModel,
+    VarlenPlan,
+    sdpa,
+    window_mask,
+    window_sizes,
+)
 from paceline.model.background_compile import compile_blocks
+from paceline.model.states import mixers
 from paceline.model.support import can_varlen
 from paceline.trainer.torch.optimizer import RankLayout
 from paceline.trainer.torch.world import World
@@ -218,6 +229,9 @@ class ContextShards:
         return gathered.index_select(0, slots)
 
 
+STATES_OF_SLICES = "layers with states need whole sequences: set trainer.parallel.context = 1"
+
+
 class SlicedPlan:
     """Own queries over the keys of whole sequences, in padded calls with a mask; those of like length share one."""
 
@@ -229,10 +243,13 @@ class SlicedPlan:
         self._restore = torch.cat([bucket.tokens for bucket in self._buckets]).argsort()
 
     @torch.compiler.disable
-    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         k, v = self._shards.gather(k, v, self._order)
-        done = [one.attend(q.index_select(0, one.tokens), k, v, scale, window) for one in self._buckets]
+        done = [one.attend(q.index_select(0, one.tokens), k, v, scores) for one in self._buckets]
         return torch.cat(done).index_select(0, self._restore)
+
+    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        raise UnsupportedModel(STATES_OF_SLICES)
 
 
 class _QueryBucket(PaddedBucket):
@@ -249,10 +266,10 @@ class _QueryBucket(PaddedBucket):
             keys[row, : one.end], source[row, : one.end] = np.arange(one.end), np.arange(one.at, one.at + one.end)
         self._queries, self._keys, self._source = (torch.from_numpy(x).to(device) for x in (queries, keys, source))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         k, v = (x.index_select(0, self._source.ravel()).view(*self._source.shape, *x.shape[1:]) for x in (k, v))
-        mask = window_mask(self._queries, self._keys, window)[:, None]
-        return self.unpad(sdpa(self.pad(q), k, v, scale, mask))
+        mask = window_mask(self._queries, self._keys, scores.window)[:, None]
+        return self.unpad(sdpa(self.pad(q), k, v, scores, mask))
 
 
 class SlicedVarlenPlan:
@@ -272,11 +289,15 @@ class SlicedVarlenPlan:
         self._source = torch.from_numpy(source).to(device)
 
     @torch.compiler.disable
-    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         k, v = (x.index_select(0, self._source) for x in self._shards.gather(k, v, self._order))
         return torch.ops.aten._flash_attention_forward(
-            q, k, v, self._queries, self._keys, *self._longest, 0.0, True, False, scale=scale, **window_sizes(window)
-        )[0]
+            q, k, v, self._queries, self._keys, *self._longest, 0.0, True, False, scale=scores.scale,
+            **window_sizes(scores.window),
+        )[0]  # fmt: skip
+
+    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        raise UnsupportedModel(STATES_OF_SLICES)
 
 
 class _AllGather(torch.autograd.Function):
@@ -315,7 +336,9 @@ class ForwardPass:
         self._decoder = model.get_decoder()
         self._device = model.device if device is None else device
         self._varlen = can_varlen(model, self._device)
-        self.is_compiled, self._compile, self._retain_graph = compiled, compiled, retain_graph
+        self._keeps_states = any(True for _ in mixers(model))
+        self.is_compiled = self._compile = compiled and not self._keeps_states
+        self._retain_graph = retain_graph
         self._context = context if context is not None and context.size > 1 else None
         self.head = LMHead(model, fp32_head)
         self.layout = RankLayout(model.dtype)
@@ -328,8 +351,9 @@ class ForwardPass:
         return other
 
     def compile(self) -> None:
-        """Run compiled layers from the next micro-batch on."""
-        self.is_compiled = self._compile = True
+        """Run compiled layers from the next micro-batch on; layers with states ask the plan while they run, and stay as
+        they are."""
+        self.is_compiled = self._compile = not self._keeps_states
 
     def send(self, stream: NDArray) -> Tensor:
         """To the model's device. A GPU is not waited for: it is still busy with the micro-batch before."""
@@ -361,8 +385,8 @@ class ForwardPass:
             plan: AttentionPlan = (SlicedVarlenPlan if self._varlen else SlicedPlan)(shards, self._device)
             own = shards.own_positions
             streams = (micro_batch.token_ids[own], micro_batch.positions[own], shards.where)
-        elif self._varlen:
-            plan = VarlenPlan(micro_batch.lengths.tolist(), self._device)
+        elif self._varlen or self._keeps_states:  # which have no branches
+            plan = (VarlenPlan if self._varlen else PackedPlan)(micro_batch.lengths.tolist(), self._device)
             streams = (micro_batch.token_ids, micro_batch.positions, np.arange(len(micro_batch)))
         else:
             # Common prompts are computed once, where padding costs less than computing them again.
@@ -372,8 +396,7 @@ class ForwardPass:
             plan = PackedPlan([len(tree) for tree in shared.trees], self._device, bucket)
             streams = (shared.token_ids, shared.positions, shared.where)
         ids, positions, where = map(self.send, streams)
-        out = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{ATTENTION_KEY: plan})
-        return out.last_hidden_state[0], where
+        return hidden_states(self._decoder, ids, positions, plan), where
 
     def logprobs(
         self, micro_batch: MicroBatch, positions: Tensor, entropy: bool = False, entropy_grad: bool = False

@@ -77,8 +77,12 @@ class TensorParallelPlan:
         for name, style in styles.items():
             if style not in STYLES and style != SUMMED:
                 yield f"{kind} wants `{name}` laid out as `{style}`, which is not supported; {instead}"
-        shape = attention_shape(model)
-        for what, number in (("key and value heads", shape.kv_heads), ("attention heads", shape.heads)):
+        heads = dict.fromkeys(
+            pair
+            for layer in attention_shape(model).values()
+            for pair in (("key and value heads", layer.kv_heads), ("attention heads", layer.heads))
+        )
+        for what, number in heads:
             if number % ranks:
                 yield f"{kind} has {number} {what}, which cannot be dealt evenly; set tensor to a divisor of {number}"
         for name, style in self._styles.items():

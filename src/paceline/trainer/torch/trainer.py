@@ -28,6 +28,7 @@ from paceline.model import (
     set_cpu_threads,
     trainable_parameters,
 )
+from paceline.model.attention import checkpoint_layers
 from paceline.model.background_compile import BackgroundCompile
 from paceline.model.head import CanaryScorer, make_canary
 from paceline.model.loading import trained_adapter
@@ -82,7 +83,7 @@ class TorchPolicy(PolicyBackend):
         # The compiler is not asked to see through matrices that lie on several ranks.
         compiled = compiled and self.device.type == "cuda" and c.parallel.tensor == 1
         if c.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model)
         self.ranks = Ranks(group, self.device, c.parallel)
         self.forward = ForwardPass(
             model, fp32_head, compiled, retain_graph=c.stream, context=self.ranks.context, device=self.device
