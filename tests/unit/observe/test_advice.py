@@ -20,7 +20,7 @@ from paceline.config import RunConfig
 from paceline.config.filters import AdviceConfig, AdvisoryName
 from paceline.observe.record import open_run
 from paceline.observe.record.advice import RULES, Advisory, advice_window, advise
-from paceline.observe.record.advice.learning_rules import alpha
+from paceline.observe.record.advice.learning_rules import UNTRAINED_FLAT_GROUPS, alpha
 from paceline.observe.record.advice.measures import SURE, clustered_mean, jackknife, series_mean, trend, wilson_share
 from paceline.observe.record.advice.output_rules import r_squared
 from paceline.observe.record.advice.prompts import prompt_facts
@@ -230,6 +230,15 @@ def test_a_cold_temperature_is_the_first_setting_to_change_where_groups_are_flat
     config = dict(window.config) | {"sampling": {"temperature": 0.05}}
     [found] = advise(replace(window, config=config))
     assert (found.rule, found.knobs[0].flag) == ("flat_groups", "--sampling.temperature 1.0")
+
+
+def test_a_run_whose_groups_are_all_flat_is_told_so_before_its_first_step():
+    """It never gets to one: rewards differ from row to row, and never between the tries of one."""
+    window = Plot(flat=1.0).remembered()
+    [found] = advise(replace(window, columns={}))
+    assert found.rule == "flat_groups"
+    few = window.rows[: UNTRAINED_FLAT_GROUPS * 2]
+    assert advise(replace(window, columns={}, rows=few)) == []
 
 
 def test_form_that_pays_beside_content_is_no_defect():

@@ -177,6 +177,8 @@ def alpha(sums: NDArray, judges: int) -> float:
 
 LEAST_FLAT_GROUPS = 24
 """Groups below which nothing is said."""
+UNTRAINED_FLAT_GROUPS = 96
+"""The same where no step was trained yet: a run of several batches' worth of groups, of which none gave one."""
 SAME = 1e-9
 COLD = 0.5
 """Temperature below which most tries of a row say the same."""
@@ -184,12 +186,13 @@ COLD = 0.5
 
 def check_flat_groups(window: AdviceWindow, env: str) -> Finding:
     """The share of flat groups among those that have something left to learn (Wilson's interval)."""
-    groups, algo = window.groups(env), window.env(env).get("algo") or window.get("algo", {})
+    begun, algo = window.trained > 0, window.env(env).get("algo") or window.get("algo", {})
+    groups, needed = window.groups(env, untrained=not begun), LEAST_FLAT_GROUPS if begun else UNTRAINED_FLAT_GROUPS
     relative = algo.get("type", "grpo") in ("grpo", "echo", "max_rl", "hierarchical")
     if not relative or algo.get("baseline", "group") != "group":
         return unmeasured("its algorithm compares no group")  # so that a flat one has a gradient too
-    if len(groups.first) < LEAST_FLAT_GROUPS or window.trained < 5:
-        return unmeasured(f"fewer than {LEAST_FLAT_GROUPS} groups or 5 steps")
+    if len(groups.first) < needed or 0 < window.trained < 5:
+        return unmeasured(f"fewer than {needed} groups or 5 steps")
     flat = groups.high - groups.low <= SAME
     lowest, highest = float(groups.low.min()), float(groups.high.max())
     if highest - lowest <= SAME:

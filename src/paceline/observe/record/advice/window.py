@@ -120,9 +120,9 @@ class AdviceWindow:
             mine &= (rows["step"] >= self.steps[0]) & (untrained | (rows["step"] <= self.steps[1]))
         return np.flatnonzero(mine)
 
-    def groups(self, env: str) -> Groups:
-        """Tries of one row by one actor, two or more."""
-        places = self.finished_rows(env)
+    def groups(self, env: str, untrained: bool = False) -> Groups:
+        """Tries of one row by one actor, two or more; with `untrained`, of before the first step too."""
+        places = self.finished_rows(env, untrained=untrained)
         keys, rewards = _group_keys(self.rows[places]), self.rows["reward"][places]
         _, first, group, size = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
         low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
