@@ -23,7 +23,7 @@ from paceline.model import LMHead, set_cpu_threads
 from paceline.model.adapters import Adapters, install
 from paceline.model.background_compile import BackgroundCompile
 from paceline.model.head import CanaryScorer, sequence_logprobs
-from paceline.model.support import cache_shape, check_cuda_engine
+from paceline.model.support import cache_shape, check_cuda_engine, compute_experts_alone
 from paceline.weights.delta import WeightDelta
 from paceline.weights.update import BASE_MODEL, WeightUpdate, canary_ids, fingerprint
 
@@ -55,6 +55,8 @@ class EmbeddedEngine(DecodingEngine):
         """`background` makes compiled code beside the engine where `compile` is "auto"; without it `auto` stays
         uncompiled. `steps` is how many weight updates are to come, where that is known."""
         head, text, device = LMHead(model, fp32_head), model.config.get_text_config(), model.device
+        if deterministic:
+            compute_experts_alone(model)
         limit = getattr(text, "max_position_embeddings", None) or 1 << 20
         max_context = min(config.max_context or limit, limit)
         shape, adapters = cache_shape(model), None

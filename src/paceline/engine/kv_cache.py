@@ -147,8 +147,8 @@ class BaseSlotCache(KVCache):
             return best, most
         for slot, (weights_key, tokens) in self._freed_tokens.items():
             shared = min(len(tokens), len(sequence.tokens) - 1)
-            if self.keeps_states and shared < len(tokens):
-                continue  # its states have gone further
+            if self.keeps_states and not shared == len(tokens) < len(sequence.request.prompt_ids) - 1:
+                continue  # its states have gone further, or the prompt would pass by the place where others begin
             if shared > most and weights_key == sequence.weights_key and tokens[:shared] == sequence.tokens[:shared]:
                 best, most = slot, shared
         return best, most

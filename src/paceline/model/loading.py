@@ -86,8 +86,9 @@ def attach_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> PreTr
 
     model.requires_grad_(False)
     targets, left_out = config.lora.targets, unadaptable_layers(model)
-    if targets == "all-linear" and left_out:
-        targets = list(target_layers(model, targets))
+    if left_out:  # refuses what is named and cannot be adapted
+        chosen = list(target_layers(model, targets))
+        targets = chosen if targets == "all-linear" else targets
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         adapters = LoraConfig(

@@ -27,7 +27,7 @@ from paceline.model.attention import (
 )
 from paceline.model.head import LMHead
 from paceline.model.source import ROPE_OF_WHOLE_BATCH
-from paceline.model.states import StateCache, States, goes_on, mix_by_plan, mixers
+from paceline.model.states import StateCache, States, mix_by_plan, mixers, steps_like_whole
 
 T = TypeVar("T")
 
@@ -117,9 +117,10 @@ class _Probe:
             raise UnsupportedModel(f"{self._kind}: layer {layer} has states more than once; not supported")
         cache = StateCache()
         out = mixer(hidden[None], cache)[0]
-        if not hidden.is_meta and not all(goes_on(mixer, hidden, pieces) for pieces in (1, 3)):
+        if not hidden.is_meta and not steps_like_whole(mixer, hidden):
             raise UnsupportedModel(
-                f"{self._kind}: layer {layer} computes a token alone otherwise than among others; not supported"
+                f"{self._kind}: layer {layer} gives a single token another result than the same token in a longer "
+                "piece; not supported"
             )
         self._states[layer] = cache.states
         return out
@@ -153,14 +154,29 @@ def check_cuda_engine(model: PreTrainedModel, shape: CacheShape) -> None:
         reason = "attention sinks or capped scores"
     elif any(layer.key_dim != layer.value_dim for layer in layers):
         reason = "keys and values of different widths"
-    elif any(name.endswith(".experts") for name, _ in model.named_modules()) and (
-        model.dtype != torch.bfloat16 or not model._can_set_experts_implementation()
-    ):
+    elif any(layer.key_dim > MAX_HEAD_DIM for layer in layers):
+        reason = f"heads wider than {MAX_HEAD_DIM}"
+    elif has_experts(model) and (model.dtype != torch.bfloat16 or not model._can_set_experts_implementation()):
         reason = "experts in another type than bfloat16, or not through transformers' experts interface"
     if reason:
         raise UnsupportedModel(
             f"{type(model).__name__}: {reason}, which the engine does not run on a GPU; it does on a CPU"
         )
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    return any(name.endswith(".experts") for name, _ in model.named_modules())
+
+
+def compute_experts_alone(model: PreTrainedModel) -> None:
+    """Let a token's bits not depend on how many others its experts were chosen by."""
+    if has_experts(model):
+        if not model._can_set_experts_implementation():
+            raise UnsupportedModel(
+                f"{type(model).__name__}: experts outside of transformers' experts interface round by the tokens "
+                "beside them, so that `deterministic` is not kept; set deterministic = false"
+            )
+        model.set_experts_implementation("batched_mm")
 
 
 def can_varlen(model: PreTrainedModel, device: torch.device) -> bool:

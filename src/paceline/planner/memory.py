@@ -171,6 +171,8 @@ class _Sizes:
         page = per_token * PAGE
         pages_each = -(-self.longest // PAGE)
         budget = engine.cache_gib * 2**30 if engine.cache_gib else FREE_SHARE * max(0.0, free)
+        if not page:  # no layer attends
+            return 0.0, running
         pages = min(int(budget // page), running * pages_each)
         return float((pages + 1) * page), min(running, pages // pages_each)
 

@@ -75,7 +75,8 @@ class ModelShape:
         """Parameters of the low-rank adapters."""
         sides = self._sides()
         names = sides.keys() if lora.targets == "all-linear" else [n for n in sides if n in lora.targets]
-        per_layer = sum(sides[name] * (1 if name in ATTENTION else self.experts) for name in names)
+        # Experts have no adapters, nor what is called like their matrices.
+        per_layer = sum(sides[name] for name in names if name in ATTENTION or self.experts == 1)
         return lora.rank * self.layers * per_layer
 
     def _sides(self) -> dict[str, int]:
@@ -118,7 +119,9 @@ def read_shape(config: Mapping[str, Any], name: str = "the model") -> ModelShape
     experts = first("num_experts", "num_local_experts", "n_routed_experts") or 1
     plain = first("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
     mlp = (first("moe_intermediate_size") if experts > 1 else None) or plain
-    types = table.get("layer_types") or table.get("layers_block_type") or ["attention" if heads else "none"] * layers
+    every = first("full_attention_interval", "attn_layer_period") or 1  # where no list says which layers attend
+    spread = ["attention" if heads and index % every == 0 else "none" for index in range(layers)]
+    types = table.get("layer_types") or table.get("layers_block_type") or spread
     return ModelShape(
         layers=layers,
         hidden=hidden,

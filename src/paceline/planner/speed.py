@@ -240,7 +240,7 @@ class Speeds:
     def token_seconds(self, length: float) -> float:
         """Of one token in a sequence of so many, on one rank."""
         c, shape = self.c.trainer, self.shape
-        flops = 6 * shape.active_parameters + 6 * shape.layers * shape.heads * shape.head_dim * length
+        flops = 6 * shape.active_parameters + 6 * shape.attending * shape.heads * shape.head_dim * length
         flops += 2 * shape.vocabulary * shape.hidden  # the head's logits, once more in the backward pass
         moved = self.r.train_bytes * shape.layers * shape.hidden * self.item / 2
         moved *= 1 if c.compile or not self.on_gpu else self.r.eager_train
@@ -269,7 +269,7 @@ class Speeds:
             if shape is None:
                 seconds.append(self.prefill_seconds(tokens) / self.layout.engines)
                 continue
-            flops = 2 * shape.active_parameters + 2 * shape.layers * shape.heads * shape.head_dim * length
+            flops = 2 * shape.active_parameters + 2 * shape.attending * shape.heads * shape.head_dim * length
             flops += 2 * shape.vocabulary * shape.hidden
             seconds.append(tokens * flops / self._trainer_flops / self.c.cluster.scorers)
         return max(seconds)

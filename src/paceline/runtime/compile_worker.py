@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from paceline.config import RunConfig
 from paceline.data import Sample
 from paceline.model import ATTENTION, attach_lora
+from paceline.model.states import mix_by_plan
 from paceline.model.support import without_dropout
 from paceline.runtime.local import with_sections
 from paceline.runtime.torch_parts import engine_for, torch_trainer
@@ -50,6 +51,7 @@ def random_model(spec: dict[str, Any]) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, spec["dtype"]), attn_implementation=ATTENTION
         )
+    mix_by_plan(model)
     without_dropout(model)
     return model.eval()
 

@@ -130,7 +130,7 @@ KNOWN = {
     "doge": "attention mask",
     "deepseek_v32": "`indexed_attention`",
     "minimax": "`linear_attention`",
-    "nemotron_h": "computes a token alone otherwise",
+    "nemotron_h": "gives a single token another result",
     "recurrent_gemma": " layers",  # `recurrent`, or `linear_attention` since transformers 5.23
     "diffllama": "attends more than once",
     "bert": "looks ahead",

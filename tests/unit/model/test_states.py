@@ -19,7 +19,8 @@ from paceline.errors import EngineError
 from paceline.model import Adapter, WeightUpdate, clone_model
 from paceline.model.adapters import target_layers
 from paceline.model.attention import attending
-from paceline.model.states import StateCache, mixers
+from paceline.model.states import StateCache, _resumes, mixers
+from paceline.model.support import cache_shape
 from samples import make_sample
 from trainers import gradient_of, trainer_of
 
@@ -131,14 +132,44 @@ def test_turns_of_a_conversation_and_tries_of_a_prompt_go_on_from_their_states(f
             tries = [GenerateRequest(prompt_ids=prompt, max_tokens=6, noise=7 * length + i) for i in range(4)]
             answers = await asyncio.gather(*map(engine.generate, tries))
             done += zip(tries, answers, strict=True)
-            longer = (*prompt, *answers[0].token_ids, 5, 6, 7)
-            second = GenerateRequest(prompt_ids=longer, max_tokens=6, noise=length)
-            done.append((second, await engine.generate(second)))
+            # One goes on from a try as it stands, the other from the next turn's prompt.
+            for longer in ((*prompt, *answers[0].token_ids), (*prompt, *answers[1].token_ids, 5, 6, 7)):
+                tries = [GenerateRequest(prompt_ids=longer, max_tokens=6, noise=9 * length + i) for i in range(3)]
+                done += zip(tries, await asyncio.gather(*map(engine.generate, tries)), strict=True)
         return done
 
     for request, answer in serve(clone_model(model), work, prefill_tokens=16, **settings):
         gap = trainer_logprobs(model, request, answer) - torch.tensor(answer.logprobs)
         assert gap.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "qwen3-next", "deepseek-v3"])
+def test_bits_of_experts_do_not_depend_on_who_else_is_served(family):
+    dice = random.Random(2)
+    prompts = [tuple(dice.randrange(3, VOCABULARY) for _ in range(length)) for length in (5, 12, 23, 40)]
+    wanted = [GenerateRequest(prompt_ids=prompt, max_tokens=6, noise=len(prompt)) for prompt in prompts]
+
+    async def apart(engine):
+        return [await engine.generate(request) for request in wanted]
+
+    async def together(engine):
+        return await asyncio.gather(*map(engine.generate, wanted))
+
+    given = {"deterministic": True, "max_running": 4}
+    first, second = (serve(clone_model(tiny(family)), work, **given) for work in (apart, together))
+    assert [a.logprobs for a in first] == [a.logprobs for a in second]
+
+
+def test_code_that_begins_anew_is_told_from_code_that_goes_on():
+    """By what it reads, not by its numbers, which are close where states are small."""
+    for family in ("mamba", "falcon-h1", "qwen3.5"):
+        model = tiny(family)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.05)
+        _resumes.clear()
+        cache_shape(model)
+        assert set(_resumes.values()) == {family != "mamba"}
 
 
 def test_states_need_slots():

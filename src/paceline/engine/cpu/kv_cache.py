@@ -54,8 +54,10 @@ class SlotCache(BaseSlotCache):
             states[slots] = states[self._at_prompt(slots)] = states[self._at_prompt(source)].clone()
 
     def _zero_slot(self, slot: int) -> None:
-        for layer in (*self.keys.values(), *self.values.values(), *self._all_states()):
+        for layer in (*self.keys.values(), *self.values.values()):
             layer[slot].zero_()
+        for states in self._all_states():
+            states[[slot, self._at_prompt(slot)]] = 0
 
     def _all_states(self) -> Iterator[Tensor]:
         return (one for states in self.states.values() for one in states.values())
@@ -67,9 +69,10 @@ class SlotCache(BaseSlotCache):
     def keep_prompt_states(self, chunks: Iterable[Chunk]) -> None:
         """Remember states that stand, after these chunks, before the last token of a prompt."""
         slots = [c.sequence.slot for c in chunks if c.start + c.length == len(c.sequence.request.prompt_ids) - 1]
-        rows = torch.tensor(slots, dtype=torch.long, device=self.device)
-        for states in self._all_states():
-            states[self._at_prompt(rows)] = states[rows]
+        if slots:
+            rows = torch.tensor(slots, device=self.device)
+            for states in self._all_states():
+                states[self._at_prompt(rows)] = states[rows]
 
     def read_states(self, layer: int, slots: Tensor) -> States:
         return {name: states[slots] for name, states in self.states[layer].items()}
@@ -81,9 +84,10 @@ class SlotCache(BaseSlotCache):
     def reset_states(self, chunks: Iterable[Chunk]) -> None:
         """Empty the states of the sequences that begin with one of these chunks."""
         slots = [c.sequence.slot for c in chunks if c.start == 0]
-        rows = torch.tensor(slots, dtype=torch.long, device=self.device)
-        for states in self._all_states():
-            states[rows] = 0
+        if slots:
+            rows = torch.tensor(slots, device=self.device)
+            for states in self._all_states():
+                states[rows] = 0
 
     def _resize(self, length: int) -> None:
         for store in (self.keys, self.values):

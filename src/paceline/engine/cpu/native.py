@@ -5,6 +5,7 @@ They are installed in place; names, parameters and results stay.
 
 import ctypes
 import hashlib
+import inspect
 import os
 import platform
 import subprocess
@@ -249,6 +250,8 @@ def norm_candidates(library: ctypes.CDLL, module: nn.Module) -> list[Candidate]:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(epsilon, float):
         return []
+    if len(inspect.signature(type(module).forward).parameters) != 2:
+        return []  # some are gated by a second argument
     dim = weight.shape[-1]
 
     def norm(offset: float, x: Tensor) -> Tensor:

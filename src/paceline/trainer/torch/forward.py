@@ -46,7 +46,7 @@ from paceline.model.attention import (
 )
 from paceline.model.background_compile import compile_blocks
 from paceline.model.states import mixers
-from paceline.model.support import can_varlen
+from paceline.model.support import cache_shape, can_varlen
 from paceline.trainer.torch.optimizer import RankLayout
 from paceline.trainer.torch.world import World
 
@@ -229,7 +229,16 @@ class ContextShards:
         return gathered.index_select(0, slots)
 
 
-STATES_OF_SLICES = "layers with states need whole sequences: set trainer.parallel.context = 1"
+WHOLE_ONLY = "{} need whole sequences: set trainer.parallel.context = 1"
+
+
+def _check_slices(model: PreTrainedModel) -> None:
+    """Refuse layers that cannot compute a part of a sequence, or hand over keys and values in one piece."""
+    shape = cache_shape(model)
+    if shape.states:
+        raise UnsupportedModel(WHOLE_ONLY.format("layers with states"))
+    if any(layer.key_dim != layer.value_dim for layer in shape.attention.values()):
+        raise UnsupportedModel(WHOLE_ONLY.format("keys and values of different widths"))
 
 
 class SlicedPlan:
@@ -249,7 +258,7 @@ class SlicedPlan:
         return torch.cat(done).index_select(0, self._restore)
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
-        raise UnsupportedModel(STATES_OF_SLICES)
+        raise AssertionError  # `_check_slices`
 
 
 class _QueryBucket(PaddedBucket):
@@ -297,7 +306,7 @@ class SlicedVarlenPlan:
         )[0]  # fmt: skip
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
-        raise UnsupportedModel(STATES_OF_SLICES)
+        raise AssertionError  # `_check_slices`
 
 
 class _AllGather(torch.autograd.Function):
@@ -340,6 +349,8 @@ class ForwardPass:
         self.is_compiled = self._compile = compiled and not self._keeps_states
         self._retain_graph = retain_graph
         self._context = context if context is not None and context.size > 1 else None
+        if self._context is not None:
+            _check_slices(model)
         self.head = LMHead(model, fp32_head)
         self.layout = RankLayout(model.dtype)
 
