@@ -265,7 +265,8 @@ class RolloutRunner:
         losses: list[EpisodeLost] = []
         # No closure and no further coroutine: for each of 20,000 episodes that is work for the garbage collector.
         while True:
-            seats, spans = SessionMap(client, seed_parts, order, env.environment.actors), open_spans(self.running_calls)
+            seats = SessionMap(client, seed_parts, order, env.environment.actors)
+            spans = open_spans(self.running_calls, seats.opened)  # so that turns and spans count from one moment
             try:
                 outcome = await self._call_user_code(
                     env, client, "an episode", lambda at=seats: env.environment.play(copy_value(row), at)

@@ -251,7 +251,7 @@ class SessionMap(dict[str, Seat]):
     ) -> None:
         super().__init__()
         self._client, self._seed_parts, self._priority = client, tuple(seed_parts), priority
-        self._seat_factories, self._closed, self._opened = seat_factories or {}, False, time.perf_counter()
+        self._seat_factories, self._closed, self.opened = seat_factories or {}, False, time.perf_counter()
         for actor in actors:
             self.open(actor)
 
@@ -267,7 +267,7 @@ class SessionMap(dict[str, Seat]):
         seed_parts = (*self._seed_parts, place) if place else self._seed_parts
         factory = self._seat_factories.get(actor)
         seat = factory(name) if factory else self._client.make_seat(seed_parts, self._priority, actor, model)
-        seat.parent, seat.kind, seat.trained, seat.opened = parent, kind, trained, self._opened
+        seat.parent, seat.kind, seat.trained, seat.opened = parent, kind, trained, self.opened
         self[name] = seat
         return name
 

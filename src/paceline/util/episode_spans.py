@@ -19,16 +19,17 @@ MOST_SPANS = 256
 class EpisodeSpans:
     """The spans of one episode. `running` counts what all episodes of a run are waiting for now, by kind."""
 
-    def __init__(self, running: Counter[str]) -> None:
-        self.opened, self.ended, self.running = time.perf_counter(), list[Span](), running
+    def __init__(self, running: Counter[str], opened: float) -> None:
+        self.opened, self.ended, self.running = opened, list[Span](), running
 
 
 _current: ContextVar[EpisodeSpans | None] = ContextVar("spans of the episode", default=None)
 
 
-def open_spans(running: Counter[str]) -> list[Span]:
-    """From here on this task plays an episode; its spans come into the list that is returned."""
-    _current.set(spans := EpisodeSpans(running))
+def open_spans(running: Counter[str], opened: float) -> list[Span]:
+    """From here on this task plays an episode, which was opened at this moment of `time.perf_counter`; its spans come
+    into the list that is returned."""
+    _current.set(spans := EpisodeSpans(running, opened))
     return spans.ended
 
 
