@@ -104,6 +104,7 @@ export class Chart {
     this.nothing = h("p", { class: "nothing", hidden: true }, "no values here");
     this.plot = h("div", {
       class: "plot", tabindex: 0, role: "slider", "aria-label": `${title}: cursor`, "aria-orientation": "horizontal",
+      "aria-valuenow": "0", "aria-valuetext": "no values yet",
       "aria-description": "Arrow keys move along the curve, plus and minus zoom, Escape shows all.",
       on: {
         pointermove: (event) => this.#move(event),

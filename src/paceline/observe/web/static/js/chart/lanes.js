@@ -25,6 +25,7 @@ export class Lanes {
     this.canvas = h("canvas", { "aria-hidden": "true" });
     this.plot = h("div", {
       class: "plot", tabindex: 0, role: "slider", "aria-label": "What each part did: cursor over time",
+      "aria-valuenow": "0", "aria-valuetext": "nothing yet",
       "aria-description": "Left and right move in time, plus and minus zoom, Escape shows all.",
       on: {
         pointermove: (event) => this.#move(event),
