@@ -35,7 +35,9 @@ async function show(top = 0) {
   }
   const root = h("div", { class: "page" });
   const reading = h("p", { class: "faint reading" }, "Reading…");
-  const slow = setTimeout(() => mine === turn && main.prepend(reading), 300);
+  const slow = setTimeout(() => { // in the page's own place, so that its first content takes it away and nothing moves later
+    if (mine === turn && !root.hasChildNodes()) (root.isConnected ? root : main).prepend(reading);
+  }, 300);
   try {
     if (target.run !== null && !run) {
       const opened = await Run.open(target.run);

@@ -71,7 +71,7 @@ export async function render(root, _, params) {
   }
 
   explain();
-  if (params.get("a") && params.get("b") && !missing.length) await compare();
+  if (params.get("a") && params.get("b") && !missing.length) compare(); // not awaited: the form can be used meanwhile
   return () => (gone = true);
 }
 
