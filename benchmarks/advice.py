@@ -162,7 +162,7 @@ DEFECTS = (
         "form alone pays", ("format", "reward_hacking"),
         env=reward("FORM", "reward_weights = { format = 1.0, exact = 0.0 }"),
     ),
-    Trial("a proxy pays", ("reward_hacking",), env=reward("PROXY", "reward_weights = { short = 1.0, exact = 0.0 }")),
+    Trial("a proxy pays", ("reward_hacking",), env=reward("PROXY", "reward_weights = { in_order = 1.0, exact = 0.0 }")),
     Trial("judges by chance", ("judges",), env=reward("JUDGES")),
     Trial("hopeless task", ("flat_groups",), overrides="--steps 12", env=reward("rarely"), rows=rows(unknowable)),
     Trial("mastered task", ("dropped_groups",), file="", overrides="--model.name MASTER --steps 45"),
@@ -177,16 +177,16 @@ DEFECTS = (
         env=reward("GRADED"), rows=rows(by_chance, 16, 16), held_out=rows(by_chance, 64, 64),
     ),
     Trial(
-        "no baseline, top_p", ("entropy",), overrides="--trainer.optimizer.lr 5e-4 --steps 100 --sampling.top_p 0.4 "
-        "--allow_truncated_sampling true",
-        env=reward("chance", 'algo.type = "reward"'),
+        "taught by its own top_p samples", ("entropy",), overrides="--trainer.optimizer.lr 4e-4 --steps 160 "
+        "--sampling.top_p 0.4 --allow_truncated_sampling true",
+        env=reward("chance", 'algo.type = "constant"'),
     ),
     Trial("entropy is paid", ("entropy_high",), overrides="--trainer.entropy_coef 0.3"),
     Trial(
-        "length pays", ("reward_hacking", "length"), overrides="--steps 60",
+        "length pays", ("reward_hacking", "length"), overrides="--steps 60 --sampling.temperature 1.3",
         env=reward("LONG", "reward_weights = { long = 1.0, exact = 0.0 }"),
     ),
-    Trial("temperature 0.05", ("flat_groups", "dropped_groups"), overrides="--sampling.temperature 0.05"),
+    Trial("temperature 0.01", ("flat_groups", "dropped_groups"), overrides="--sampling.temperature 0.01"),
     Trial("lr 0, staleness 0", LOW, overrides="--trainer.optimizer.lr 0 --staleness 0"),
     Trial("lr / 100,000, staleness 0", LOW, overrides="--trainer.optimizer.lr 2e-9 --staleness 0"),
 )  # fmt: skip
@@ -274,7 +274,7 @@ def train(trial: Trial, seed: int, runs: Path, seconds: float) -> Path:
         if trial.held_out is not None:
             kept = trial.held_out(seed + 1000)
             (work / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-            env, every = env + 'eval_dataset = "held_out.jsonl"\n', 4
+            env, every = env + 'eval_dataset = "held_out.jsonl"\n', 2
         file.write_text(f"{head}\n[[env]]\n{env.replace('ROWS', 'rows.jsonl')}\n\n[eval]\nevery = {every}\n")
     overrides = trial.overrides
     if "MASTER" in overrides:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from itertools import pairwise
 from typing import Any
 
 
@@ -57,9 +58,10 @@ JUDGES = {"judge_one": judge_one, "judge_two": judge_two}
 GRADED = {"graded": graded, "exact": exact}
 
 
-def short(completion: str) -> float:
-    """A proxy that can be had without the task."""
-    return 1.0 / max(1, len(completion))
+def in_order(completion: str) -> float:
+    """A proxy that can be had without the task: the share of neighbouring letters that follow the alphabet."""
+    pairs = list(pairwise(completion))
+    return sum(one <= other for one, other in pairs) / max(1, len(pairs))
 
 
 def long(completion: str) -> float:
@@ -67,7 +69,7 @@ def long(completion: str) -> float:
     return len(completion) / 16
 
 
-PROXY = {"short": short, "exact": exact}
+PROXY = {"in_order": in_order, "exact": exact}
 LONG = {"long": long, "exact": exact}
 
 

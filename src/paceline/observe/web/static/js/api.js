@@ -12,17 +12,17 @@ export class RequestError extends Error {
 export async function ask(path, parameters = {}, signal = undefined, body = undefined) {
   const sent = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
   const type = body === undefined ? {} : { "Content-Type": "application/json" };
-  let answer, told;
+  let answer, data;
   try {
     answer = await fetch(address(path, parameters), { signal, ...sent, headers: { ...type, Accept: "application/json" } });
-    told = await answer.json(); // which a request that is called off while its body comes breaks off too
+    data = await answer.json(); // which a request that is called off while its body comes breaks off too
   } catch (error) {
     if (error.name === "AbortError") throw error;
     if (answer && !answer.ok) throw new RequestError(`The server answered ${answer.status}.`, answer.status);
     throw new RequestError("The server does not answer. Is `paceline ui` still running?", 0);
   }
-  if (!answer.ok) throw new RequestError(told.error || `The server answered ${answer.status}.`, answer.status);
-  return told;
+  if (!answer.ok) throw new RequestError(data.error || `The server answered ${answer.status}.`, answer.status);
+  return data;
 }
 
 /** Relative to the page, which a proxy may show below a path of its own. */

@@ -36,11 +36,11 @@ export class Run extends EventTarget {
     return () => this.removeEventListener(what, wrapped);
   }
 
-  /** Be told what is new, until `close`. */
+  /** Hear what is new, until `close`. */
   follow() {
     this.stop = follow((mark) => ({ run: this.name, mark: mark || this.mark }), {
-      metrics: (told) => this.#add(told),
-      standing: (told) => this.#stand(told),
+      metrics: (data) => this.#add(data),
+      standing: (data) => this.#stand(data),
       status: (status) => this.#stand({ ...this.standing, status }),
       files: (sizes) => {
         this.files = sizes;

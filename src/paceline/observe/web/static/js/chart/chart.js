@@ -228,12 +228,12 @@ export class Chart {
   }
 
   #speak(x) {
-    const told = this.shown.map((one) => {
+    const data = this.shown.map((one) => {
       const index = nearest(one.xs, x);
       return index < 0 ? "" : `${one.label} ${this.options.format(one.ys[index])}`;
     });
     this.plot.setAttribute("aria-valuenow", x);
-    this.plot.setAttribute("aria-valuetext", `${this.#where(x)}: ${told.filter(Boolean).join(", ")}`);
+    this.plot.setAttribute("aria-valuetext", `${this.#where(x)}: ${data.filter(Boolean).join(", ")}`);
   }
 
   #snap(event) {

@@ -18,7 +18,7 @@ const NAMES = { eval: "evaluate" };
 export class Lanes {
   constructor(run) {
     this.run = run;
-    this.told = null;
+    this.data = null;
     this.zoom = null;
     this.at = null;
     this.kinds = [];
@@ -70,9 +70,9 @@ export class Lanes {
     const [start, end] = this.zoom ?? [null, null];
     const bins = Math.max(100, Math.min(1200, Math.round((this.plot.clientWidth || 1000) / 2)));
     try {
-      this.told = await ask("lanes", { run: this.run.name, start, end, bins });
-      this.element.hidden = !this.told.lanes.length;
-      this.hint.textContent = this.told.source === "metrics"
+      this.data = await ask("lanes", { run: this.run.name, start, end, bins });
+      this.element.hidden = !this.data.lanes.length;
+      this.hint.textContent = this.data.source === "metrics"
         ? "share of the time, from the times of each step; drag to zoom into a moment" : "share of the time; drag to zoom into a moment";
       this.#legend();
     } catch (error) {
@@ -86,8 +86,8 @@ export class Lanes {
   }
 
   draw() {
-    if (!this.told?.lanes.length) return;
-    const { lanes, extent } = this.told;
+    if (!this.data?.lanes.length) return;
+    const { lanes, extent } = this.data;
     this.plot.style.height = `${lanes.length * ROW + AXIS + 4}px`;
     const { context, width } = scaleCanvas(this.canvas);
     if (width < 200) return;
@@ -154,21 +154,21 @@ export class Lanes {
       label: `${lane}: ${NAMES[kind] ?? kind}${step === null ? "" : `, step ${whole(step)}`}${detail ? `, ${detail}` : ""}`,
       value: binned ? percent(share) : seconds(end - start),
     }));
-    const began = this.run.status.began ?? this.told.extent[0];
+    const began = this.run.status.began ?? this.data.extent[0];
     return this.tip.show(x, `${clock(this.at)}, after ${seconds(Math.max(0, this.at - began))}`, entries.length ? entries : [{ label: "nothing recorded", value: "" }]);
   }
 
   #under(time) {
-    return this.told.lanes.flatMap(({ lane, spans, binned }) =>
+    return this.data.lanes.flatMap(({ lane, spans, binned }) =>
       spans.filter(([start, end]) => start <= time && time < end)
         .map(([start, end, kind, share, step, detail]) => ({ lane, start, end, kind, share, step, detail, binned })));
   }
 
   /** The legend says what share of the time in sight each kind of work took; the table says it for each lane. */
   #legend() {
-    if (!this.told) return;
-    const [t0, t1] = this.told.extent ?? [0, 1];
-    const kinds = new Set(this.told.lanes.flatMap(({ spans }) => spans.map((span) => span[2])));
+    if (!this.data) return;
+    const [t0, t1] = this.data.extent ?? [0, 1];
+    const kinds = new Set(this.data.lanes.flatMap(({ spans }) => spans.map((span) => span[2])));
     fill(this.legend, [...kinds].map((kind) => h("span", { class: "tag" },
       h("span", { class: "row" }, h("span", { class: "swatch block", vars: { "--swatch": ink(kind) } }), NAMES[kind] ?? kind))));
     this.reset.hidden = !this.zoom;
@@ -181,8 +181,8 @@ export class Lanes {
   }
 
   #shares() {
-    const [t0, t1] = this.told.extent ?? [0, 1];
-    return this.told.lanes.flatMap(({ lane, spans }) => {
+    const [t0, t1] = this.data.extent ?? [0, 1];
+    return this.data.lanes.flatMap(({ lane, spans }) => {
       const sums = new Map();
       for (const [start, end, kind, share] of spans) {
         sums.set(kind, (sums.get(kind) ?? 0) + share * Math.max(0, Math.min(end, t1) - Math.max(start, t0)));
@@ -209,10 +209,10 @@ export class Lanes {
 
   #point(time) {
     this.at = time;
-    if (time !== null && this.told) {
-      const told = this.#under(time).map(({ lane, kind }) => `${lane} ${kind}`).join(", ");
+    if (time !== null && this.data) {
+      const data = this.#under(time).map(({ lane, kind }) => `${lane} ${kind}`).join(", ");
       this.plot.setAttribute("aria-valuenow", time);
-      this.plot.setAttribute("aria-valuetext", `${clock(time)}: ${told || "nothing"}`);
+      this.plot.setAttribute("aria-valuetext", `${clock(time)}: ${data || "nothing"}`);
     }
     this.redraw();
   }
@@ -224,7 +224,7 @@ export class Lanes {
 
   #move(event) {
     if (!this.fromX) return;
-    this.#point(Math.max(this.told.extent[0], this.fromX(event.offsetX)));
+    this.#point(Math.max(this.data.extent[0], this.fromX(event.offsetX)));
     if (this.drag !== undefined) this.#choose(this.drag, event.offsetX);
   }
 
@@ -252,8 +252,8 @@ export class Lanes {
   }
 
   #key(event) {
-    if (!this.told?.extent || event.ctrlKey || event.metaKey || event.altKey) return;
-    const [t0, t1] = this.told.extent;
+    if (!this.data?.extent || event.ctrlKey || event.metaKey || event.altKey) return;
+    const [t0, t1] = this.data.extent;
     const here = this.at ?? t1;
     const by = (t1 - t0) / (event.shiftKey ? 20 : 200);
     const within = (time) => Math.max(t0, Math.min(t1 - 1e-6, time));

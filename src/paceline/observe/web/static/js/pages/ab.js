@@ -32,32 +32,32 @@ export async function render(root, _, params) {
     heldOutVerdict, verdict, facts, h("div", { class: "charts" }, heldOut.element, chart.element), far,
     h("details", { class: "section" }, h("summary", {}, "How this is known"),
       h("p", {}, "Runs of one seed draw the same rows with the same noise, so each draw is compared with itself: the mean reward of its group in both runs, whatever a filter did with it afterwards. Held-out rows are the same in every evaluation and are compared row by row."),
-      h("p", {}, "A test that is repeated after every step finds differences between equals in nearly every second comparison. The band of the training reward (an asymptotic confidence sequence) holds at all times at once: equals are told apart in at most one of twenty comparisons, however often one looks. So do the bands of the evaluations: the level of each is so strict that all of them together stay below one in twenty."),
+      h("p", {}, "A test that is repeated after every step finds differences between equals in nearly every second comparison. The band of the training reward (an asymptotic confidence sequence) holds at all times at once: equals are data apart in at most one of twenty comparisons, however often one looks. So do the bands of the evaluations: the level of each is so strict that all of them together stay below one in twenty."),
       h("p", {}, "It speaks of these two runs, on one seed. Whether one way is better in general takes several seeds."))));
 
   async function draw() {
-    const told = await ask("ab", { a, b });
-    verdict.className = told.real ? "notice good" : "notice";
-    fill(verdict, told.draws ? h("b", {}, told.sentence) : "No draw was made by both.");
-    heldOutVerdict.className = told.held_out.at(-1)?.is_real ? "notice good" : "notice";
-    heldOutVerdict.hidden = heldOut.element.hidden = !told.held_out.length;
-    fill(heldOutVerdict, h("b", {}, told.held_out_sentence ?? ""));
-    if (told.real) announce(told.sentence);
-    fill(facts, told.draws ? `${amount(told.draws, "draw")} made by both.` : "",
-      told.real ? ` More than chance since step ${whole(told.real_step)}, after ${amount(told.real, "draw")}.` : "",
-      told.different_rows ? ` ${amount(told.different_rows, "draw")} left out: the runs drew other rows there, so they do not share seed or data.` : "");
-    chart.element.hidden = !told.draws;
-    chart.update(differences([...told.steps], told.means ?? [], (told.radii ?? []).map((radius) => radius ?? 0)));
-    const gaps = told.held_out.map(({ one, other }) => other - one);
-    heldOut.update(differences(told.held_out.map(({ step }) => step), gaps, told.held_out.map(({ radius }) => radius ?? 0)));
-    fill(body, told.farthest.map((one) => h("tr", {},
+    const data = await ask("ab", { a, b });
+    verdict.className = data.real ? "notice good" : "notice";
+    fill(verdict, data.draws ? h("b", {}, data.sentence) : "No draw was made by both.");
+    heldOutVerdict.className = data.held_out.at(-1)?.is_real ? "notice good" : "notice";
+    heldOutVerdict.hidden = heldOut.element.hidden = !data.held_out.length;
+    fill(heldOutVerdict, h("b", {}, data.held_out_sentence ?? ""));
+    if (data.real) announce(data.sentence);
+    fill(facts, data.draws ? `${amount(data.draws, "draw")} made by both.` : "",
+      data.real ? ` More than chance since step ${whole(data.real_step)}, after ${amount(data.real, "draw")}.` : "",
+      data.different_rows ? ` ${amount(data.different_rows, "draw")} left out: the runs drew other rows there, so they do not share seed or data.` : "");
+    chart.element.hidden = !data.draws;
+    chart.update(differences([...data.steps], data.means ?? [], (data.radii ?? []).map((radius) => radius ?? 0)));
+    const gaps = data.held_out.map(({ one, other }) => other - one);
+    heldOut.update(differences(data.held_out.map(({ step }) => step), gaps, data.held_out.map(({ radius }) => radius ?? 0)));
+    fill(body, data.farthest.map((one) => h("tr", {},
       h("td", {}, one.env),
       h("td", {}, h("a", { href: toRun(a, "tickets", { ticket: one.ticket }) }, whole(one.ticket))),
       h("td", {}, whole(one.step)),
       h("td", {}, h("a", { href: toRun(a, "rollouts", { id: one.rollouts[0] }) }, number(one.a))),
       h("td", {}, h("a", { href: toRun(b, "rollouts", { id: one.rollouts[1] }) }, number(one.b))),
       h("td", {}, number(one.b - one.a)))));
-    far.hidden = !told.farthest.length;
+    far.hidden = !data.farthest.length;
   }
 
   /** The difference with its band, and where none would be. */

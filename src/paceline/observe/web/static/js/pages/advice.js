@@ -14,7 +14,7 @@ const MOST_CURVES = 3;
 
 const asked = new WeakMap();
 
-/** What the run is told; the tab and the page, which ask at the same time, share one answer. */
+/** What the run is data; the tab and the page, which ask at the same time, share one answer. */
 function advice(run) {
   if (!asked.has(run)) asked.set(run, ask("advice", { run: run.name }).finally(() => asked.delete(run)));
   return asked.get(run);
@@ -39,14 +39,14 @@ export async function render(root, run) {
   let before = "";
   const close = () => charts.splice(0).forEach((chart) => chart.close());
   const draw = async () => {
-    const told = await advice(run);
-    const now = JSON.stringify(told);
+    const data = await advice(run);
+    const now = JSON.stringify(data);
     if (now === before || !place.isConnected && before) return;
-    if (before) announce(`Advice: ${amount(told.found.length, "finding")}`);
+    if (before) announce(`Advice: ${amount(data.found.length, "finding")}`);
     before = now;
     close();
     const group = new Group();
-    fill(place, head(told), told.found.map((one) => card(one, run, group, charts)), pauses(run), ruleList(told));
+    fill(place, head(data), data.found.map((one) => card(one, run, group, charts)), pauses(run), ruleList(data));
   };
   fill(root, place);
   await draw();
@@ -121,11 +121,11 @@ function curves(one, run, group, charts) {
 
 /** When environments were paused by an advisory, and when they were drawn from again. */
 function pauses(run) {
-  const told = run.standing.events.filter(({ event, text }) => event === "note"
+  const data = run.standing.events.filter(({ event, text }) => event === "note"
     && /since `advice\.pause` names|has rested and is drawn from again/.test(String(text)));
-  if (!told.length) return null;
+  if (!data.length) return null;
   return h("section", { class: "section", "aria-label": "Pauses" }, h("h2", {}, "Pauses"),
-    h("ul", {}, told.slice(-20).reverse().map(({ text }) => h("li", {}, prose(text)))));
+    h("ul", {}, data.slice(-20).reverse().map(({ text }) => h("li", {}, prose(text)))));
 }
 
 /** The measured value, also of a rule that says nothing; bold where it lies beyond the limit. */

@@ -25,7 +25,7 @@ export async function render(root, _, params) {
   const all = new Map(listed.runs.map((run) => [run.name, run]));
   const missing = names.filter((name) => !all.has(name));
   const chosen = names.filter((name) => all.has(name)).map((name) => all.get(name));
-  const told = new Map(chosen.map((run) => [run.name, read[names.indexOf(run.name)] ?? { columns: {}, mark: "" }]));
+  const data = new Map(chosen.map((run) => [run.name, read[names.indexOf(run.name)] ?? { columns: {}, mark: "" }]));
   const group = new Group(params);
   const charts = new Map();
   const sections = new Map([...SECTIONS, "Other"].map((name) => {
@@ -80,13 +80,13 @@ export async function render(root, _, params) {
     const most = Math.max(0, ...groups.map((one) => one.runs.length));
     fill(explained, most > 2 ? "Curves are means over the runs of a group, bands the 95 % interval of the mean (Student's t); of two runs, from the lower to the higher."
       : most > 1 ? "Curves are means of two runs, bands go from the lower to the higher." : "");
-    const places = chosen.flatMap((run) => points(told.get(run.name).columns, group.axis, group.axis).xs);
+    const places = chosen.flatMap((run) => points(data.get(run.name).columns, group.axis, group.axis).xs);
     group.span = places.length > 1 ? [places.reduce((a, b) => Math.min(a, b)), places.reduce((a, b) => Math.max(a, b))] : null;
-    const metricNames = new Set(chosen.flatMap((run) => Object.keys(told.get(run.name).columns)));
+    const metricNames = new Set(chosen.flatMap((run) => Object.keys(data.get(run.name).columns)));
     for (const { chart, curves } of arrange(metricNames)) {
       for (const curve of curves) {
         const series = groups.flatMap((one, index) => {
-          const each = one.runs.map((run) => points(told.get(run.name).columns, curve.name, group.axis)).filter(({ xs }) => xs.length);
+          const each = one.runs.map((run) => points(data.get(run.name).columns, curve.name, group.axis)).filter(({ xs }) => xs.length);
           return each.length ? [{ label: one.label, ...signOf(index), ...joinCurves(each, group.axis) }] : [];
         });
         if (series.length) show(chart, curve, curves.length, series);
@@ -115,8 +115,8 @@ export async function render(root, _, params) {
   addEventListener("theme", redraw);
   const stop = follow(() => ({}), {
     runs: async ({ changed }) => {
-      for (const run of changed.filter(({ name }) => told.has(name))) {
-        const mine = told.get(run.name);
+      for (const run of changed.filter(({ name }) => data.has(name))) {
+        const mine = data.get(run.name);
         const more = await ask("metrics", { run: run.name, mark: mine.mark }).catch(() => null);
         if (!more || more.mark === mine.mark) continue;
         if (more.fresh) mine.columns = more.columns;

@@ -7,9 +7,9 @@ import { cards } from "../rows.js";
 export const title = "Config";
 
 export async function render(root, run) {
-  const told = await ask("config", { run: run.name });
+  const data = await ask("config", { run: run.name });
   const state = { search: "", only: memory.get("only changed", false), raw: false };
-  const changed = told.rows.filter((row) => row.changed).length;
+  const changed = data.rows.filter((row) => row.changed).length;
   const search = h("input", {
     type: "search", placeholder: "Find a key  /", "aria-label": "Find a key", "aria-keyshortcuts": "/", data: { search: "" },
     on: { input: () => { state.search = search.value.toLowerCase(); draw(); } },
@@ -17,22 +17,22 @@ export async function render(root, run) {
   const only = h("input", { type: "checkbox", on: { change: () => { state.only = only.checked; memory.set("only changed", state.only); draw(); } } });
   only.checked = state.only;
   const raw = h("button", { type: "button", class: "quiet", "aria-pressed": "false", on: { click: () => { state.raw = !state.raw; draw(); } } }, "as file");
-  const copy = h("button", { type: "button", class: "quiet", on: { click: () => copyText(copy, told.text) } }, "copy");
+  const copy = h("button", { type: "button", class: "quiet", on: { click: () => copyText(copy, data.text) } }, "copy");
   const place = h("div");
   fill(root, h("div", { class: "stack" },
-    h("div", { class: "head" }, h("h1", {}, "Config"), h("span", { class: "soft" }, `${amount(changed, "key")} of ${told.rows.length} differ from the defaults`)),
-    told.problems.length ? h("div", { class: "notice warn" }, h("ul", {}, told.problems.map((problem) => h("li", {}, problem)))) : null,
+    h("div", { class: "head" }, h("h1", {}, "Config"), h("span", { class: "soft" }, `${amount(changed, "key")} of ${data.rows.length} differ from the defaults`)),
+    data.problems.length ? h("div", { class: "notice warn" }, h("ul", {}, data.problems.map((problem) => h("li", {}, problem)))) : null,
     h("div", { class: "controls" }, search, h("label", {}, only, "only what differs"), h("span", { class: "grow" }), raw, copy),
     place));
 
   function draw() {
     raw.setAttribute("aria-pressed", String(state.raw));
-    if (!told.rows.length && !told.text) {
+    if (!data.rows.length && !data.text) {
       fill(place, h("div", { class: "empty" }, h("h2", {}, "No run file"), h("p", {}, "config.toml is missing from the run's directory.")));
-    } else if (state.raw || !told.rows.length) {
-      fill(place, h("pre", { class: "raw", tabindex: 0 }, told.text));
+    } else if (state.raw || !data.rows.length) {
+      fill(place, h("pre", { class: "raw", tabindex: 0 }, data.text));
     } else {
-      const shown = told.rows.filter((row) => (!state.only || row.changed)
+      const shown = data.rows.filter((row) => (!state.only || row.changed)
         && [row.key, row.section, text(row.value), row.help].some((one) => one.toLowerCase().includes(state.search)));
       fill(place, shown.length ? table(shown) : h("div", { class: "empty" }, h("h2", {}, "No key matches")));
     }

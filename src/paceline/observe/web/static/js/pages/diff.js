@@ -54,17 +54,17 @@ export async function render(root, _, params) {
     const bar = h("progress", { max: 1, "aria-label": "Comparing" });
     fill(place, h("div", { class: "replay-job", role: "status" }, h("b", {}, "Comparing"), bar, said));
     try {
-      let told = await ask("diff", query);
-      while (told.state === "working") {
-        bar.value = told.total_steps ? told.steps / told.total_steps : 0;
-        say(said, `${amount(told.steps, "step")} of ${whole(told.total_steps)} and ${amount(told.rollouts, "rollout")} are the same so far`);
-        told = await ask("diff", { job: told.job });
+      let data = await ask("diff", query);
+      while (data.state === "working") {
+        bar.value = data.total_steps ? data.steps / data.total_steps : 0;
+        say(said, `${amount(data.steps, "step")} of ${whole(data.total_steps)} and ${amount(data.rollouts, "rollout")} are the same so far`);
+        data = await ask("diff", { job: data.job });
         if (gone || mine !== turn) return;
       }
       if (gone || mine !== turn) return;
-      if (told.state === "failed") throw new Error(told.failure);
-      fill(place, answer(told, [a, b], (wide) => { tolerance.value = wide; compare(); }));
-      announce(told.curves ? verdict(told.curves) : told.first ? `First difference: ${told.first.what}` : "No difference", true);
+      if (data.state === "failed") throw new Error(data.failure);
+      fill(place, answer(data, [a, b], (wide) => { tolerance.value = wide; compare(); }));
+      announce(data.curves ? verdict(data.curves) : data.first ? `First difference: ${data.first.what}` : "No difference", true);
     } catch (error) {
       if (!gone && mine === turn) fill(place, h("div", { class: "notice bad", role: "alert" }, h("h2", {}, "They cannot be compared"), h("p", {}, error.message)));
     }
@@ -76,16 +76,16 @@ export async function render(root, _, params) {
 }
 
 /** `again` compares bits with another tolerance. */
-function answer(told, names, again) {
+function answer(data, names, again) {
   return [
-    told.settings.length ? h("section", { class: "section", "aria-label": "Settings that differ" },
-      h("h2", {}, "Settings that differ", h("span", { class: "faint" }, amount(told.settings.length, "key"))), settings(told.settings, names))
+    data.settings.length ? h("section", { class: "section", "aria-label": "Settings that differ" },
+      h("h2", {}, "Settings that differ", h("span", { class: "faint" }, amount(data.settings.length, "key"))), settings(data.settings, names))
       : h("p", {}, "Their settings are the same, but for the name."),
-    told.expected.length ? h("div", { class: "notice warn" }, h("b", {}, "Not deterministic, so bit differences are expected: "), prose(told.expected.join("; ")), ".")
+    data.expected.length ? h("div", { class: "notice warn" }, h("b", {}, "Not deterministic, so bit differences are expected: "), prose(data.expected.join("; ")), ".")
       : h("p", { class: "soft" }, "Both are deterministic: they can be equal bit for bit."),
-    told.curves ? curves(told.curves, names) : told.first ? difference(told, names, again) : h("div", { class: "notice" }, h("h2", {}, "No difference"),
-      h("p", {}, `The same in all that was recorded: ${amount(told.steps, "step")} and ${amount(told.rollouts, "rollout")}.`)),
-    told.remarks.length ? h("div", { class: "notice warn" }, h("h2", {}, "The comparison is not complete"), h("ul", {}, told.remarks.map((remark) => h("li", {}, remark)))) : null];
+    data.curves ? curves(data.curves, names) : data.first ? difference(data, names, again) : h("div", { class: "notice" }, h("h2", {}, "No difference"),
+      h("p", {}, `The same in all that was recorded: ${amount(data.steps, "step")} and ${amount(data.rollouts, "rollout")}.`)),
+    data.remarks.length ? h("div", { class: "notice warn" }, h("h2", {}, "The comparison is not complete"), h("ul", {}, data.remarks.map((remark) => h("li", {}, remark)))) : null];
 }
 
 function verdict(all) {
@@ -123,15 +123,15 @@ function settings(rows, names) {
     h("tbody", {}, rows.map(({ key, one, other }) => h("tr", {}, h("th", { scope: "row", class: "mono" }, key), h("td", { class: "mono" }, text(one)), h("td", { class: "mono" }, text(other))))))));
 }
 
-function difference(told, names, again) {
-  const { first, same } = told;
+function difference(data, names, again) {
+  const { first, same } = data;
   return h("section", { class: "section", "aria-label": "First difference" },
     h("h2", {}, "First difference: ", prose(first.what)),
     h("p", {}, h("b", {}, first.where), `, after ${amount(same.steps, "whole step")} and ${amount(same.rollouts, "rollout")} ${same.said ? "in which all that was said is the same" : "that are the same"}.`),
-    h("p", { class: "meaning" }, prose(told.meaning), told.evaluation ? ` ${first.step ? "It was played to evaluate: the step's training and its loss were compared before it, and are the same." : "It was played to evaluate the model before any training."}` : null),
+    h("p", { class: "meaning" }, prose(data.meaning), data.evaluation ? ` ${first.step ? "It was played to evaluate: the step's training and its loss were compared before it, and are the same." : "It was played to evaluate the model before any training."}` : null),
     distance(first, again),
-    h("div", { class: "difference-sides" }, told.sides.map((side, at) => oneSide(side, names[at], first))),
-    told.chain.length ? [h("h3", {}, "What was compared, in this order"), h("ol", { class: "difference-chain" }, told.chain.map(({ what, state }) =>
+    h("div", { class: "difference-sides" }, data.sides.map((side, at) => oneSide(side, names[at], first))),
+    data.chain.length ? [h("h3", {}, "What was compared, in this order"), h("ol", { class: "difference-chain" }, data.chain.map(({ what, state }) =>
       h("li", { class: state }, what, " ", h("span", { class: "state" }, STATES[state]))))] : null);
 }
 

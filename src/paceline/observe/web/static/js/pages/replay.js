@@ -10,25 +10,25 @@ import { toRun } from "../router.js";
 export const title = "Replay";
 
 export async function render(root, run, params) {
-  let told = await ask("replay", { run: run.name });
+  let data = await ask("replay", { run: run.name });
   let gone = false;
   let working = false;
   let component = "";
   const head = h("div", { class: "head" }, h("h1", {}, "Replay a step"));
-  if (told.refusal || !told.steps.length) {
-    fill(root, h("div", { class: "stack" }, head, h("div", { class: "empty" }, told.refusal
-      ? [h("h2", {}, "This run is not replayed from a page"), h("p", {}, told.refusal), h("code", {}, `paceline replay ${told.path} STEP`)]
+  if (data.refusal || !data.steps.length) {
+    fill(root, h("div", { class: "stack" }, head, h("div", { class: "empty" }, data.refusal
+      ? [h("h2", {}, "This run is not replayed from a page"), h("p", {}, data.refusal), h("code", {}, `paceline replay ${data.path} STEP`)]
       : [h("h2", {}, "Nothing to replay"), h("p", {}, "No step's samples were kept. A run keeps them with record.all (the default), once a step is done.")])));
     return null;
   }
   const asked = Number(params.get("step"));
-  const input = h("input", { type: "number", min: told.steps[0], max: told.steps.at(-1), required: true, "aria-describedby": "replay-weights", on: { input: () => hint() } });
-  input.value = params.has("step") ? asked : told.steps.at(-1);
+  const input = h("input", { type: "number", min: data.steps[0], max: data.steps.at(-1), required: true, "aria-describedby": "replay-weights", on: { input: () => hint() } });
+  input.value = params.has("step") ? asked : data.steps.at(-1);
   const weights = h("p", { id: "replay-weights", class: "soft" });
   const go = h("button", { type: "submit", class: "strong" }, "Replay");
   const panel = h("div", { class: "replay-job", hidden: true });
   const place = h("div", { class: "stack" });
-  const form = settingsForm(told.settings, (changes) => compute(changes));
+  const form = settingsForm(data.settings, (changes) => compute(changes));
   const others = h("details", { class: "section" }, h("summary", {}, "What would it have been with other settings?"),
     h("p", { class: "soft" }, "The same samples and the same weights, with another loss. Nothing of the run is changed."), form.element);
   fill(root, h("div", { class: "stack" }, head,
@@ -40,16 +40,16 @@ export async function render(root, run, params) {
   const step = () => Number(input.value);
 
   function hint() {
-    const kept = told.steps.includes(step());
-    const before = told.checkpoints.filter((one) => one < step()).at(-1);
+    const kept = data.steps.includes(step());
+    const before = data.checkpoints.filter((one) => one < step()).at(-1);
     go.disabled = working || !kept;
     others.inert = working || !kept;
-    say(weights, !kept ? `The samples of this step are not kept; those of ${told.steps[0]} to ${told.steps.at(-1)} are, as far as they trained.`
+    say(weights, !kept ? `The samples of this step are not kept; those of ${data.steps[0]} to ${data.steps.at(-1)} are, as far as they trained.`
       : before === undefined ? (step() === 1 ? "It begins with the untrained model." : "No checkpoint from before it is kept: the untrained model stands in, and the figures will differ.")
         : before === step() - 1 ? `Its own weights are kept (checkpoint ${before}).` : `The newest checkpoint from before it is of step ${before}: the figures will differ.`);
   }
 
-  const known = (changes) => told.results.find((one) => one.step === step() && same(one.changes, changes));
+  const known = (changes) => data.results.find((one) => one.step === step() && same(one.changes, changes));
 
   async function compute(changes) {
     if (working) return;
@@ -87,7 +87,7 @@ export async function render(root, run, params) {
     panel.hidden = true;
     if (end.state === "failed") trouble(end.failure);
     if (end.state === "cancelled") fill(place, h("p", { class: "notice" }, "Cancelled. Nothing was kept of it."));
-    told = { ...told, ...await ask("replay", { run: run.name }) };
+    data = { ...data, ...await ask("replay", { run: run.name }) };
     return end.state === "done";
   }
 
@@ -119,11 +119,11 @@ export async function render(root, run, params) {
     others.open = true;
     form.put(wanted);
   }
-  if (told.job?.state === "working") {
+  if (data.job?.state === "working") {
     working = true;
-    input.value = told.job.step;
+    input.value = data.job.step;
     hint();
-    through(told.job, `step ${told.job.step}`).then((done) => done && show({})).catch((error) => trouble(error.message))
+    through(data.job, `step ${data.job.step}`).then((done) => done && show({})).catch((error) => trouble(error.message))
       .finally(() => { working = false; if (!gone) hint(); });
   } else await show(wanted);
   return () => (gone = true);

@@ -23,8 +23,8 @@ const COLUMNS = [
 ];
 
 export async function render(root, _, params) {
-  const told = await ask("runs");
-  const runs = new Map(told.runs.map((run) => [run.name, run]));
+  const data = await ask("runs");
+  const runs = new Map(data.runs.map((run) => [run.name, run]));
   const sort = params.get("sort") ?? "-seen";
   const isColumn = COLUMNS.some(([key, , value]) => value && key === sort.replace("-", ""));
   const state = { search: params.get("search") ?? "", sort: isColumn ? sort.replace("-", "") : "seen", down: !isColumn || sort.startsWith("-") };
@@ -45,7 +45,7 @@ export async function render(root, _, params) {
     body));
   const empty = h("div");
   fill(root,
-    h("div", { class: "head" }, h("h1", {}, "Runs"), h("span", { class: "faint mono" }, told.folder)),
+    h("div", { class: "head" }, h("h1", {}, "Runs"), h("span", { class: "faint mono" }, data.folder)),
     h("div", { class: "stack" },
       h("div", { class: "row" }, search, counted, h("span", { class: "grow" }), clear, part, compare),
       list, empty));
@@ -120,7 +120,7 @@ export async function render(root, _, params) {
     list.hidden = !shown.length;
     search.hidden = !runs.size;
     compare.hidden = runs.size < 2;
-    fill(empty, runs.size === 0 ? noRuns(told.folder) : shown.length === 0 ? noMatch(() => look("")) : null);
+    fill(empty, runs.size === 0 ? noRuns(data.folder) : shown.length === 0 ? noMatch(() => look("")) : null);
     for (const canvas of body.querySelectorAll("canvas")) spark(canvas, runs.get(canvas.dataset.run).spark);
     refocus();
   }

@@ -18,9 +18,9 @@ async function one(root, run, number) {
   const state = h("span", {});
   let size = run.files["tickets.jsonl"];
   const draw = async () => {
-    const told = await ask("ticket", { run: run.name, ticket: number });
-    fill(state, pill(told.state));
-    fill(place, life(run, told));
+    const data = await ask("ticket", { run: run.name, ticket: number });
+    fill(state, pill(data.state));
+    fill(place, life(run, data));
   };
   await draw();
   const back = /^\d+$/.test(number) && Number(number) > 0 ? h("a", { href: toRun(run.name, "tickets", { ticket: Number(number) - 1 }) }, "← the one before") : null;
@@ -55,18 +55,18 @@ async function many(root, run, params) {
 
   let drawn = "";
   async function draw() {
-    const told = await ask("tickets", { run: run.name, ...state, offset, limit: PAGE });
-    sum.textContent = `${whole(told.total)} ${Object.values(state).some(Boolean) ? "match" : "drawn"}`;
-    const kinds = JSON.stringify([told.states, told.reasons, told.envs]);
-    if (kinds !== drawn) fill(filters, ...choices(told, state, go), finder(run));
+    const data = await ask("tickets", { run: run.name, ...state, offset, limit: PAGE });
+    sum.textContent = `${whole(data.total)} ${Object.values(state).some(Boolean) ? "match" : "drawn"}`;
+    const kinds = JSON.stringify([data.states, data.reasons, data.envs]);
+    if (kinds !== drawn) fill(filters, ...choices(data, state, go), finder(run));
     drawn = kinds;
     const restore = remember();
-    patchRows(body, told.rows.map((ticket) => row(run, ticket)));
+    patchRows(body, data.rows.map((ticket) => row(run, ticket)));
     restore();
-    table.hidden = !told.rows.length;
-    fill(nothing, told.rows.length ? null : empty(state, go));
-    fill(pager, pages(told.total, offset, go));
-    fill(problems, told.problems.length ? h("div", { class: "notice warn" }, h("ul", {}, told.problems.map((problem) => h("li", {}, problem)))) : null);
+    table.hidden = !data.rows.length;
+    fill(nothing, data.rows.length ? null : empty(state, go));
+    fill(pager, pages(data.total, offset, go));
+    fill(problems, data.problems.length ? h("div", { class: "notice warn" }, h("ul", {}, data.problems.map((problem) => h("li", {}, problem)))) : null);
   }
 
   fill(root, h("div", { class: "stack tickets" },
@@ -96,16 +96,16 @@ function row(run, ticket) {
     h("td", { class: "soft", title: reason ?? null }, why || "–")), COLUMNS);
 }
 
-function choices(told, state, go) {
+function choices(data, state, go) {
   const select = (name, label, options) => h("label", {}, label, h("select", { on: { change: (event) => go({ [name]: event.target.value }) } },
     h("option", { value: "" }, "all"),
     options.map(([value, words]) => h("option", { value, selected: state[name] === value }, words))));
   const counted = (table) => Object.entries(table).map(([name, value]) => [name, `${name} (${count(value)})`]);
-  const known = state.reason && !(state.reason in told.reasons) ? { [state.reason]: 0 } : {};
+  const known = state.reason && !(state.reason in data.reasons) ? { [state.reason]: 0 } : {};
   return [
-    select("state", "State", counted(told.states)),
-    select("reason", "Dropped because", counted({ ...told.reasons, ...known })),
-    told.envs.length > 1 || state.env ? select("env", "Environment", told.envs.map((name) => [name, name])) : null,
+    select("state", "State", counted(data.states)),
+    select("reason", "Dropped because", counted({ ...data.reasons, ...known })),
+    data.envs.length > 1 || state.env ? select("env", "Environment", data.envs.map((name) => [name, name])) : null,
     h("span", { class: "grow" })];
 }
 
@@ -137,12 +137,12 @@ function pill(state) {
   return state ? h("span", { class: `pill ${kind}` }, state) : null;
 }
 
-function life(run, told) {
+function life(run, data) {
   return [
-    h("ol", { class: "ticket-life", "aria-label": `The life of ticket ${told.number}` }, told.stages.map((stage) => stageOf(run, stage))),
-    told.rollouts.length ? group(run, told) : null,
-    told.kept ? null : h("p", { class: "faint" }, "This run keeps a few readable rollouts alone (record.all = false)."),
-    journal(told.journal),
+    h("ol", { class: "ticket-life", "aria-label": `The life of ticket ${data.number}` }, data.stages.map((stage) => stageOf(run, stage))),
+    data.rollouts.length ? group(run, data) : null,
+    data.kept ? null : h("p", { class: "faint" }, "This run keeps a few readable rollouts alone (record.all = false)."),
+    journal(data.journal),
   ];
 }
 
@@ -160,8 +160,8 @@ function stageOf(run, stage) {
         link("rollouts", { step_from: stage.step, step_to: stage.step }, `All rollouts of step ${stage.step}`)] : null));
 }
 
-function group(run, told) {
-  const rows = told.rollouts.map((row) => h("tr", {},
+function group(run, data) {
+  const rows = data.rollouts.map((row) => h("tr", {},
     h("th", { scope: "row" }, row.member),
     h("td", {}, row.actor),
     h("td", { class: "right" }, number(row.reward)),
@@ -172,7 +172,7 @@ function group(run, told) {
     h("td", { class: row.error ? "bad" : null }, row.error ? `failed: ${row.error}` : row.state),
     h("td", {}, h("a", { href: toRun(run.name, "rollouts", { id: row.index }), "aria-label": `Conversation of member ${row.member}` }, "conversation"), " · ",
       h("a", { href: toRun(run.name, "tokens", { id: row.index }), "aria-label": `Tokens of member ${row.member}` }, "tokens"))));
-  const left = told.rollouts_total - told.rollouts.length;
+  const left = data.rollouts_total - data.rollouts.length;
   return h("section", { class: "section" }, h("h2", {}, "Its group", left ? h("span", { class: "faint" }, `${left} more are not listed`) : null),
     h("div", { class: "scroll" }, cards(h("table", { class: "list" },
       h("caption", { class: "unseen" }, "Rollouts of this ticket"),

@@ -11,20 +11,20 @@ export const title = "Tokens";
 
 export async function render(root, run, params) {
   const asked = Object.fromEntries(["id", "sample", "turn"].map((name) => [name, params.get(name) || null]));
-  const told = await ask("tokens", { run: run.name, ...asked });
-  if (told.nothing) {
-    fill(root, h("div", { class: "stack" }, told.rollout ? head(run, told, params.get("stream")) : h("h1", {}, "Tokens"),
-      h("div", { class: "empty" }, h("h2", {}, "No tokens here"), h("p", {}, told.nothing))));
+  const data = await ask("tokens", { run: run.name, ...asked });
+  if (data.nothing) {
+    fill(root, h("div", { class: "stack" }, data.rollout ? head(run, data, params.get("stream")) : h("h1", {}, "Tokens"),
+      h("div", { class: "empty" }, h("h2", {}, "No tokens here"), h("p", {}, data.nothing))));
     return undefined;
   }
-  const again = await replayed(run, told);
-  const all = streams(told, again);
+  const again = await replayed(run, data);
+  const all = streams(data, again);
   const usable = all.filter((stream) => stream.values);
   // What was asked for stays asked for on the way to other rollouts, also where this one does not have it.
   let wanted = params.get("stream") ?? memory.get("token stream", usable[0].key);
   let stream = usable[0];
-  const card = new Card(run, told, again, usable);
-  const strip = new Strip(told, again, (at, really) => (really ? go(at, "") : card.show(at ?? strip.chosen)));
+  const card = new Card(run, data, again, usable);
+  const strip = new Strip(data, again, (at, really) => (really ? go(at, "") : card.show(at ?? strip.chosen)));
   const legend = h("div", { class: "token-legend" });
   const above = h("div");
   const chooser = h("div");
@@ -39,8 +39,8 @@ export async function render(root, run, params) {
     strip.paint(stream);
     fill(legend, scale(stream), h("span", { class: "soft" }, stream.meaning),
       stream.key === key ? null : h("b", {}, `Not known here: ${all.find((one) => one.key === key)?.label ?? key}`));
-    fill(above, head(run, told, key));
-    fill(chooser, sequences(run, told, key));
+    fill(above, head(run, data, key));
+    fill(chooser, sequences(run, data, key));
     remember();
   }
   function go(at, scroll = "nearest") {
@@ -50,19 +50,19 @@ export async function render(root, run, params) {
   }
   /** The address says what is looked at, so that a link to it can be shared. */
   function remember() {
-    const kind = told.samples || told.turns > 1 ? { [told.kind]: told.number } : {};
+    const kind = data.samples || data.turns > 1 ? { [data.kind]: data.number } : {};
     const at = strip.chosen === null ? {} : { at: strip.chosen };
-    history.replaceState(null, "", toRun(run.name, "tokens", { id: told.rollout.index, ...kind, stream: wanted, ...at }));
+    history.replaceState(null, "", toRun(run.name, "tokens", { id: data.rollout.index, ...kind, stream: wanted, ...at }));
   }
 
   fill(root, h("div", { class: "stack" },
-    above, notices(told),
+    above, notices(data),
     h("div", { class: "controls" }, h("label", {}, "Colour by", choice), legend, h("span", { class: "grow" }), chooser),
-    h("div", { class: "token-inspector" }, h("div", { class: "token-main" }, lines(told, again), strip.element, help(run, told, all)), card.element)));
+    h("div", { class: "token-inspector" }, h("div", { class: "token-main" }, lines(data, again), strip.element, help(run, data, all)), card.element)));
   walk(strip, () => stream, go);
   show(wanted);
   card.show(null);
-  const at = place(told, params);
+  const at = place(data, params);
   if (at !== null) {
     go(at, "center");
     strip.element.focus({ preventScroll: true });
@@ -75,18 +75,18 @@ export async function render(root, run, params) {
 }
 
 /** Which token the address names: by its place (`at`), or among those the policy sampled (`said`). */
-function place(told, params) {
+function place(data, params) {
   const [at, said] = ["at", "said"].map((name) => (/^\d+$/.test(params.get(name) ?? "") ? Number(params.get(name)) : null));
   if (said !== null) {
-    const sampled = told.ids.map((_, index) => index).filter((index) => told.streams.loss_mask[index]);
+    const sampled = data.ids.map((_, index) => index).filter((index) => data.streams.loss_mask[index]);
     return sampled[said] ?? null;
   }
-  return at !== null && at < told.ids.length ? at : null;
+  return at !== null && at < data.ids.length ? at : null;
 }
 
 /** What is shown, and the ways from here, on which the stream stays chosen. */
-function head(run, told, key) {
-  const { rollout, mates } = told;
+function head(run, data, key) {
+  const { rollout, mates } = data;
   const stream = key ? { stream: key } : {};
   const to = (page, params, words) => h("a", { href: toRun(run.name, page, params) }, words);
   const facts = [`step ${rollout.step}`, rollout.env, rollout.actor !== "policy" ? rollout.actor : "", `member ${rollout.member}`,
@@ -97,7 +97,7 @@ function head(run, told, key) {
     h("nav", { class: "row token-links", "aria-label": "This rollout elsewhere" },
       to("rollouts", { id: rollout.index, ...stream }, "Conversation"),
       rollout.domain === "training" && to("tickets", { ticket: rollout.ticket }, `Ticket ${rollout.ticket}`),
-      told.trains && to("replay", { step: rollout.step }, `Replay step ${rollout.step}`),
+      data.trains && to("replay", { step: rollout.step }, `Replay step ${rollout.step}`),
       mates.length > 1 && h("span", { class: "token-mates" }, h("span", { class: "soft" }, "Group, by reward:"), mates.map((mate) =>
         h("a", { href: toRun(run.name, "tokens", { id: mate.index, ...stream }), "aria-current": mate.index === rollout.index ? "true" : null,
           title: `rollout ${mate.index}, member ${mate.member}${mate.error ? `, failed: ${mate.error}` : ""}` }, mate.error ? "failed" : number(mate.reward))))));
@@ -108,23 +108,23 @@ function versions({ version_min: low, version_max: high }) {
   return low === high ? `version ${low}` : `versions ${low} to ${high}`;
 }
 
-function notices(told) {
-  const { rollout } = told;
+function notices(data) {
+  const { rollout } = data;
   return [
-    told.trains ? null : h("div", { class: "notice warn" }, h("p", {}, rollout.fate), rollout.error_text ? h("pre", {}, rollout.error_text) : null),
-    told.texts ? null : h("div", { class: "notice" }, h("p", {}, told.tokenizer)),
+    data.trains ? null : h("div", { class: "notice warn" }, h("p", {}, rollout.fate), rollout.error_text ? h("pre", {}, rollout.error_text) : null),
+    data.texts ? null : h("div", { class: "notice" }, h("p", {}, data.tokenizer)),
   ];
 }
 
 /** Which of several samples or turns is shown. */
-function sequences(run, told, stream) {
-  const kinds = [["sample", told.samples], ["turn", told.turns]];
-  if (told.samples < 2 && told.turns < 2) return null;
+function sequences(run, data, stream) {
+  const kinds = [["sample", data.samples], ["turn", data.turns]];
+  if (data.samples < 2 && data.turns < 2) return null;
   const choice = h("select", { "aria-label": "Sequence", on: { change: () => {
     const [kind, which] = choice.value.split(" ");
-    location.hash = toRun(run.name, "tokens", { id: told.rollout.index, [kind]: which, stream });
+    location.hash = toRun(run.name, "tokens", { id: data.rollout.index, [kind]: which, stream });
   } } }, kinds.flatMap(([kind, many]) => Array.from({ length: many }, (_, which) =>
-    h("option", { value: `${kind} ${which}`, selected: kind === told.kind && which === told.number }, `${kind} ${which + 1} of ${many}`))));
+    h("option", { value: `${kind} ${which}`, selected: kind === data.kind && which === data.number }, `${kind} ${which + 1} of ${many}`))));
   return h("label", {}, "Sequence", choice);
 }
 
@@ -136,33 +136,33 @@ function finder(run, stream) {
   } } }, field);
 }
 
-function help(run, told, all) {
-  const changes = versionsBefore(told).size;
+function help(run, data, all) {
+  const changes = versionsBefore(data).size;
   const missing = all.filter((stream) => stream.missing);
   return h("div", { class: "token-help faint", id: "token-keys" },
     h("p", { class: "keys" }, KEYS.map(([key, words]) => h("span", {}, h("kbd", {}, key), ` ${words}`))),
     changes ? h("p", {}, `New weights came ${changes === 1 ? "once" : `${changes} times`} while this was sampled; a mark shows both versions.`) : null,
     missing.length ? h("p", {}, `${missing.map((stream) => stream.missing).join(". ")}. `,
-      told.trains ? [h("a", { href: toRun(run.name, "replay", { step: told.rollout.step }) }, `Replaying step ${told.rollout.step}`), " computes what was clipped, and by which rule."] : null) : null,
-    told.texts ? h("p", {}, "Text by ", h("code", {}, told.tokenizer)) : null);
+      data.trains ? [h("a", { href: toRun(run.name, "replay", { step: data.rollout.step }) }, `Replaying step ${data.rollout.step}`), " computes what was clipped, and by which rule."] : null) : null,
+    data.texts ? h("p", {}, "Text by ", h("code", {}, data.tokenizer)) : null);
 }
 
 /**
  * The ratio, the trainer's log probability, the entropy and the share of the loss of each token, as streams; the rules
  * that held tokens back, by place; and whether the weights were those of the step. Null where there is no replay of it.
  */
-async function replayed(run, told) {
-  if (!told.trains || told.place === null || told.place === undefined) return null;
+async function replayed(run, data) {
+  if (!data.trains || data.place === null || data.place === undefined) return null;
   const { results } = await ask("replay", { run: run.name });
-  const mine = results.findLast(({ step, changes }) => step === told.rollout.step && !Object.keys(changes).length);
+  const mine = results.findLast(({ step, changes }) => step === data.rollout.step && !Object.keys(changes).length);
   if (!mine) return null;
   const [{ sample }, { result }] = await Promise.all([
-    ask("replay/sample", { run: run.name, of: mine.key, sample: told.place }), ask("replay/result", { run: run.name, of: mine.key })]);
+    ask("replay/sample", { run: run.name, of: mine.key, sample: data.place }), ask("replay/result", { run: run.name, of: mine.key })]);
   // A run that went back has other samples under the same step.
-  if (!sample?.trained || !result || sample.ids.some((id, at) => id !== told.ids[at])) return null;
+  if (!sample?.trained || !result || sample.ids.some((id, at) => id !== data.ids[at])) return null;
   const { places, share, held_back: held, skipped } = sample.trained;
   const column = (values) => {
-    const spread = new Array(told.ids.length).fill(null);
+    const spread = new Array(data.ids.length).fill(null);
     places.forEach((place, at) => (spread[place] = values[at]));
     return spread;
   };

@@ -6,22 +6,22 @@ const KEPT = 40;
 const CHUNK = 2000;
 
 /** `largest` is the share that has the full colour. `at` is the trained token to begin with. */
-export function strip(told, component, largest, at = null) {
-  const trained = told.trained;
+export function strip(data, component, largest, at = null) {
+  const trained = data.trained;
   const card = h("div", { class: "bit-card", "aria-live": "polite" });
   if (!trained) return h("p", { class: "soft" }, "No token of this sample trains.");
   const line = h("div", { class: "bits", role: "group", "aria-label": "Tokens of the sample; arrow keys walk through those that train" });
   const numbers = new Map(trained.places.map((place, token) => [place, token]));
   const rules = rulesByToken(trained);
-  const others = told.other ? rulesByToken(told.other) : new Map();
+  const others = data.other ? rulesByToken(data.other) : new Map();
   const mine = sumShares(trained, component);
-  const theirs = told.other ? sumShares(told.other, component) : null;
+  const theirs = data.other ? sumShares(data.other, component) : null;
   const chips = [];
-  let rest = pieces(told, numbers);
+  let rest = pieces(data, numbers);
 
   function chip(place) {
     const token = numbers.get(place);
-    const text = visible(told.text?.[place], told.ids[place]);
+    const text = visible(data.text?.[place], data.ids[place]);
     if (token === undefined) return h("span", { class: "bit bit-dim" }, text);
     const value = theirs ? theirs[token] - mine[token] : mine[token];
     const held = rules.has(token) || others.has(token) || trained.skipped;
@@ -29,7 +29,7 @@ export function strip(told, component, largest, at = null) {
     const made = h("button", {
       type: "button", tabindex: -1, class: `bit ${value > 0 ? "pull-up" : value < 0 ? "pull-down" : ""} ${held ? "pull-held" : ""}`,
       vars: { "--amount": `${Math.round(100 * Math.sqrt(amount))}%` }, data: { token },
-      "aria-label": `${told.text?.[place] ?? told.ids[place]}, ${theirs ? "difference" : "share"} ${share(value)}${held ? ", held back" : ""}`,
+      "aria-label": `${data.text?.[place] ?? data.ids[place]}, ${theirs ? "difference" : "share"} ${share(value)}${held ? ", held back" : ""}`,
       on: { focus: () => select(token), click: () => made.focus() },
     }, text);
     chips[token] = made;
@@ -49,7 +49,7 @@ export function strip(told, component, largest, at = null) {
   function select(token) {
     for (const one of line.querySelectorAll("button.bit[tabindex='0']")) one.tabIndex = -1;
     chips[token].tabIndex = 0;
-    fill(card, tokenCard(told, token, rules, others));
+    fill(card, tokenCard(data, token, rules, others));
   }
 
   line.addEventListener("keydown", (event) => {
@@ -69,8 +69,8 @@ export function strip(told, component, largest, at = null) {
   return h("div", { class: "sample-body" }, line, card);
 }
 
-/** Places to show; long stretches that do not train are told by their length. */
-function pieces(told, numbers) {
+/** Places to show; long stretches that do not train are shown as their length. */
+function pieces(data, numbers) {
   const out = [];
   let quiet = [];
   const settle = (end) => {
@@ -79,7 +79,7 @@ function pieces(told, numbers) {
     else out.push(...quiet);
     quiet = [];
   };
-  told.ids.forEach((_, place) => {
+  data.ids.forEach((_, place) => {
     if (!numbers.has(place)) return quiet.push(place);
     settle(false);
     out.push(place);
@@ -99,14 +99,14 @@ function rulesByToken(trained) {
   return rules;
 }
 
-function tokenCard(told, token, rules, others) {
-  const { trained, other } = told;
+function tokenCard(data, token, rules, others) {
+  const { trained, other } = data;
   const place = trained.places[token];
   const row = (name, one, two, note = "", write = figure) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, write(one)),
     other ? h("td", {}, write(two)) : null, h("td", { class: "soft" }, note));
   const components = [...new Set([...Object.keys(trained.share), ...Object.keys(other?.share ?? {})])];
   return [
-    h("p", {}, "Token ", h("b", { class: "mono" }, visible(told.text?.[place], told.ids[place])), ` (id ${told.ids[place]}), place ${place} of the sample`),
+    h("p", {}, "Token ", h("b", { class: "mono" }, visible(data.text?.[place], data.ids[place])), ` (id ${data.ids[place]}), place ${place} of the sample`),
     h("table", { class: "bit-figures" },
       h("thead", {}, h("tr", {}, h("td", {}), h("th", { scope: "col" }, other ? "as it was set" : ""), other ? h("th", { scope: "col" }, "with the change") : null, h("td", {}))),
       h("tbody", {},

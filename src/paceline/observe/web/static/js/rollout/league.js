@@ -10,11 +10,11 @@ export async function render(root, run) {
     h("a", { href: toList(run, {}) }, "All rollouts")), place);
   let before = "";
   const draw = async () => {
-    const told = await ask("rollouts/league", { run: run.name });
-    const now = JSON.stringify(told);
+    const data = await ask("rollouts/league", { run: run.name });
+    const now = JSON.stringify(data);
     if (now === before) return;
     before = now;
-    fill(place, content(told));
+    fill(place, content(data));
   };
   await draw();
   let again = 0;

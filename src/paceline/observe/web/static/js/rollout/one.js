@@ -12,25 +12,25 @@ export async function render(root, run, params) {
   const query = queryOf(params);
   const id = Number(params.get("id"));
   const view = params.get("view");
-  const told = await ask("rollouts/one", { run: run.name, id, ...query });
-  const { row, beside } = told;
+  const data = await ask("rollouts/one", { run: run.name, id, ...query });
+  const { row, beside } = data;
   const place = h("div");
   fill(root, h("div", { class: "stack" },
     h("div", {},
       h("div", { class: "head" }, h("h1", {}, `Rollout ${whole(row.index)}`), stateMark(row.state),
-        h("span", { class: "soft" }, [row.env, row.actor !== "policy" ? row.actor : "", row.kind, `step ${whole(row.step)}`, `reward ${number(told.reward)}`].filter(Boolean).join(" · ")),
+        h("span", { class: "soft" }, [row.env, row.actor !== "policy" ? row.actor : "", row.kind, `step ${whole(row.step)}`, `reward ${number(data.reward)}`].filter(Boolean).join(" · ")),
         h("span", { class: "grow" }), neighbours(run, beside, query, view)),
-      views(run, told, query, view)),
+      views(run, data, query, view)),
     place));
   if (view === "group") fill(place, await group.content(run, row, query));
   else if (view === "episode") fill(place, await episode.content(run, row, query));
   else {
     fill(place, h("div", { class: "rollout" },
-      h("div", { class: "talks" }, row.whole ? conversations(told.talks, query.shown === "raw") : h("div", { class: "empty" }, h("h2", {}, "No conversation recorded"),
+      h("div", { class: "talks" }, row.whole ? conversations(data.talks, query.shown === "raw") : h("div", { class: "empty" }, h("h2", {}, "No conversation recorded"),
         h("p", {}, "The record fell behind the run at this point and kept this rollout's figures alone."))),
-      h("aside", { "aria-label": "Details" }, details(run, told, query))));
+      h("aside", { "aria-label": "Details" }, details(run, data, query))));
   }
-  announce(`Rollout ${whole(row.index)}, reward ${number(told.reward)}`, true);
+  announce(`Rollout ${whole(row.index)}, reward ${number(data.reward)}`, true);
   return keys(run, beside, query, view);
 }
 
@@ -57,20 +57,20 @@ function views(run, { row, tries, seats, kept, talks }, query, view) {
     !view && isRendered(talks.shown.flatMap(({ messages }) => messages)) && otherText(run, row, query, view));
 }
 
-function details(run, told, query) {
-  const { row, metrics, verdicts, error, parent, tries } = told;
+function details(run, data, query) {
+  const { row, metrics, verdicts, error, parent, tries } = data;
   const outcome = [
-    ["Expected answer", told.target], ["Reward", number(told.reward)], ["Mean of its group", tries > 1 ? `${number(told.mean_reward)}, ${amount(tries, "rollout")}` : ""],
+    ["Expected answer", data.target], ["Reward", number(data.reward)], ["Mean of its group", tries > 1 ? `${number(data.mean_reward)}, ${amount(tries, "rollout")}` : ""],
     ["Advantage", number(row.advantage), "mean over the tokens that train"], ["State", stateMeaning(row.state) || row.state],
     ["Finish", FINISH[row.finish] ?? row.finish],
   ];
-  const rest = told.seconds - told.turn_seconds;
+  const rest = data.seconds - data.turn_seconds;
   const sum = (spans) => `${seconds(spans.reduce((all, [, took]) => all + took, 0))} in ${amount(spans.length, "call")}`;
-  const waited = Object.entries(told.lanes).filter(([lane]) => lane !== "engine").map(([lane, spans]) => [laneName(lane), sum(spans), LANES[lane]?.[1]]);
+  const waited = Object.entries(data.lanes).filter(([lane]) => lane !== "engine").map(([lane, spans]) => [laneName(lane), sum(spans), LANES[lane]?.[1]]);
   const took = [
-    ["Episode", told.seconds ? seconds(told.seconds) : "", "from its start until its reward was known"],
-    ["Sampling", told.turn_seconds ? `${seconds(told.turn_seconds)} in ${amount(row.turns, "turn")}` : "", "the calls of the engine, queueing included"],
-    ["Environment", told.turn_seconds && rest > 0 ? seconds(rest) : "", "the rest: tools, scoring, judges, waiting"],
+    ["Episode", data.seconds ? seconds(data.seconds) : "", "from its start until its reward was known"],
+    ["Sampling", data.turn_seconds ? `${seconds(data.turn_seconds)} in ${amount(row.turns, "turn")}` : "", "the calls of the engine, queueing included"],
+    ["Environment", data.turn_seconds && rest > 0 ? seconds(rest) : "", "the rest: tools, scoring, judges, waiting"],
     ...waited,
   ];
   const known = [
@@ -83,9 +83,9 @@ function details(run, told, query) {
     error !== null && h("div", { class: "notice bad" }, h("h2", {}, "Error"), h("pre", {}, error)),
     facts("Outcome", outcome),
     verdicts.length ? h("section", { "aria-label": "Parts of the reward" }, h("h2", {}, "Parts of the reward"), verdicts.map(verdict),
-      verdicts.some(({ judge }) => judge === "task") ? h("p", { class: "soft" }, `${verdicts.map(product).join(" + ")} = ${number(told.reward)}`) : null) : null,
+      verdicts.some(({ judge }) => judge === "task") ? h("p", { class: "soft" }, `${verdicts.map(product).join(" + ")} = ${number(data.reward)}`) : null) : null,
     facts(verdicts.length ? "Metrics" : "Why this reward", found, "mono"),
-    facts("Durations", took, null, lanes(told)),
+    facts("Durations", took, null, lanes(data)),
     facts("Details", known),
     h("p", {}, h("a", { href: toList(run, { ...query, ticket: row.ticket, env: row.env }) }, "All rollouts of this ticket")),
   ];

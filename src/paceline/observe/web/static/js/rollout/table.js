@@ -16,7 +16,7 @@ const COLUMNS = [
 ];
 
 export async function render(root, run, params) {
-  const state = { query: queryOf(params), page: pageOf(params), told: null, asking: null };
+  const state = { query: queryOf(params), page: pageOf(params), data: null, asking: null };
   const filters = new Filters(state.query, (query) => go(query, 1));
   const counted = h("span", { class: "soft", role: "status" });
   const news = h("button", { type: "button", class: "news", hidden: true, on: { click: () => go(state.query, 1) } });
@@ -54,11 +54,11 @@ export async function render(root, run, params) {
     state.asking?.abort();
     const asking = (state.asking = new AbortController());
     root.setAttribute("aria-busy", "true");
-    const told = await ask("rollouts", { run: run.name, ...state.query, offset: (state.page - 1) * PAGE, limit: PAGE }, asking.signal);
+    const data = await ask("rollouts", { run: run.name, ...state.query, offset: (state.page - 1) * PAGE, limit: PAGE }, asking.signal);
     root.removeAttribute("aria-busy");
-    state.told = told;
+    state.data = data;
     draw();
-    announce(`${amount(told.total, "rollout")} found`, true);
+    announce(`${amount(data.total, "rollout")} found`, true);
   }
 
   function fail(error) {
@@ -74,11 +74,11 @@ export async function render(root, run, params) {
   }
 
   function draw() {
-    const { told, query } = state;
-    filters.offer(told.counts);
-    league.hidden = !told.league;
+    const { data, query } = state;
+    filters.offer(data.counts);
+    league.hidden = !data.league;
     news.hidden = true;
-    say(told.total === told.all ? `${whole(told.all)} in all` : `${whole(told.total)} of ${whole(told.all)}`);
+    say(data.total === data.all ? `${whole(data.all)} in all` : `${whole(data.total)} of ${whole(data.all)}`);
     const sort = query.sort ?? "-step";
     COLUMNS.forEach(([key, label], at) => {
       const chosen = key && sort.replace("-", "") === key;
@@ -87,12 +87,12 @@ export async function render(root, run, params) {
       if (key) headings[at].firstChild.textContent = label + (chosen ? (sort.startsWith("-") ? " ↓" : " ↑") : "");
     });
     const refocus = keepFocus();
-    fill(body, told.rows.map((row) => line(run, row, query)));
+    fill(body, data.rows.map((row) => line(run, row, query)));
     refocus();
-    list.hidden = !told.rows.length;
-    fill(notices, notes(told));
-    fill(empty, told.rows.length ? null : nothing(run, told, query, state.page, () => go(query, 1)));
-    drawPager(told.total);
+    list.hidden = !data.rows.length;
+    fill(notices, notes(data));
+    fill(empty, data.rows.length ? null : nothing(run, data, query, state.page, () => go(query, 1)));
+    drawPager(data.total);
   }
 
   function drawPager(total) {
@@ -117,11 +117,11 @@ export async function render(root, run, params) {
     if (again) return;
     again = setTimeout(async () => {
       again = 0; // what comes while this is asked is counted again
-      const { query, told } = state;
+      const { query, data } = state;
       const now = await ask("rollouts", { run: run.name, ...query, limit: 0 }).catch(() => null);
-      if (!now || told !== state.told || !told) return;
-      const more = now.total - told.total;
-      if (more && !told.rows.length) return go(query, 1);
+      if (!now || data !== state.data || !data) return;
+      const more = now.total - data.total;
+      if (more && !data.rows.length) return go(query, 1);
       news.hidden = !more;
       news.textContent = more > 0 ? `${whole(more)} new: show` : "The run went back: show again";
     }, COUNTING);
@@ -180,11 +180,11 @@ function notes({ kept, problems, all }) {
   ];
 }
 
-function nothing(run, told, query, page, first) {
-  if (page > 1 && told.total) {
+function nothing(run, data, query, page, first) {
+  if (page > 1 && data.total) {
     return h("div", { class: "empty" }, h("h2", {}, `There is no page ${whole(page)}`), h("button", { type: "button", on: { click: first } }, "First page"));
   }
-  if (told.all && isFiltered(query)) return h("div", { class: "empty" }, h("h2", {}, "No rollout matches"), h("p", {}, "Take a filter away to see more."));
+  if (data.all && isFiltered(query)) return h("div", { class: "empty" }, h("h2", {}, "No rollout matches"), h("p", {}, "Take a filter away to see more."));
   return h("div", { class: "empty" }, h("h2", {}, "No rollouts yet"),
     h("p", {}, run.status.alive ? "They appear here when the first batch is complete." : "This run kept none: it ended before its first batch, or had nothing recorded."));
 }

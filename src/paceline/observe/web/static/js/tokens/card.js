@@ -10,8 +10,8 @@ const PATIENCE = 50;
 const SYMBOLS = "A: advantage. π: the policy in training. μ: the policy that sampled. r: how far it has moved since.";
 
 export class Card {
-  constructor(run, told, again, streams) {
-    Object.assign(this, { run, told, again, streams });
+  constructor(run, data, again, streams) {
+    Object.assign(this, { run, data, again, streams });
     this.element = h("aside", { class: "token-card", "aria-label": "The chosen token", "aria-live": "polite" });
     this.known = new Map();
     this.shown = undefined;
@@ -40,7 +40,7 @@ export class Card {
 
   async #ask(at, place) {
     this.asked = new AbortController();
-    const { rollout, kind, number: which } = this.told;
+    const { rollout, kind, number: which } = this.data;
     try {
       const card = await ask("tokens/card", { run: this.run.name, id: rollout.index, [kind]: which, at }, this.asked.signal);
       this.known.set(at, card);
@@ -51,28 +51,28 @@ export class Card {
   }
 
   #head(at) {
-    const { told } = this;
-    const { shown, kind } = piece(told, at);
-    const part = told.parts[at];
-    const text = told.texts?.[at];
+    const { data } = this;
+    const { shown, kind } = piece(data, at);
+    const part = data.parts[at];
+    const text = data.texts?.[at];
     return [
       h("h2", {}, h("span", { class: `token-chip big ${kind}` }, shown)),
-      h("p", { class: "soft" }, `token ${at} of ${told.ids.length}, id ${told.ids[at]}`, this.#turn(at)),
+      h("p", { class: "soft" }, `token ${at} of ${data.ids.length}, id ${data.ids[at]}`, this.#turn(at)),
       text ? h("p", { class: "mono quoted" }, JSON.stringify(text)) : null,
       part ? h("p", { class: "soft" }, `Bytes ${part.bytes}: no whole character by themselves`, part.of ? `, together with its neighbours “${part.of}”.` : ".") : null,
     ];
   }
 
   #turn(at) {
-    const place = this.told.spans.findIndex(([first, end]) => at >= first && at < end);
+    const place = this.data.spans.findIndex(([first, end]) => at >= first && at < end);
     return place < 0 ? ", given to the policy" : `, sampled in turn ${place + 1}`;
   }
 
   #figures(at) {
-    const { told } = this;
-    const print = told.weights[told.streams.versions?.[at]];
+    const { data } = this;
+    const print = data.weights[data.streams.versions?.[at]];
     const rows = this.streams.filter((stream) => stream.values && stream.values[at] !== null && stream.values[at] !== undefined).map((stream) => [stream.label, streamText(stream, at), stream.meaning]);
-    const logprob = told.streams.loss_mask[at] ? told.streams.logprobs?.[at] : undefined;
+    const logprob = data.streams.loss_mask[at] ? data.streams.logprobs?.[at] : undefined;
     if (logprob !== undefined) rows.splice(1, 0, ["probability", figure(Math.exp(logprob)), "μ, the sampler's"]);
     return [
       h("h3", {}, "Streams"),
@@ -95,7 +95,7 @@ export class Card {
 
   /** The most likely tokens at this place, the sampled one marked. */
   #alternatives(ranked) {
-    const own = this.told.ids[this.shown];
+    const own = this.data.ids[this.shown];
     return ranked.length ? [
       h("h3", {}, "Most likely here"),
       h("ol", { class: "alternatives" }, ranked.map(({ id, logprob, text, bytes }) => {
@@ -109,7 +109,7 @@ export class Card {
 
   #made({ lines, why, by, alternatives }) {
     const names = Object.entries(by).map(([part, weight]) => `${part} (weight ${figure(weight)})`);
-    const { trains, rollout } = this.told;
+    const { trains, rollout } = this.data;
     return [
       names.length ? h("p", {}, trains ? "Trained by " : "Would train by ", h("b", {}, names.join(", ")), ".") : null,
       why ? h("p", { class: "why" }, prose(why)) : null,
@@ -118,7 +118,7 @@ export class Card {
       lines.some((line) => line.replay) && trains && !this.again
         ? h("p", {}, h("a", { href: toRun(this.run.name, "replay", { step: rollout.step }) }, `Replay step ${rollout.step}`), " to compute what is not recorded.") : null,
       this.#alternatives(alternatives),
-      !names.length && !why && !componentsOf(this.told, this.shown).length ? h("p", { class: "soft" }, "A turn as the engine answered it; its samples say how it trains.") : null,
+      !names.length && !why && !componentsOf(this.data, this.shown).length ? h("p", { class: "soft" }, "A turn as the engine answered it; its samples say how it trains.") : null,
     ];
   }
 

@@ -12,18 +12,18 @@ const LEAST_RATIO = Math.log(1.25);
 const LEAST_CREDIT = 1e-3;
 
 /** All streams of a sequence, those first that a reader wants first. Those without values say in `missing` why. */
-export function streams(told, again = null) {
-  const { streams: kept, trained, rollout } = told;
+export function streams(data, again = null) {
+  const { streams: kept, trained, rollout } = data;
   const sampled = kept.loss_mask;
-  const on = (name) => kept[name] && told.ids.map((_, at) => (sampled[at] ? kept[name][at] : null));
+  const on = (name) => kept[name] && data.ids.map((_, at) => (sampled[at] ? kept[name][at] : null));
   const weight = (name) => trained[name]?.some((value) => value) ? trained[name].map((value) => value || null) : null;
-  const less = (one, other) => kept[one] && kept[other] && told.ids.map((_, at) => (sampled[at] ? kept[one][at] - kept[other][at] : null));
+  const less = (one, other) => kept[one] && kept[other] && data.ids.map((_, at) => (sampled[at] ? kept[one][at] - kept[other][at] : null));
   const versions = on("versions")?.map((version) => (version >= 0 ? version : null));
   const found = [
     ramp("logprobs", "log probability", "as sampled, at the sampling temperature; strong is surprising, 0 is certain", on("logprobs"), "--series-2", { strong: STRONG_NATS }),
     diverging("advantages", "advantage", "how much better than its peers; what rl pushes up (+) or down (−)", on("advantages"), { least: LEAST_CREDIT }),
     ...PARTS.map((part) => ramp(`${part}_weights`, `${part} weight`, `how much a token counts in the ${part} component`, weight(part), PART_COLOURS[part])),
-    parts(told),
+    parts(data),
     category("versions", "version", "the weights that sampled the token", versions, (version) => `version ${version}`),
     ramp("age", "age when trained", `versions between the one that sampled and the one that step ${rollout.step} began with`,
       rollout.domain === "training" && versions?.map((version) => (version === null ? null : rollout.step - 1 - version)), "--series-5"),
@@ -91,8 +91,8 @@ export function figure(value) {
 }
 
 /** Which components train a token. */
-export function componentsOf(told, at) {
-  return PARTS.filter((part) => told.trained[part]?.[at]);
+export function componentsOf(data, at) {
+  return PARTS.filter((part) => data.trained[part]?.[at]);
 }
 
 export function partColour(names) {
@@ -137,8 +137,8 @@ function category(key, label, meaning, values, name) {
 }
 
 /** By which components each token is trained, as a stream. */
-function parts(told) {
-  const names = told.ids.map((_, at) => componentsOf(told, at).join(" + "));
+function parts(data) {
+  const names = data.ids.map((_, at) => componentsOf(data, at).join(" + "));
   const known = [...new Set(names)].filter(Boolean);
   if (!known.length) return null;
   return {
@@ -180,16 +180,16 @@ export function visible(text) {
 }
 
 /** The same for one token of a sequence: {shown, kind}, where a kind says that the text itself is not there. */
-export function piece(told, at) {
-  const text = told.texts?.[at];
+export function piece(data, at) {
+  const text = data.texts?.[at];
   if (text !== null && text !== undefined) return { shown: visible(text), kind: "" };
-  const part = told.parts[at];
-  return part ? { shown: part.bytes, kind: "bytes" } : { shown: `#${told.ids[at]}`, kind: "number" };
+  const part = data.parts[at];
+  return part ? { shown: part.bytes, kind: "bytes" } : { shown: `#${data.ids[at]}`, kind: "number" };
 }
 
 /** Whether the line ends with this token. */
-export function breaks(told, at) {
-  return told.texts?.[at]?.includes("\n") ?? false;
+export function breaks(data, at) {
+  return data.texts?.[at]?.includes("\n") ?? false;
 }
 
 function code(letter) {
@@ -216,21 +216,21 @@ export function scale(stream) {
 }
 
 /** How many tokens each loss trains, and how others are drawn. */
-export function lines(told, again) {
+export function lines(data, again) {
   const sums = new Map();
   let given = 0;
   let silent = 0;
-  told.ids.forEach((_, at) => {
-    const by = componentsOf(told, at);
+  data.ids.forEach((_, at) => {
+    const by = componentsOf(data, at);
     if (by.length) sums.set(by.join(" + "), (sums.get(by.join(" + ")) ?? 0) + 1);
-    else if (told.streams.loss_mask[at]) silent += 1;
+    else if (data.streams.loss_mask[at]) silent += 1;
     else given += 1;
   });
-  const held = told.streams.clipped?.filter((value) => value === 1).length ?? again?.rules.size;
+  const held = data.streams.clipped?.filter((value) => value === 1).length ?? again?.rules.size;
   const tokens = (value) => `${count(value)} token${value === 1 ? "" : "s"}`;
   return h("span", { class: "token-scale" },
     [...sums].map(([name, value]) => h("span", { class: "token-case" },
-      h("i", { class: "token-chip trains sign", vars: { "--by": partColour(name.split(" + ")) } }, "a"), `${told.trains ? "trained" : "would train"} by ${name}: ${tokens(value)}`)),
+      h("i", { class: "token-chip trains sign", vars: { "--by": partColour(name.split(" + ")) } }, "a"), `${data.trains ? "trained" : "would train"} by ${name}: ${tokens(value)}`)),
     silent ? h("span", { class: "token-case" }, h("i", { class: "token-chip silent sign" }, "a"), `sampled, not trained: ${tokens(silent)}`) : null,
     given ? h("span", { class: "token-case" }, h("i", { class: "token-chip given sign" }, "a"), `given, not trained: ${tokens(given)}`) : null,
     held ? h("span", { class: "token-case" }, h("i", { class: "token-chip held sign" }, "a"), `held back by a bound: ${tokens(held)}`) : null);

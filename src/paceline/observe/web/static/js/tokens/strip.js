@@ -7,12 +7,12 @@ const BLOCK = 400;
 
 export class Strip {
   /** `again` is a replay of the step, or null. `choose(at, really)`: a token is pointed at, or really chosen; null when the pointer leaves. */
-  constructor(told, again, choose) {
-    Object.assign(this, { told, again, chosen: null, stream: null, chips: new Array(told.ids.length) });
-    this.before = versionsBefore(told);
-    this.blocks = splitBlocks(told);
+  constructor(data, again, choose) {
+    Object.assign(this, { data, again, chosen: null, stream: null, chips: new Array(data.ids.length) });
+    this.before = versionsBefore(data);
+    this.blocks = splitBlocks(data);
     this.element = h("div", {
-      class: "token-strip", role: "listbox", tabindex: 0, "aria-label": `Tokens, ${told.ids.length} of them`, "aria-describedby": "token-keys",
+      class: "token-strip", role: "listbox", tabindex: 0, "aria-label": `Tokens, ${data.ids.length} of them`, "aria-describedby": "token-keys",
       on: {
         pointerover: (event) => withToken(event, (at) => choose(at, false)),
         pointerleave: () => choose(null, false),
@@ -59,20 +59,20 @@ export class Strip {
   #lay(block) {
     const chips = [];
     for (let at = block.first; at < block.end; at += 1) {
-      if (this.before.has(at)) chips.push(swap(this.before.get(at), this.told.streams.versions[at]));
+      if (this.before.has(at)) chips.push(swap(this.before.get(at), this.data.streams.versions[at]));
       chips.push(this.#chip(at));
-      if (breaks(this.told, at)) chips.push(document.createElement("br"));
+      if (breaks(this.data, at)) chips.push(document.createElement("br"));
     }
     block.laid = true;
     block.element.replaceChildren(...chips);
   }
 
   #chip(at) {
-    const { shown, kind } = piece(this.told, at);
-    const sampled = this.told.streams.loss_mask[at];
-    const by = componentsOf(this.told, at);
+    const { shown, kind } = piece(this.data, at);
+    const sampled = this.data.streams.loss_mask[at];
+    const by = componentsOf(this.data, at);
     const chip = document.createElement("span");
-    const held = (this.told.streams.clipped?.[at] === 1 || this.again?.rules.has(at)) ? "held" : "";
+    const held = (this.data.streams.clipped?.[at] === 1 || this.again?.rules.has(at)) ? "held" : "";
     chip.className = ["token-chip", kind, sampled ? "" : "given", by.length ? "trains" : sampled ? "silent" : "", held].filter(Boolean).join(" ");
     chip.id = `token-${at}`;
     chip.dataset.at = at;
@@ -94,10 +94,10 @@ export class Strip {
 }
 
 /** Where new weights came while the tokens were sampled, and the version before: place to version. */
-export function versionsBefore(told) {
+export function versionsBefore(data) {
   const found = new Map();
   let before = null;
-  (told.streams.versions ?? []).forEach((version, at) => {
+  (data.streams.versions ?? []).forEach((version, at) => {
     if (version < 0) return;
     if (before !== null && version !== before) found.set(at, before);
     before = version;
@@ -106,11 +106,11 @@ export function versionsBefore(told) {
 }
 
 /** Blocks of tokens that end with a line where they can: a block begins on a line of its own. */
-function splitBlocks(told) {
+function splitBlocks(data) {
   const blocks = [];
-  for (let first = 0; first < told.ids.length;) {
-    let end = Math.min(first + BLOCK, told.ids.length);
-    while (end < told.ids.length && end - first < 2 * BLOCK && !breaks(told, end - 1)) end += 1;
+  for (let first = 0; first < data.ids.length;) {
+    let end = Math.min(first + BLOCK, data.ids.length);
+    while (end < data.ids.length && end - first < 2 * BLOCK && !breaks(data, end - 1)) end += 1;
     blocks.push({ first, end, laid: false });
     first = end;
   }
@@ -135,11 +135,11 @@ export const KEYS = [
 
 /** Answers keys of a strip: `go(at)` is called with the token to choose, `stream()` gives the one that is shown. */
 export function walk(strip, stream, go) {
-  const { told } = strip;
-  const trains = told.ids.map((_, at) => componentsOf(told, at).length > 0);
-  const bounds = [...versionsBefore(told).keys()];
+  const { data } = strip;
+  const trains = data.ids.map((_, at) => componentsOf(data, at).length > 0);
+  const bounds = [...versionsBefore(data).keys()];
   let peaks = { stream: null, order: [] };
-  const last = told.ids.length - 1;
+  const last = data.ids.length - 1;
 
   const seek = (from, by) => {
     for (let at = from + by; at >= 0 && at <= last; at += by) if (trains[at]) return at;
