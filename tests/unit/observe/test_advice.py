@@ -87,6 +87,17 @@ def test_a_task_that_is_done_is_no_defect():
     assert advise(window) == []
 
 
+@pytest.mark.parametrize(("far", "named"), [(3, ["learning_rate_high"]), (2, [])])
+def test_a_policy_that_broke_in_three_steps_is_named_though_its_reward_is_noisy_and_comes_back(far, named):
+    def measured(rng: np.random.Generator, step: int) -> dict[str, float]:
+        reward = 0.5 if step <= 2 else 0.3 if step <= 10 else 0.3 + 0.02 * step
+        distance = 3.0 if 3 <= step < 3 + far else 2e-3
+        return {"reward/words/mean": reward, "reward/words/std": 0.4, "sampler_kl": distance}
+
+    found = advise(Plot({"words": healthy}, measured).remembered())
+    assert [one.rule for one in found] == named
+
+
 def test_a_reward_that_never_changes_is_one_even_at_the_top():
     [found] = advise(Plot({"words": lambda rng, step, luck: Try(1.0)}).remembered())
     assert found.rule == "constant_reward"

@@ -1,9 +1,10 @@
 """Advisories on the size of updates: a learning rate too high or too low, weights too old, groups dropped in vain."""
 
 from math import exp, inf, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.observe.record.advice.measures import SURE, Advisory, Finding, Mean, series_mean, unmeasured
 from paceline.observe.record.advice.output_rules import is_stuck
@@ -25,17 +26,24 @@ RECOVERED = 0.4
 """Share of a loss below which what is left of it does not count."""
 BROKEN = 1.0
 """Nats a token between two versions after which what a policy learns, it learns anew: no recovery."""
+BROKEN_STEPS = 3
+"""So far apart in so many steps, and a policy has broken: how sure the loss of reward is does not matter then."""
 SETTLED = 0.05
 """A reward whose whole range is smaller counts as unmoved."""
 
 
-def signs_of_large_steps(window: AdviceWindow) -> list[tuple[float, str, str]]:
-    """Step, metric and words of whatever exploded, the first first. Old samples are far away by their age."""
-    found = []
+def _fresh_series(window: AdviceWindow, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """A metric of distance, 0 in steps whose samples are far away by their age."""
     ages = dict(zip(*window.series("staleness/mean", since=1), strict=True))
+    steps, values = window.series(name, since=1)
+    return steps, np.where([ages.get(step, 0.0) < OLD for step in steps], values, 0.0)
+
+
+def signs_of_large_steps(window: AdviceWindow) -> list[tuple[float, str, str]]:
+    """Step, metric and words of whatever exploded, the first first."""
+    found = []
     for name, limit in FAR.items():
-        steps, values = window.series(name, since=1)
-        values = np.where([ages.get(step, 0.0) < OLD for step in steps], values, 0.0)
+        steps, values = _fresh_series(window, name)
         if (beyond := values > limit).any():
             at = int(np.argmax(beyond))
             found.append((steps[at], name, f"`{name}` reached {values.max():.2g} (limit {limit:g})"))
@@ -98,8 +106,8 @@ def check_learning_rate_high(window: AdviceWindow, env: str) -> Finding:
     if lost is None:
         return unmeasured("too few steps, or a reward near 0 from the beginning")
     signs = signs_of_large_steps(window)
-    share = lost.share
-    if share.value <= window.advice.learning_rate_high or share.low <= 0 or not signs:
+    share, has_broken = lost.share, (_fresh_series(window, "sampler_kl")[1] > BROKEN).sum() >= BROKEN_STEPS
+    if share.value <= window.advice.learning_rate_high or (share.low <= 0 and not has_broken) or not signs:
         return Finding(share.value)
     steps, _ = window.series(f"reward/{env}/mean", since=1)
     first, metric, _ = signs[0]
