@@ -46,11 +46,17 @@ def test_the_overview_begins_with_the_first_cause_and_its_fix(page, address):  #
     _open(page, address, "#/run/broken/overview", ".first-cause")
     cause = page.locator(".notice").first
     _expect(cause).to_contain_text("The learning rate is too high: the policy broke")
-    _expect(cause).to_contain_text("Fix: Begin again from the first weights")
+    _expect(cause).to_contain_text("Fix: Set trainer.optimizer.lr to")
     cause.get_by_role("link", name="Advice").click()
     page.wait_for_selector(".advisory")
+    _open(page, address, "#/run/truncation/overview", ".first-cause")
+    _expect(page.locator(".notice").first).to_contain_text("Fix: set sampling.max_tokens = 512")
+    _open(page, address, "#/run/starving/overview", ".first-cause")
+    _expect(page.locator(".head .pill.health")).to_have_text("see advice")
+    _expect(page.locator(".trail .pill.finished")).to_have_count(0)
     _open(page, address, "#/run/well/overview", ".chart canvas")
-    assert page.locator(".first-cause").count() == 0
+    _expect(page.locator("main h1")).to_have_text("well")
+    _expect(page.locator(".first-cause")).to_have_count(0)
 
 
 def test_the_tab_counts_them_wherever_one_is(page, address):  # noqa: F811

@@ -104,6 +104,19 @@ def test_a_reward_that_never_changes_is_one_even_at_the_top():
     assert "exactly 1" in found.seen
 
 
+def test_the_marker_that_replies_spell_out_is_named_as_the_token_that_should_end_them():
+    plot = DEFECTS["stop_token"]
+    assert "`eos_token_id`" in advise(plot.remembered())[0].fix
+
+    def spells(rng: np.random.Generator, step: int, luck: float) -> Try:
+        return replace(plot.plays["words"](rng, step, luck), said="no<|end|>and on")
+
+    found, *effects = advise(replace(plot, plays={"words": spells}).remembered())
+    assert (found.rule, found.knobs) == ("stop_token", [])
+    assert "write `<|end|>` and go on" in found.fix
+    assert [(one.rule, one.follows, one.knobs) for one in effects] == [("truncation", "stop_token", [])]
+
+
 def test_draws_that_the_environment_gives_up_on_purpose_are_no_failures():
     def rejects(rng: np.random.Generator, step: int, luck: float) -> Try:
         one = healthy(rng, step, luck)

@@ -108,8 +108,9 @@ def check_truncation(window: AdviceWindow, env: str) -> Finding:
     if found.low <= window.advice.truncation or _is_by_design(rows, cut, limit):
         return Finding(found.value)
     whole = f", the others {rows['reward'][~cut].mean():.3f}" if not cut.all() else ""
-    knobs = [window.knob("sampling.max_tokens", 2 * limit, "room to come to an end")]
-    if not window.get("length.mask_truncated"):
+    most = found.value > MOST_CUT
+    knobs = [window.knob("sampling.max_tokens", (4 if most else 2) * limit, "room to come to an end")]
+    if not most and not window.get("length.mask_truncated"):
         knobs.append(window.knob("length.mask_truncated", True, "what was cut off is not blamed for it"))
     advisory = Advisory(
         title=f"Replies of `{env}` are cut off",
@@ -118,12 +119,15 @@ def check_truncation(window: AdviceWindow, env: str) -> Finding:
         basis=f"share {found.value:.3f} ± {found.error:.3f} (error over rows, not rollouts), limit "
         f"{window.advice.truncation:g}; {len(np.unique(rows['ticket']))} rows of {window.trained} steps",
         knobs=knobs,
-        rollouts=window.numbers(places[cut][::-1]),
+        rollouts=window.numbers(places[cut][::-1], by=rows["reward"][cut][::-1]),
         metrics=["truncated_ratio", "length"],
     )
     return Finding(found.value, advisory)
 
 
+MOST_CUT = 0.5
+"""Share of cut replies above which twice the room may not do, and nearly nothing would be left to train on if those
+were masked."""
 BY_DESIGN = 2
 """Tokens of a limit at which every reply is meant to end: a move, a letter, a choice."""
 EARNED = 0.5

@@ -13,6 +13,8 @@ LEAST_TEXT = 2
 """Characters: a shorter text stands in many prompts by chance."""
 SHOWN = 40
 """Characters."""
+MARKER = re.compile(r"<\|[^|<>\s]{1,30}\|>|</s>|<end_of_turn>")
+"""What a chat template writes between messages; in a reply it is a token that should have ended it."""
 SEPARATOR = " | "
 """Between the answers that a row accepts, as the record keeps them."""
 
@@ -27,6 +29,8 @@ class PromptFacts(NamedTuple):
     right: tuple[str, str] | None
     """The beginning of the expected answer and of the reply, where they are the same but for case, white space and
     punctuation at the ends."""
+    marker: str
+    """The first marker of a chat template that the reply spells out."""
 
 
 def prompt_facts(turns: Sequence[Any], target: str = "") -> PromptFacts | None:
@@ -40,6 +44,7 @@ def prompt_facts(turns: Sequence[Any], target: str = "") -> PromptFacts | None:
         _digest(array("q", turns[0].prompt_ids).tobytes()),
         any(_follows_cue(prompt, text.strip()) for text in (reply, *answers)),
         next(((a[:SHOWN], reply[:SHOWN]) for a in answers if _bare(reply) and _bare(a) == _bare(reply)), None),
+        found[0] if (found := MARKER.search(reply)) else "",
     )
 
 

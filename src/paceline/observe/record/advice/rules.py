@@ -115,7 +115,16 @@ def advisories(window: AdviceWindow, measured: Sequence[tuple[Rule, str, Finding
         cause = next((before.rule for before in found if rule.name in EFFECTS.get(before.rule, ())), "")
         steps, limit = one.steps if any(one.steps) else window.steps, getattr(window.advice, rule.name)
         found.append(
-            replace(one, rule=rule.name, env=env, steps=steps, found=finding.value, limit=limit, follows=cause)
+            replace(
+                one,
+                rule=rule.name,
+                env=env,
+                steps=steps,
+                found=finding.value,
+                limit=limit,
+                follows=cause,
+                knobs=[] if cause else one.knobs,  # its cause is mended first
+            )
         )
     # An effect stands behind whatever is no effect.
     return sorted(found, key=lambda one: bool(one.follows))

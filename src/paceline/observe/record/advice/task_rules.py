@@ -1,6 +1,7 @@
 """Advisories on the task: its rows, its rewards, episodes that fail or are slow, replies that never end."""
 
 import re
+from collections import Counter
 from math import sqrt
 from typing import Any
 
@@ -217,6 +218,18 @@ def check_stop_token(window: AdviceWindow, env: str) -> Finding:
     share = float(ended.mean())
     if limit <= ROOM or found.high >= window.advice.stop_token or not (at_first > 1 - window.advice.stop_token).all():
         return Finding(share)
+    table = window.prompts(places)
+    [(marker, spelled)] = Counter(filter(None, table.markers)).most_common(1) or [("", 0)]
+    fix = (
+        "Compare `eos_token_id` of the model's generation_config.json with the token that ends a turn in its chat "
+        "template, and name that one there or in `sampling.stop_token_ids`. A higher limit does not help."
+    )
+    if 2 * spelled > len(table.markers):
+        fix = (
+            f"{spelled} of the last {len(table.markers)} replies write `{marker}` and go on: let that token end a "
+            "reply. Add its id to `sampling.stop_token_ids`, or make it `eos_token_id` in the model's "
+            "generation_config.json. A higher limit does not help."
+        )
     return Finding(
         share,
         Advisory(
@@ -227,9 +240,7 @@ def check_stop_token(window: AdviceWindow, env: str) -> Finding:
             basis=f"share that ended {share:.3f}, surely less than {found.high:.3f} (Wilson's interval of three "
             "standard errors), "
             f"limit {window.advice.stop_token:g}",
-            fix="Before the limit is raised, compare `eos_token_id` of the model's generation_config.json with the "
-            "token that ends a turn in its chat template, and name that one in `sampling.stop_token_ids`.",
-            knobs=[window.knob("sampling.max_tokens", 2 * limit, "if replies need the room")],
+            fix=fix,
             rollouts=window.numbers(places[::-1]),
             metrics=["truncated_ratio", "length"],
         ),
@@ -336,17 +347,24 @@ def check_leaked_answer(window: AdviceWindow, env: str) -> Finding:
         share,
         Advisory(
             title=f"The answer stands in the prompts of `{env}`",
-            seen=f"Of {len(table.places)} rollouts with the best reward ({top:g}), {table.holds_answer.sum()} have "
-            "their answer word for word in their own prompt, after a word such as `answer` or `solution`.",
+            seen=f"Of the last {len(table.places)} rollouts with the best reward ({top:g}), "
+            f"{table.holds_answer.sum()} have their answer word for word in their own prompt, after a word such as "
+            "`answer` or `solution`: the reward can be had by copying.",
             basis=f"share {share:.2f}, surely more than {found.low:.2f} (Wilson's interval of three standard errors), "
             f"limit {limit:g}",
-            fix="Take the answer out of the prompts of the dataset.",
-            caution="A task may ask to copy something that is named so.",
+            fix=f"Take the answer out of the prompts of {_rows_of(window, env)}, and train again from the first "
+            "weights.",
+            caution="Where the task is to copy, this is no fault.",
             knobs=window.pause_knobs("leaked_answer", "draw nothing from it until its prompts are mended"),
             rollouts=window.numbers(table.places[table.holds_answer][::-1]),
             metrics=[f"reward/{env}/mean", f"eval/{env}/reward"],
         ),
     )
+
+
+def _rows_of(window: AdviceWindow, env: str) -> str:
+    dataset = window.env(env).get("dataset")
+    return f"`{dataset}`" if dataset else "the environment"
 
 
 def check_duplicate_rows(window: AdviceWindow, env: str) -> Finding:
@@ -373,13 +391,14 @@ def check_duplicate_rows(window: AdviceWindow, env: str) -> Finding:
         Advisory(
             title=f"Rows of `{env}` repeat the same prompts",
             seen=f"{len(np.unique(numbers))} rows that were drawn have {len(owners)} different prompts; one prompt "
-            "stands in "
-            f"{len(most)} of them.",
+            f"stands in {len(most)} of them. So few can be learnt by heart, and the reward then says nothing of other "
+            "prompts.",
             basis=f"share of tries {share:.2f}, surely more than {found.low:.2f} (Wilson's interval of three standard "
             "errors), limit "
             f"{limit:g}; {len(shared)} groups",
-            fix=f"Leave out what repeats in `{window.env(env).get('dataset')}`, or ask for more rows.",
-            caution="Only the last steps are compared, so there may be more in the dataset.",
+            fix=f"Leave out what repeats in {_rows_of(window, env)}, add prompts that differ, and evaluate on others "
+            "(`eval_dataset`).",
+            caution="Only rows that were drawn in the last steps are compared; the file may hold more.",
             knobs=window.pause_knobs("duplicate_rows", "draw nothing from it until its rows are distinct"),
             rollouts=window.numbers(table.places[shared][::-1]),
             metrics=[f"reward/{env}/mean", f"eval/{env}/reward"],

@@ -112,7 +112,7 @@ def check_learning_rate_high(window: AdviceWindow, env: str) -> Finding:
     steps, _ = window.series(f"reward/{env}/mean", since=1)
     first, metric, _ = signs[0]
     lr = float(window.get("trainer.optimizer.lr", 1e-5))
-    knobs = [window.knob("trainer.optimizer.lr", lr / 10, "smaller steps; begin again from before the fall")]
+    knobs = [window.knob("trainer.optimizer.lr", lr / 10, "smaller steps")]
     if window.get("trainer.kl") is None:
         knobs.append(window.knob("trainer.kl.coef", 0.05, "stay near the model it began with"))
     places = window.finished_rows(env)
@@ -124,7 +124,8 @@ def check_learning_rate_high(window: AdviceWindow, env: str) -> Finding:
             title="The learning rate is too high: the policy broke",
             seen=f"The reward of `{env}` fell from {lost.best:.3f} to {lost.worst:.3f} from step {lost.step} on{again}"
             f". At step {int(first)}: {'; '.join(words for _, _, words in signs[:3])}. `lr` is {lr:g}.",
-            fix="Begin again from the first weights, or from a checkpoint before the fall.",
+            fix=f"Set `trainer.optimizer.lr` to {lr / 10:g} or less, and begin again from the first weights, or from a "
+            "checkpoint before the fall.",
             basis=f"{share.value:.2f} ± {share.error:.2f} of the best reward was lost (means of {share.count} and "
             f"{ENDS} steps; the error is that of their groups), limit {window.advice.learning_rate_high:g}",
             caution="Weights that broke seldom recover: what follows, such as long replies or lost entropy, is its "

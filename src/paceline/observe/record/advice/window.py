@@ -169,6 +169,7 @@ class AdviceWindow:
             np.array([facts.holds_answer for _, facts in kept], bool),
             np.array([facts.right is not None for _, facts in kept], bool),
             [facts.right for _, facts in kept],
+            [facts.marker for _, facts in kept],
         )
 
     def get(self, key: str, otherwise: Any = None) -> Any:
@@ -215,6 +216,8 @@ class PromptTable(NamedTuple):
     is_right: NDArray[Any]
     examples: list[tuple[str, str] | None]
     """The expected answer and the reply of those."""
+    markers: list[str]
+    """Of the chat template, in replies; empty where there is none."""
 
 
 def _group_keys(rows: NDArray[Any]) -> NDArray[Any]:

@@ -80,7 +80,9 @@ function head(target, page) {
     const pill = h("span", {});
     fill(trail, slash(), h("a", { href: "#/" }, "runs"), slash(), h("span", { class: "here" }, target.run), pill);
     if (run) {
-      const draw = () => fill(pill, statePill(run.status.state, run.standing?.health));
+      let advisories = 0;
+      const draw = () => fill(pill, statePill(run.status.state, run.standing?.health, advisories));
+      RUN_PAGES.advice.badge(run).then((count) => { advisories = count; if (run) draw(); }, () => {});
       draw();
       forget = run.on("standing", draw);
     }

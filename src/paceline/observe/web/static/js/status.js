@@ -14,17 +14,21 @@ const MEANING = {
 
 const UNHEALTHY = ["collapsed", "diverged", "starved", "reward-hacked", "memorising"];
 
-/** The state; green where it finished only if nothing speaks against it. */
-export function statePill(state, health) {
+/** The state; green where it finished only if nothing speaks against it, `advisories` neither. */
+export function statePill(state, health, advisories = 0) {
   const known = Object.hasOwn(MEANING, state);
-  const shown = known && !(state === "finished" && UNHEALTHY.includes(health?.verdict));
+  const shown = known && !(state === "finished" && (advisories || UNHEALTHY.includes(health?.verdict)));
   return h("span", { class: `pill ${shown ? state : ""}`, title: known ? MEANING[state] : null }, state);
 }
 
-/** Whether it learns, by its own metrics, with the figures behind it. */
-export function healthPill(health) {
+/** Whether it learns, by its own metrics, with the figures behind it; metrics alone do not make it healthy where there
+ * are `advisories`. */
+export function healthPill(health, advisories = 0) {
   if (!health) return null;
   const { verdict, reason } = health;
+  if (verdict === "healthy" && advisories) {
+    return h("span", { class: "pill health warn", title: `${reason} But there is advice, which reads its rollouts too.` }, "see advice");
+  }
   const colour = UNHEALTHY.includes(verdict) ? "bad" : { healthy: "good", "learning slowly": "warn" }[verdict] ?? "";
   return h("span", { class: `pill health ${colour}`, title: reason }, verdict);
 }

@@ -14,7 +14,7 @@ const MOST_CURVES = 3;
 
 const asked = new WeakMap();
 
-/** What the run is data; the tab and the page, which ask at the same time, share one answer. */
+/** What is said against the run; the tab and the page, which ask at the same time, share one answer. */
 function advice(run) {
   if (!asked.has(run)) asked.set(run, ask("advice", { run: run.name }).finally(() => asked.delete(run)));
   return asked.get(run);
@@ -24,8 +24,10 @@ function advice(run) {
 export async function firstCause(run) {
   const [first, ...more] = (await advice(run)).found;
   if (!first) return null;
-  return h("div", { class: "notice warn first-cause" }, h("h2", {}, prose(first.title)), h("p", {}, prose(first.seen)), first.fix ? h("p", {}, h("b", {}, "Fix: "), prose(first.fix)) : null,
-    h("p", { class: "faint" }, h("a", { href: toRun(run.name, "advice") }, more.length ? `Advice on this and ${amount(more.length, "more thing")}` : "Advice"), ": the evidence, and which setting to try."));
+  const [setting] = first.knobs;
+  const fix = first.fix ? prose(first.fix) : setting ? ["set ", h("code", {}, `${setting.key} = ${setting.text}`), `: ${setting.why}.`] : null;
+  return h("div", { class: "notice warn first-cause" }, h("h2", {}, prose(first.title)), h("p", {}, prose(first.seen)), fix ? h("p", {}, h("b", {}, "Fix: "), fix) : null,
+    h("p", { class: "faint" }, h("a", { href: toRun(run.name, "advice") }, more.length ? `Advice on this and ${amount(more.length, "more thing")}` : "Advice"), ": the evidence", setting ? ", and every setting to try." : "."));
 }
 
 /** How many advisories there are, for the tab. */
@@ -80,11 +82,11 @@ function card(one, run, group, charts) {
     h("div", { class: "row" }, h("span", { class: "tag" }, one.rule), h("span", { class: "tag" }, one.env || "whole run"),
       h("span", { class: "faint" }, `steps ${whole(one.steps[0])} to ${whole(one.steps[1])}`)),
     one.comparison ? h("p", {}, h("strong", {}, one.comparison)) : null,
-    one.follows ? h("p", { class: "soft" }, prose(`May follow from \`${one.follows}\`, above.`)) : null,
+    one.follows ? h("p", { class: "soft" }, prose(`May follow from \`${one.follows}\`, above: mend that first.`)) : null,
     h("p", {}, prose(one.seen)),
     h("dl", {},
       one.fix ? [h("dt", {}, "Fix"), h("dd", {}, prose(one.fix))] : null,
-      one.knobs.length ? [h("dt", {}, one.fix ? "Or try" : "Try"), h("dd", {}, knobs(one.knobs))] : null,
+      one.knobs.length ? [h("dt", {}, "Settings"), h("dd", {}, knobs(one.knobs))] : null,
       h("dt", {}, "How sure"), h("dd", {}, prose(one.basis)),
       one.caution ? [h("dt", {}, "Note"), h("dd", {}, prose(one.caution))] : null,
       one.rollouts.length ? [h("dt", {}, "Look at"), h("dd", { class: "row" }, one.rollouts.map((row) => rollout(row, run)))] : null),
@@ -128,9 +130,10 @@ function pauses(run) {
     h("ul", {}, data.slice(-20).reverse().map(({ text }) => h("li", {}, prose(text)))));
 }
 
-/** The measured value, also of a rule that says nothing; bold where it lies beyond the limit. */
-function measured({ env, value, missing }, { found, measured: all, name }) {
-  const text = value === null ? missing : number(value);
+/** The measured value, also of a rule that says nothing; bold where it is a finding. */
+function measured({ env, value, missing }, { found, measured: all, name, below, limit }) {
+  const beyond = value !== null && !found.includes(env) && (below ? value < limit : value > limit);
+  const text = value === null ? missing : beyond ? `${number(value)}, no finding: what else must hold does not` : number(value);
   const label = all.length > 1 ? h("span", { class: "faint" }, `${env} `) : null;
   return h("div", { class: value === null ? "faint" : null }, label, found.includes(env) && value !== null ? h("strong", { data: { rule: name } }, text) : text);
 }

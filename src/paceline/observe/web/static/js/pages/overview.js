@@ -7,7 +7,7 @@ import { announce, fill, h, perFrame } from "../dom.js";
 import { amount, count, number, whole } from "../format.js";
 import { eventsTable, healthPill, troubles } from "../status.js";
 import { Vitals } from "../vitals.js";
-import { firstCause } from "./advice.js";
+import { badge, firstCause } from "./advice.js";
 
 export const title = "Overview";
 
@@ -20,6 +20,8 @@ export function render(root, run, params) {
   const notices = h("div", { class: "stack" });
   const events = h("section", { class: "section", "aria-label": "Events" });
   const head = h("div", { class: "head" });
+  const health = h("span");
+  let advisories = 0;
   const waiting = h("div");
   const bar = h("div", { class: "sticky" }, controls(group, (text) => board.filter(text)));
   fill(root, h("div", { class: "stack" }, h("div", {}, head, notices), vitals.element, waiting, bar, board.element, lanes.element, events));
@@ -27,12 +29,17 @@ export function render(root, run, params) {
 
   const stand = () => {
     const { device, parameters } = run.status;
-    fill(head, h("h1", {}, run.name), healthPill(run.standing.health), run.standing.tags.map((tag) => h("span", { class: "tag" }, tag)),
+    fill(health, healthPill(run.standing.health, advisories));
+    fill(head, h("h1", {}, run.name), health, run.standing.tags.map((tag) => h("span", { class: "tag" }, tag)),
       h("span", { class: "faint" }, [device, parameters && `${count(parameters)} parameters`].filter(Boolean).join(" · ")));
     fill(notices, cause, troubles(run));
     fill(events, eventsTable(run));
     vitals.draw();
-    firstCause(run).then((found) => fill(cause, found)).catch(() => {}); // the next news tries again
+    Promise.all([firstCause(run), badge(run)]).then(([found, count]) => {
+      advisories = count;
+      fill(cause, found);
+      fill(health, healthPill(run.standing.health, advisories));
+    }).catch(() => {}); // the next news tries again
   };
   const draw = perFrame(() => {
     board.draw();
