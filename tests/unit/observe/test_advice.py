@@ -137,6 +137,15 @@ def test_held_out_reward_that_training_catches_up_with_is_no_defect():
     assert advise(ceiling.remembered()) == []
 
 
+def test_rows_learnt_by_heart_are_named_also_where_both_rewards_stand_still_since():
+    def measured(rng: np.random.Generator, step: int) -> dict[str, float]:
+        held_out = 0.5 - 0.02 * step if step <= 12 else 0.26 + 0.002 * step
+        training = {"reward/words/mean": min(0.95, 0.1 + 0.07 * step)}
+        return training if step % 2 else training | {"eval/words/reward": held_out}
+
+    assert "overfitting" in [one.rule for one in advise(Plot(more=measured, steps=40).remembered())]
+
+
 def test_a_limit_that_is_meant_is_no_truncation():
     """All replies fill one token, as a move in a game; or those that end at the limit earn as well as any."""
 

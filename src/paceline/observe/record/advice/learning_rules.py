@@ -64,7 +64,7 @@ def check_mismatch(window: AdviceWindow, env: str) -> Finding:
     return Finding(now.value, advisory)
 
 
-EVALUATIONS = 12
+EVALUATIONS = 24
 """The last ones that are looked at."""
 LEAST_OVERFITTING = 6
 
